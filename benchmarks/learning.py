@@ -1,0 +1,182 @@
+"""Learning curves: runs what is missing of a grid of tasks and seeds, and reports on the rest.
+
+    python benchmarks/learning.py             # run the missing seeds, two at a time, and report
+    python benchmarks/learning.py --report    # tables and figure from the committed files alone
+    python benchmarks/learning.py --only CartPoleNoVel-v1 --seeds 1 2 3
+
+A run leaves results/<script>/<task>/<variant>/seed<k>.csv (step, return of every training episode)
+and seed<k>.json (final evaluation, flags, versions, commit, wall time). Interrupted at any point,
+the next call continues. Reported seeds are 1 to 10; whatever was tuned was tuned on 1000 and up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+LSTM = "distributional_ppo_lstm"
+PENDULUM = "--gamma 0.9 --gae-lambda 0.95 --num-steps 128 --num-minibatches 4 --learning-rate 1e-3"
+MOUNTAIN = "--total-timesteps 300000 --gamma 0.999 --gae-lambda 0.95 --log-std-init 2"
+# (script, task, variant, flags beyond --env-id, seeds)
+GRID = [
+    (LSTM, "CartPoleNoVel-v1", "default", "", range(1, 11)),
+    (LSTM, "CartPoleNoVel-v1", "no_memory", "", range(1, 4)),
+    (LSTM, "PendulumNoVel-v1", "default", PENDULUM, range(1, 4)),
+    (LSTM, "MountainCarContinuousNoVel-v0", "default", MOUNTAIN, range(1, 4)),
+    (LSTM, "popgym:popgym-RepeatFirstEasy-v0", "default", "", range(1, 4)),
+    (LSTM, "popgym:popgym-RepeatPreviousEasy-v0", "default", "", range(1, 4)),
+]
+
+
+def folder(script: str, task: str, variant: str) -> Path:
+    """Where the runs of one cell of the grid are kept."""
+    return RESULTS / script / task.split(":")[-1] / variant
+
+
+def forget(module: ModuleType) -> None:
+    """The control without memory: the LSTM state is zero ahead of every step, everywhere."""
+    import torch
+
+    unroll, step = module.unroll_lstm, module.Actor.step
+
+    def unroll_without_state(lstm, inputs, state, episode_start):
+        zero = tuple(torch.zeros_like(s) for s in state)
+        return unroll(lstm, inputs, zero, torch.ones_like(episode_start))
+
+    module.unroll_lstm = unroll_without_state
+    module.Actor.step = lambda self, obs, state: step(self, obs, torch.zeros_like(state))
+
+
+def run_one(script: str, task: str, variant: str, flags: str, seed: int) -> None:
+    """Train one seed in this process and write its two files."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sys.path.insert(0, str(HERE.parent))
+    module = importlib.import_module(script)
+    if variant == "no_memory":
+        forget(module)
+    with tempfile.TemporaryDirectory() as top:
+        line = ["--env-id", task, "--seed", str(seed), "--run-dir", top, *flags.split()]
+        began = time.time()
+        metrics = module.train(module.tyro.cli(module.Args, args=line))
+        wall = time.time() - began
+        events = EventAccumulator(metrics["run_dir"], {"scalars": 0})
+        events.Reload()
+        points = [(p.step, round(p.value, 4)) for p in events.Scalars("charts/episodic_return")]
+        told = json.loads(Path(metrics["run_dir"], "args.json").read_text())
+    keep = ("eval/", "charts/SPS")
+    result = {k: round(v, 4) for k, v in metrics.items() if k.startswith(keep)}
+    machine = {"cores": os.cpu_count(), "machine": platform.machine()}
+    told["args"]["run_dir"] = "runs"
+    meta = {"result": result, "wall_seconds": round(wall, 1), **machine, **told}
+    path = folder(script, task, variant)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / f"seed{seed}.json").write_text(json.dumps(meta, indent=1))
+    with (path / f"seed{seed}.tmp").open("w", newline="") as file:
+        csv.writer(file).writerows([("step", "return"), *points])
+    (path / f"seed{seed}.tmp").rename(path / f"seed{seed}.csv")  # last: it marks the run as done
+
+
+def run_missing(only: list[str], seeds: list[int]) -> None:
+    """Every run of the grid that has no CSV yet, two processes at a time."""
+    jobs = []
+    for script, task, variant, flags, all_seeds in GRID:
+        for seed in all_seeds:
+            wanted = (not only or task in only) and (not seeds or seed in seeds)
+            if wanted and not (folder(script, task, variant) / f"seed{seed}.csv").exists():
+                jobs.append((script, task, variant, flags, str(seed)))
+
+    def start(job: tuple[str, ...]) -> None:
+        command = [sys.executable, __file__, "--one", json.dumps(job)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        last = (done.stderr if done.returncode else done.stdout).strip().splitlines()[-2:]
+        print(*job[1:3], "seed", job[4], "|", *last, flush=True)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(start, jobs))
+
+
+def curve(path: Path, grid: np.ndarray) -> np.ndarray:
+    """Mean return of the 20 episodes before each point of `grid`."""
+    steps, returns = np.loadtxt(path, delimiter=",", skiprows=1).T
+    ends = np.searchsorted(steps, grid, side="right")
+    return np.array([returns[max(0, e - 20) : e].mean() if e else np.nan for e in ends])
+
+
+def report() -> None:
+    """README's table on stdout and results/learning.md, its figure in results/learning.png."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    lines = [
+        "| task | variant | steps | seeds | evaluation return: mean | worst, best seed | seconds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    cells = []
+    for script, task, variant, _, _ in GRID:
+        metas = sorted(folder(script, task, variant).glob("seed*.json"))
+        if metas:
+            cells.append((task.split(":")[-1], variant, [json.loads(m.read_text()) for m in metas]))
+    for task, variant, runs in cells:
+        scores = [r["result"]["eval/return_mean"] for r in runs]
+        seconds = np.median([r["wall_seconds"] for r in runs])
+        steps = runs[0]["args"]["total_timesteps"]
+        best = f"{min(scores):.2f}, {max(scores):.2f}"
+        row = (task, variant, f"{steps:,}", len(runs), f"{np.mean(scores):.2f}", best, seconds)
+        lines.append("| " + " | ".join(str(x) for x in row) + " |")
+    text = "\n".join(lines) + "\n"
+    (RESULTS / "learning.md").write_text(text)
+    print(text)
+
+    figure, axes = plt.subplots(figsize=(7, 3.6), constrained_layout=True)
+    grid = np.arange(2000, 100_001, 1000)
+    for variant, colour, label in (("default", "C0", "LSTM"), ("no_memory", "C3", "state zeroed")):
+        paths = sorted(folder(LSTM, "CartPoleNoVel-v1", variant).glob("seed*.csv"))
+        if not paths:
+            continue
+        curves = np.array([curve(p, grid) for p in paths])
+        axes.plot(grid, curves.T, color=colour, lw=0.6, alpha=0.5)
+        label = f"{label}, median of {len(paths)} seeds"
+        axes.plot(grid, np.median(curves, 0), color=colour, lw=2.2, label=label)
+    axes.axhline(500, color="0.6", lw=0.8, ls="--")
+    axes.set(xlabel="environment steps", ylabel="training return", title="CartPoleNoVel-v1")
+    axes.legend(loc="upper left", frameon=False)
+    figure.savefig(RESULTS / "learning.png", dpi=130)
+
+
+def main() -> None:
+    """Parse, run, report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--report", action="store_true", help="only rebuild tables and figure")
+    parser.add_argument("--only", nargs="*", default=[], help="tasks to run")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[], help="seeds to run")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        script, task, variant, flags, seed = json.loads(args.one)
+        run_one(script, task, variant, flags, int(seed))
+        return
+    if not args.report:
+        run_missing(args.only, args.seeds)
+    report()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""Makes the scripts importable from the repository root and tests repeatable."""
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+torch.set_num_threads(1)
+
+SCRIPTS = ["distributional_ppo_lstm"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: takes more than a few seconds")
+
+
+@pytest.fixture(params=SCRIPTS)
+def script(request: pytest.FixtureRequest) -> ModuleType:
+    """Each script in turn: what they share must hold in all of them."""
+    return importlib.import_module(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)

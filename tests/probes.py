@@ -1,0 +1,205 @@
+"""Tiny environments whose solution is known; a failure names the part that is broken.
+
+Run one with `env_id="probes:ConstantReward-v0"`: gymnasium imports this module and finds the id.
+"""
+
+from __future__ import annotations
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.spaces import Box, Dict, Discrete, Graph, MultiBinary, MultiDiscrete, Text, Tuple
+
+
+class Probe(gym.Env):
+    """One-step episodes by default; subclasses say what is seen and what is paid."""
+
+    observation_space = Box(-2, 2, (1,), np.float32)
+    action_space = Discrete(2)
+    length = 1
+
+    def reset(self, *, seed=None, options=None):
+        """Open an episode."""
+        super().reset(seed=seed)
+        self.t = 0
+        self.cue = int(self.np_random.integers(2))
+        return self.observe(), {}
+
+    def step(self, action):
+        """Advance; the last of `length` steps terminates."""
+        reward = self.pay(action)
+        self.t += 1
+        return self.observe(), float(reward), self.t == self.length, False, {}
+
+    def observe(self):
+        """Observation at step t."""
+        return np.zeros(1, np.float32)
+
+    def pay(self, action):
+        """Reward of the action at step t."""
+        return 1.0
+
+
+class ConstantReward(Probe):
+    """Reward 1, one step: V = 1. Fails if the value loss or its optimizer is broken."""
+
+
+class ObservationValue(Probe):
+    """Reward is the observation, +1 or -1. Fails if observations do not reach the critic."""
+
+    def observe(self):
+        """The sign of the reward."""
+        return np.full(1, 2 * self.cue - 1, np.float32)
+
+    def pay(self, action):
+        """The observation."""
+        return 2 * self.cue - 1
+
+
+class Discounting(Probe):
+    """Two steps, reward 1 at the second: V = gamma, then 1. Fails if discounting is broken."""
+
+    length = 2
+
+    def observe(self):
+        """The step."""
+        return np.full(1, self.t, np.float32)
+
+    def pay(self, action):
+        """1 at the end."""
+        return float(self.t == 1)
+
+
+class ActionReward(Probe):
+    """Action 1 pays 1, action 0 pays -1. Fails if the policy gradient is broken."""
+
+    def pay(self, action):
+        """The sign of the action."""
+        return 2 * int(action) - 1
+
+
+class ActionAndObservation(ObservationValue):
+    """1 for the action that the observation names, else -1. Fails if rows are mixed up."""
+
+    def pay(self, action):
+        """Agreement of action and observation."""
+        return 1 if int(action) == self.cue else -1
+
+
+class TimeLimit(Probe):
+    """Reward 1 for ever, cut every 5 steps: V = 1 / (1 - gamma) where the cut is no death."""
+
+    length = 0  # never terminates
+
+
+class RealEnd(Probe):
+    """Reward 1, real end after 5 steps, with a time limit at the same step: V(s_0) < 5."""
+
+    length = 5
+
+    def observe(self):
+        """The step."""
+        return np.full(1, self.t / 5, np.float32)
+
+
+class Memory(Probe):
+    """A cue at step 0, then noise; the action at step 10 pays 1 if it names the cue, else 0."""
+
+    observation_space = Box(-2, 2, (3,), np.float32)
+    length = 11
+
+    def observe(self):
+        """Cue (step 0 only), noise, and a flag at the step that asks."""
+        cue = 2 * self.cue - 1 if self.t == 0 else 0
+        return np.array([cue, self.np_random.uniform(-1, 1), self.t == 10], np.float32)
+
+    def pay(self, action):
+        """Recall."""
+        return float(self.t == 10 and int(action) == self.cue)
+
+
+class Counter(gym.Env):
+    """Observation (environment, episode, step); ends as told. For checking the bookkeeping.
+
+    Episode k of an environment lasts lengths[k % len] steps and is truncated or terminated as
+    kinds[k % len] says ("terminated", "truncated" or "both"). Reward: 100 episode + step + action.
+    It returns one array that it overwrites, as some environments do.
+    """
+
+    observation_space = Box(-np.inf, np.inf, (3,), np.float64)
+    action_space = Discrete(3, start=5)
+    created = 0
+
+    def __init__(self, lengths=(3, 5, 2), kinds=("truncated", "terminated", "both")):
+        self.lengths, self.kinds = lengths, kinds
+        self.array = np.zeros(3)
+        self.episode = -1
+
+    def reset(self, *, seed=None, options=None):
+        """The next episode."""
+        super().reset(seed=seed)
+        if seed is not None:
+            self.array[0] = seed
+        self.episode += 1
+        self.t = 0
+        self.array[1:] = self.episode, self.t
+        return self.array, {}
+
+    def step(self, action):
+        """Advance by one."""
+        assert self.action_space.contains(action), action
+        reward = 100.0 * self.episode + self.t + float(action)
+        self.t += 1
+        self.array[2] = self.t
+        over = self.t == self.lengths[self.episode % len(self.lengths)]
+        kind = self.kinds[self.episode % len(self.kinds)]
+        return self.array, reward, over and kind != "truncated", over and kind != "terminated", {}
+
+
+class Spaces(gym.Env):
+    """Any spaces: random observations, actions checked against the space, 7-step episodes."""
+
+    def __init__(self, observation_space, action_space):
+        self.observation_space, self.action_space = observation_space, action_space
+
+    def reset(self, *, seed=None, options=None):
+        """Open an episode."""
+        super().reset(seed=seed)
+        if seed is not None:
+            self.observation_space.seed(seed)
+        self.t = 0
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        """Advance by one."""
+        assert self.action_space.contains(action), (self.action_space, action)
+        self.t += 1
+        return self.observation_space.sample(), 1.0, self.t == 7, False, {}
+
+
+OBSERVATIONS = {
+    "Vector": Box(-1, 1, (4,), np.float32),
+    "Image": Box(0, 255, (3, 4, 2), np.uint8),
+    "Discrete": Discrete(5, start=-2),
+    "Nested": Dict({"a": Discrete(3), "b": Tuple((Box(-1, 1, (2,)), MultiBinary(3)))}),
+}
+ACTIONS = {
+    "Discrete": Discrete(4, start=3),
+    "MultiDiscrete": MultiDiscrete([2, 4, 3]),
+    "MultiBinary": MultiBinary(3),
+    "Box": Box(np.array([[-1.0, 0.0]], np.float32), np.array([[1.0, 0.5]], np.float32)),
+}
+SIMPLE = (ConstantReward, ObservationValue, Discounting, ActionReward, ActionAndObservation)
+gym.register("Endless-v0", TimeLimit)
+for probe in (*SIMPLE, Memory, Counter):
+    gym.register(f"{probe.__name__}-v0", probe)
+gym.register("TimeLimit-v0", TimeLimit, max_episode_steps=5)
+gym.register("RealEnd-v0", RealEnd, max_episode_steps=5)
+for obs_name, obs_space in OBSERVATIONS.items():
+    for action_name, space in ACTIONS.items():
+        spaces = {"observation_space": obs_space, "action_space": space}
+        gym.register(f"{obs_name}{action_name}-v0", Spaces, kwargs=spaces)
+graph = Graph(Box(-1, 1, (2,)), None)
+unusual = {"GraphObservation": (graph, Discrete(2)), "TextAction": (Discrete(2), Text(3))}
+for name, (obs_space, space) in unusual.items():
+    spaces = {"observation_space": obs_space, "action_space": space}
+    gym.register(f"{name}-v0", Spaces, kwargs=spaces)

@@ -1,0 +1,207 @@
+"""Advantages: GAE with time limits, normalisation, explained variance."""
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+NAMES = ("rewards", "values", "next_values")
+
+
+def tensor(data: list, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.tensor(data, dtype=dtype)
+
+
+def rollout(T: int = 9, N: int = 4, *more: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Random rewards, values, next_values and masks in which every combination occurs."""
+    floats = [torch.randn(T, N, *more, dtype=dtype) for _ in NAMES]
+    return [*floats, torch.rand(T, N) < 0.3, torch.rand(T, N) < 0.3]
+
+
+def slow_gae(rewards, values, next_values, terminated, truncated, gamma, lam) -> list[list[float]]:
+    """Every A_t as the sum of (gamma lambda)^k delta_{t+k} up to the end of its episode."""
+    T, N = terminated.shape
+    advantages = [[0.0] * N for _ in range(T)]
+    for n in range(N):
+        for t in range(T):
+            weight = 1.0
+            for k in range(t, T):
+                bootstrap = 0.0 if terminated[k, n] else gamma * float(next_values[k, n])
+                delta = float(rewards[k, n]) + bootstrap - float(values[k, n])
+                advantages[t][n] += weight * delta
+                weight *= gamma * lam
+                if terminated[k, n] or truncated[k, n]:
+                    break
+    return advantages
+
+
+def test_gae_of_a_time_limit_and_a_termination_worked_by_hand(script):
+    """Column 0 is truncated at t = 1, column 1 terminates at t = 2; both go on to the end."""
+    rewards = tensor([[1, 0], [2, -2], [-1, 5], [3, 1]])
+    values = tensor([[2, 1], [-1, 3], [4, 2], [1, -2]])
+    next_values = tensor([[-1, 3], [6, 2], [1, 8], [2, 4]])
+    truncated = torch.tensor([[0, 0], [1, 0], [0, 0], [0, 0]]).bool()
+    terminated = torch.tensor([[0, 0], [0, 0], [0, 1], [0, 0]]).bool()
+    advantages, returns = script.gae(
+        rewards, values, next_values, terminated, truncated, gamma=0.5, gae_lambda=0.8
+    )
+    # gamma lambda = 0.4
+    # column 0, deltas  1 - 0.5 - 2 = -1.5    2 + 3 + 1 = 6    -1 + 0.5 - 4 = -4.5    3 + 1 - 1 = 3
+    #   A_3 = 3   A_2 = -4.5 + 0.4 * 3 = -3.3   A_1 = 6 (cut)   A_0 = -1.5 + 0.4 * 6 = 0.9
+    # column 1, deltas  0 + 1.5 - 1 = 0.5    -2 + 1 - 3 = -4    5 + 0 - 2 = 3    1 + 2 + 2 = 5
+    #   A_3 = 5   A_2 = 3 (cut)   A_1 = -4 + 0.4 * 3 = -2.8   A_0 = 0.5 - 0.4 * 2.8 = -0.62
+    assert_close(advantages, tensor([[0.9, -0.62], [6, -2.8], [-3.3, 3], [3, 5]]))
+    assert_close(returns, tensor([[2.9, 0.38], [5, 0.2], [0.7, 5], [4, 3]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("gamma", "lam"), [(0.9, 0.7), (0.97, 0), (0.9, 1), (1, 1), (0, 0.5)])
+def test_gae_is_the_weighted_sum_of_later_deltas_of_its_episode(script, gamma, lam, dtype):
+    """Equal to the explicit sum, in the dtype of the input; returns are A + V."""
+    data = rollout(dtype=dtype)
+    advantages, returns = script.gae(*data, gamma, lam)
+    expected = tensor(slow_gae(*data, gamma, lam))
+    assert advantages.dtype == returns.dtype == dtype
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    assert_close(advantages.double(), expected, rtol=tolerance, atol=tolerance)
+    assert_close(returns.double(), expected + data[1], rtol=tolerance, atol=tolerance)
+
+
+def test_gae_of_one_step_is_delta(script):
+    """A rollout of one step bootstraps from the observation after it: 2 + 0.5 * 4 - 3 = 1."""
+    no = torch.zeros(1, 1, dtype=torch.bool)
+    one = [tensor([[x]]) for x in (2, 3, 4)]
+    advantages, returns = script.gae(*one, no, no, 0.5, 0.9)
+    assert advantages.tolist() == [[1]]
+    assert returns.tolist() == [[4]]
+
+
+@pytest.mark.parametrize("cause", ["terminated", "truncated"])
+def test_nothing_after_an_episode_end_reaches_the_steps_before(script, cause):
+    """The next episode does not leak: neither its rewards nor its values, in any environment."""
+    T, N = 8, 3
+    rewards, values, next_values, *_ = rollout(T, N)
+    no, ends = torch.zeros(2, T, N, dtype=torch.bool)
+    ends[[2, 5, 3, 0], [0, 0, 1, 2]] = True
+    masks = (ends, no) if cause == "terminated" else (no, ends)
+    before = script.gae(rewards, values, next_values, *masks, 0.99, 0.95)[0]
+    for end, n in ((2, 0), (5, 0), (3, 1), (0, 2)):
+        other = [x.clone() for x in (rewards, values, next_values)]
+        for x in other:
+            x[end + 1 :, n] += 100
+        after = script.gae(*other, *masks, 0.99, 0.95)[0]
+        assert after[: end + 1].equal(before[: end + 1])
+        assert (after[end + 1 :, n] != before[end + 1 :, n]).all()
+
+
+def test_a_time_limit_bootstraps_and_a_termination_does_not(script):
+    """dA/dV(s') at an episode's last step is gamma at a time limit, 0 at a termination or both."""
+    rewards, values, next_values = (torch.randn(4, 3, dtype=torch.float64) for _ in NAMES)
+    terminated, truncated = torch.zeros(2, 4, 3, dtype=torch.bool)
+    terminated[2, [1, 2]] = True
+    truncated[2, [0, 2]] = True
+    masks = (terminated, truncated)
+    before = script.gae(rewards, values, next_values, *masks, 0.5, 0.9)[0]
+    next_values[2] += 8
+    after = script.gae(rewards, values, next_values, *masks, 0.5, 0.9)[0]
+    assert_close((after - before)[2], tensor([4, 0, 0]))
+
+
+def test_terminated_and_truncated_at_once_means_terminated(script):
+    """The second mask changes nothing where the first is set."""
+    rewards, values, next_values, terminated, _ = rollout()
+    no = torch.zeros_like(terminated)
+    one = script.gae(rewards, values, next_values, terminated, no, 0.9, 0.8)
+    both = script.gae(rewards, values, next_values, terminated, terminated, 0.9, 0.8)
+    assert one[0].equal(both[0])
+    assert one[1].equal(both[1])
+
+
+def test_gae_of_several_reward_terms_is_that_of_each_alone(script):
+    """Axes behind (T, N) are carried along under the same masks."""
+    *floats, terminated, truncated = rollout(6, 4, 3, 2)
+    advantages, returns = script.gae(*floats, terminated, truncated, 0.9, 0.8)
+    for i in range(3):
+        for j in range(2):
+            alone = [x[..., i, j] for x in floats]
+            expected = script.gae(*alone, terminated, truncated, 0.9, 0.8)
+            assert_close((advantages[..., i, j], returns[..., i, j]), expected)
+
+
+def test_gae_leaves_its_arguments_alone(script):
+    """No argument is changed in place."""
+    data = rollout()
+    copies = [x.clone() for x in data]
+    script.gae(*data, 0.9, 0.8)
+    assert all(x.equal(y) for x, y in zip(data, copies))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("index", range(3), ids=NAMES)
+def test_gae_refuses_entries_that_are_not_finite(script, index, bad):
+    """ValueError with the name of the tensor and the number of bad entries."""
+    data = rollout()
+    data[index][1, 2] = data[index][4, 0] = bad
+    with pytest.raises(ValueError, match=rf"\b{NAMES[index]}\b") as error:
+        script.gae(*data, 0.9, 0.8)
+    assert re.search(r"\b2\b", str(error.value))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_normalize_advantages_worked_by_hand(script, dtype):
+    """Population std over all entries, not per environment and not with n - 1."""
+    # mean (1 + 3 + 8 + 0 - 2 + 2) / 6 = 2; squares 1 + 1 + 36 + 4 + 16 + 0 = 58; 1 / std = 0.32163
+    advantages = torch.tensor([[1, 3, 8], [0, -2, 2]], dtype=dtype)
+    expected = [[-0.3216338, 0.3216338, 1.9298026], [-0.6432675, -1.286535, 0]]
+    out = script.normalize_advantages(advantages)
+    assert_close(out, tensor(expected, dtype), rtol=1e-6, atol=1e-6)
+    assert advantages.tolist() == [[1, 3, 8], [0, -2, 2]]
+
+
+@pytest.mark.parametrize("exponent", range(-12, 1))
+def test_normalize_advantages_adds_eps_at_every_scale(script, exponent):
+    """s / (s + eps) for entries -s and s, without a branch from 1e-12 to 1."""
+    s = 10.0**exponent
+    for eps in (1e-8, 0.25):
+        expected = tensor([-s / (s + eps), s / (s + eps)])
+        assert_close(script.normalize_advantages(tensor([-s, s]), eps), expected)
+    assert_close(script.normalize_advantages(tensor([-s, s])), tensor([-1, 1]) * (s / (s + 1e-8)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("constant", [0.1, -3.3, 1e6 + 0.3])
+def test_normalize_advantages_of_constant_input_is_zero(script, dtype, constant):
+    """Exactly 0 in any number, one included: rounding of the mean is not amplified by 1 / eps."""
+    for n in range(1, 30):
+        out = script.normalize_advantages(torch.full((n, 1), constant, dtype=dtype))
+        assert out.equal(torch.zeros(n, 1, dtype=dtype))
+
+
+def test_explained_variance_worked_by_hand(script):
+    """1 - Var(error) / Var(targets): a constant bias costs nothing."""
+    targets = tensor([[1, 2, 3], [6, 8, 10]])  # mean 5, squares 16 + 9 + 4 + 1 + 9 + 25 = 64
+    errors = tensor([[1, -1, 0], [3, 0, 3]])  # mean 1, squares 0 + 4 + 1 + 4 + 1 + 4 = 14
+    assert float(script.explained_variance(targets - errors, targets)) == pytest.approx(50 / 64)
+    assert float(script.explained_variance(targets + 7, targets)) == pytest.approx(1)
+    assert float(script.explained_variance(0 * targets - 2, targets)) == pytest.approx(0)
+    assert float(script.explained_variance(-targets, targets)) == pytest.approx(-3)
+
+
+def test_explained_variance_is_not_symmetric(script):
+    """It divides by the variance of the targets, not of the predictions."""
+    small, large = tensor([0, 1, 2]), tensor([0, 2, 4])
+    assert float(script.explained_variance(small, large)) == pytest.approx(0.75)
+    assert float(script.explained_variance(large, small)) == pytest.approx(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_explained_variance_of_constant_targets_is_zero(script, dtype):
+    """Neither NaN nor a huge number from the rounding of the mean; one target is constant too."""
+    for n in range(1, 20):
+        predictions = torch.randn(n, dtype=dtype)
+        for constant in (0.0, 0.1, -1e6 - 0.3):
+            targets = torch.full((n,), constant, dtype=dtype)
+            assert float(script.explained_variance(predictions, targets)) == 0
+            assert float(script.explained_variance(targets, targets)) == 0

@@ -1,0 +1,129 @@
+"""Flags: derived sizes, bad input, help."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from helpers import small_args
+
+BAD = [
+    ("--num-envs 0", "num-envs 0", ">= 1"),
+    ("--num-steps -4", "num-steps -4", ">= 1"),
+    ("--torch-threads 0", "torch-threads 0", ">= 1"),
+    ("--eval-episodes 0", "eval-episodes 0", ">= 1"),
+    ("--hidden-size 0", "hidden-size 0", ">= 1"),
+    ("--num-minibatches 0", "num-minibatches 0", ">= 1"),
+    ("--update-epochs 0", "update-epochs 0", ">= 1"),
+    ("--seed -1", "seed -1", ">= 0"),
+    ("--eval-every -1", "eval-every -1", ">= 0"),
+    ("--ent-coef -0.1", "ent-coef -0.1", ">= 0"),
+    ("--ent-coef-final -0.1", "ent-coef-final -0.1", ">= 0"),
+    ("--min-entropy-penalty -1", "min-entropy-penalty", ">= 0"),
+    ("--min-entropy nan", "min-entropy nan", "finite"),
+    ("--vf-coef -1", "vf-coef -1", ">= 0"),
+    ("--learning-rate 0", "learning-rate 0", "> 0"),
+    ("--learning-rate nan", "learning-rate nan", "> 0"),
+    ("--clip-coef 0", "clip-coef 0", "> 0"),
+    ("--max-grad-norm inf", "max-grad-norm inf", "finite"),
+    ("--target-kl 0", "target-kl 0", "> 0"),
+    ("--vf-clip-coef 0", "vf-clip-coef 0", "> 0"),
+    ("--gamma 1.01", "gamma 1.01", "[0, 1]"),
+    ("--gae-lambda -0.5", "gae-lambda -0.5", "[0, 1]"),
+    ("--cvar-alpha 0", "cvar-alpha 0", "[0.001, 1]"),
+    ("--log-std-init 3", "log-std-init 3", "[-5, 2]"),
+    ("--num-envs 1 --num-steps 1", "num-envs 1", "at least 2"),
+    ("--total-timesteps 100", "total-timesteps 100", "rollout"),
+    ("--num-minibatches 3", "num-minibatches 3", "divide"),
+    ("--cuda", "cuda", "no GPU"),
+    ("--num-critics 3", "num-critics", "1"),
+    ("--twin-reduce max", "twin-reduce", "min_quantile"),
+    ("--env-id CartPol-v1", "CartPol", "CartPole"),
+    ("--env-id no_such_module:Task-v0", "no_such_module", "module"),
+    ("--masked-obs 4", "masked-obs 4", "0..3"),
+    ("--masked-obs -1", "masked-obs -1", "0..3"),
+    ("--env-id probes:GraphObservation-v0", "GraphObservation", "cannot be flattened"),
+    ("--env-id probes:TextAction-v0", "Text", "not supported"),
+    ("--gama 0.9", "gama", "gamma"),
+]
+BAD_LSTM = [
+    ("--lstm-hidden-size 0", "lstm-hidden-size 0", ">= 1"),
+    ("--seq-len -1", "seq-len -1", ">= 0"),
+    ("--seq-len 48", "seq-len 48", "divide"),
+    ("--num-quantiles 0", "num-quantiles 0", ">= 1"),
+    ("--kappa -0.5", "kappa -0.5", ">= 0"),
+    ("--vf-clip hard", "vf-clip", "mean_only"),
+]
+
+
+def check_refused(script, capsys, tmp_path, line, names):
+    """Exit code 2, the names on stderr, no traceback, nothing written."""
+    with pytest.raises(SystemExit) as stop:
+        script.main(["--run-dir", str(tmp_path / "runs"), *line.split()])
+    assert stop.value.code == 2
+    text = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    for name in names:
+        assert name in text, text
+    assert "Traceback" not in text
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("line", "flag", "bound"), BAD)
+def test_bad_input_costs_one_line(script, capsys, tmp_path, line, flag, bound):
+    """Flag and value, then the bound or the remedy."""
+    check_refused(script, capsys, tmp_path, line, (flag, bound))
+
+
+@pytest.mark.parametrize(("line", "flag", "bound"), BAD_LSTM)
+def test_bad_input_of_the_lstm_script(capsys, tmp_path, line, flag, bound):
+    """Flags that the recurrent quantile script has alone."""
+    import distributional_ppo_lstm as script
+
+    check_refused(script, capsys, tmp_path, line, (flag, bound))
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("gamma", (0.0, 1.0)),
+        ("gae_lambda", (0.0, 1.0)),
+        ("cvar_alpha", (1e-3, 1.0)),
+        ("log_std_init", (-5.0, 2.0)),
+        ("ent_coef", (0.0,)),
+        ("vf_coef", (0.0,)),
+        ("eval_every", (0,)),
+        ("seed", (0,)),
+        ("torch_threads", (1,)),
+        ("total_timesteps", (512,)),
+    ],
+)
+def test_the_bounds_themselves_are_allowed(script, name, values):
+    """Closed ranges are closed."""
+    for value in values:
+        assert getattr(script.Args(**{name: value}), name) == value
+
+
+def test_sizes_are_derived_once(script):
+    """batch = envs x steps; rollouts round down."""
+    args = small_args(script, "Counter", num_envs=6, num_steps=20, total_timesteps=599)
+    assert (args.batch_size, args.num_iterations) == (120, 4)
+
+
+def test_sequence_sizes():
+    """chunk_len is seq_len, or the rollout; columns are environments times chunks."""
+    import distributional_ppo_lstm as script
+
+    assert small_args(script, "Counter").chunk_len == 12
+    args = small_args(script, "Counter", seq_len=3, num_minibatches=16)  # 4 envs x 4 chunks
+    assert args.chunk_len == 3
+
+
+def test_help_explains_every_flag(script, capsys):
+    """One line with unit or range for each of the flags."""
+    with pytest.raises(SystemExit) as stop:
+        script.main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert "--anneal-lr, --no-anneal-lr" in text
+    for field in dataclasses.fields(script.Args):
+        assert (f"--{field.name.replace('_', '-')}" in text) == field.init, field.name

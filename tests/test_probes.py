@@ -1,0 +1,118 @@
+"""Learning on probe environments with the real loop: each failure names the broken part."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import small_args
+
+
+def learn(script, tmp_path, env, **flags):
+    """Train on a probe; returns the final metrics and the trained agent."""
+    learner = {
+        "total_timesteps": 6144,
+        "num_envs": 8,
+        "num_steps": 16,
+        "num_minibatches": 2,
+        "update_epochs": 8,
+        "hidden_size": 16,
+        "lstm_hidden_size": 16,
+        "learning_rate": 1e-2,
+        "gamma": 0.5,
+        "gae_lambda": 0.95,
+        "eval_episodes": 20,
+        "run_dir": str(tmp_path),
+    }
+    metrics = script.train(small_args(script, env, **(learner | flags)))
+    return metrics, script.load_agent(metrics["run_dir"])[0]
+
+
+@torch.no_grad()
+def values(agent, observations):
+    """Value of each step of one episode, in units of the return, both critics reduced."""
+    obs = agent.normalize_obs(torch.tensor(observations, dtype=torch.float32)[:, None])
+    start = torch.zeros(len(obs), 1, dtype=torch.bool)
+    outputs = agent.critic(obs, agent.initial_state(1), start)
+    mean = agent.dist.mean(agent.dist.reduce_twins(outputs))
+    return agent.return_moments.denormalize(mean)[:, 0].tolist()
+
+
+def test_constant_reward(script, tmp_path):
+    """The value of the only state is the reward; constant returns have no spread to go by."""
+    _, agent = learn(script, tmp_path, "ConstantReward")
+    assert values(agent, [[0.0]]) == pytest.approx([1], abs=0.02)
+
+
+def test_observation_dependent_value(script, tmp_path):
+    """Two observations, two values."""
+    _, agent = learn(script, tmp_path, "ObservationValue")
+    assert values(agent, [[1.0]]) == pytest.approx([1], abs=0.05)
+    assert values(agent, [[-1.0]]) == pytest.approx([-1], abs=0.05)
+
+
+def test_discounting_over_two_steps(script, tmp_path):
+    """A reward one step away is worth gamma."""
+    _, agent = learn(script, tmp_path, "Discounting", gamma=0.7)
+    assert values(agent, [[0.0], [1.0]]) == pytest.approx([0.7, 1], abs=0.05)
+
+
+def test_action_dependent_reward(script, tmp_path):
+    """The policy finds the paying action, and the value follows."""
+    metrics, agent = learn(script, tmp_path, "ActionReward")
+    assert metrics["eval/return_mean"] == 1
+    assert metrics["losses/entropy"] < 0.1
+    assert values(agent, [[0.0]]) == pytest.approx([1], abs=0.05)
+
+
+def test_action_and_observation(script, tmp_path):
+    """The paying action depends on the observation."""
+    metrics, _ = learn(script, tmp_path, "ActionAndObservation")
+    assert metrics["eval/return_mean"] == 1
+
+
+def test_time_limit_is_not_an_end(script, tmp_path):
+    """Reward 1 per step, cut every 5 steps: 1 / (1 - 0.8) = 5, as if it went on for ever."""
+    _, agent = learn(script, tmp_path, "TimeLimit", gamma=0.8)
+    assert values(agent, [[0.0]] * 4) == pytest.approx([5] * 4, abs=0.25)
+
+
+def test_real_end_is_an_end(script, tmp_path):
+    """The same rewards with a real end at the time limit: discounted sums of what is left."""
+    _, agent = learn(script, tmp_path, "RealEnd", gamma=0.8)
+    left = [sum(0.8**i for i in range(n)) for n in (5, 4, 3, 2, 1)]
+    assert values(agent, [[t / 5] for t in range(5)]) == pytest.approx(left, abs=0.2)
+
+
+MEMORY = {"total_timesteps": 24_640, "num_steps": 44, "gamma": 0.98, "learning_rate": 5e-3}
+
+
+def test_memory_recalls_a_cue(tmp_path):
+    """The recurrent script names a cue that it saw 10 noisy steps ago."""
+    import distributional_ppo_lstm as script
+
+    metrics, _ = learn(script, tmp_path, "Memory", **MEMORY, eval_episodes=200)
+    assert metrics["eval/return_mean"] > 0.95
+
+
+def test_without_memory_the_cue_is_lost(tmp_path, monkeypatch):
+    """The same script with its state zeroed in acting, training and evaluation: chance."""
+    import distributional_ppo_lstm as script
+
+    forget(script, monkeypatch)
+    metrics, _ = learn(script, tmp_path, "Memory", **MEMORY, eval_episodes=200)
+    assert metrics["eval/return_mean"] < 0.65
+
+
+def forget(script, monkeypatch):
+    """Zero the LSTM state ahead of every step."""
+    unroll, step = script.unroll_lstm, script.Actor.step
+
+    def unroll_without_state(lstm, inputs, state, episode_start):
+        zero = tuple(torch.zeros_like(s) for s in state)
+        return unroll(lstm, inputs, zero, torch.ones_like(episode_start))
+
+    def step_without_state(self, obs, state):
+        return step(self, obs, torch.zeros_like(state))
+
+    monkeypatch.setattr(script, "unroll_lstm", unroll_without_state)
+    monkeypatch.setattr(script.Actor, "step", step_without_state)

@@ -1,0 +1,214 @@
+"""The rollout, the value pass over it, and the batch made of both."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from helpers import make_run, prepare, roll
+from torch.testing import assert_close
+
+
+def test_rollout_books_every_step_where_it_belongs(script):
+    """Observations, true successors, flags and returns of an environment that counts."""
+    run = make_run(script, "Counter", num_envs=3, num_minibatches=3)
+    rollout = roll(run)
+    # Episodes last 3, 5, 2, 3 steps: the ends are steps 2, 7, 9 and 12 (after this rollout),
+    # truncated, terminated, both, truncated.
+    episode = [0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 3, 3]
+    step = [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 0, 1]
+    for n in range(3):
+        name = run.args.seed + n  # the seed environment n was reset with
+        for t in range(12):
+            assert rollout.obs[t, n].tolist() == [name, episode[t], step[t]]
+            assert rollout.next_obs[t, n].tolist() == [name, episode[t], step[t] + 1]
+            paid = 100 * episode[t] + step[t] + 5 + int(rollout.actions[t, n])  # actions from 5
+            assert rollout.rewards[t, n] == paid
+        assert rollout.terminated[:, n].nonzero().flatten().tolist() == [7, 9]
+        assert rollout.truncated[:, n].nonzero().flatten().tolist() == [2, 9]
+        assert rollout.episode_start[:, n].nonzero().flatten().tolist() == [0, 3, 8, 10]
+    first = rollout.rewards[:3].sum(0).tolist()
+    assert rollout.episodes[:3] == [(2, first[n], 3) for n in range(3)]
+    assert [(t, length) for t, _, length in rollout.episodes[3:]] == [(7, 5)] * 3 + [(9, 2)] * 3
+    assert run.carry.obs[:, 2].tolist() == [2, 2, 2]
+    assert not run.carry.episode_start.any()
+
+
+def test_the_next_rollout_goes_on_where_this_one_ended(script):
+    """A rollout that ends with an episode opens the next rollout with a start."""
+    run = make_run(script, "Counter", num_envs=2, num_steps=3, num_minibatches=1)
+    roll(run)
+    assert run.carry.episode_start.all()
+    rollout = roll(run)
+    assert rollout.obs[:, 0, 1:].tolist() == [[1, 0], [1, 1], [1, 2]]
+    assert rollout.episode_start.tolist() == [[True, True], [False, False], [False, False]]
+
+
+def test_acting_moves_no_statistics_and_no_parameters(script):
+    """Statistics are frozen within a rollout."""
+    run = make_run(script, "Counter")
+    before = {k: v.clone() for k, v in run.agent.state_dict().items()}
+    roll(run)
+    for key, value in run.agent.state_dict().items():
+        assert torch.equal(value, before[key]), key
+
+
+@pytest.mark.parametrize("seq_len", [0, 3, 4])
+@pytest.mark.parametrize("env", ["Counter", "VectorBox", "NestedMultiDiscrete"])
+def test_a_second_look_gives_ratio_one_and_the_old_values(script, env, seq_len):
+    """With unchanged weights the batch reproduces the rollout, through resets and statistics."""
+    run = make_run(script, env, seq_len=seq_len)
+    prepare(run)
+    batch = prepare(run)  # the second rollout starts from a carried state
+    actions = run.agent.actor.actions
+    params = run.agent.actor(batch.obs, batch.actor_state, batch.episode_start)
+    log_prob = actions.distribution(params).log_prob(batch.actions)
+    assert batch.episode_start[1:].any()  # episodes begin inside the sequences
+    assert_close((log_prob - batch.log_probs).exp(), torch.ones_like(log_prob), rtol=0, atol=1e-5)
+    outputs = run.agent.critic(batch.obs, batch.critic_state, batch.episode_start)
+    assert_close(outputs, batch.old.movedim(2, 0), rtol=1e-5, atol=1e-5)
+
+
+def features_by_steps(net, obs, next_obs, start, state):
+    """Features of s_t and s'_t and the final state, by single steps of the LSTM."""
+    here, after = [], []
+    h, c = state[:1], state[1:]
+    for t in range(len(obs)):
+        keep = (~start[t]).to(obs.dtype)[None, :, None]
+        out, (h, c) = net.lstm(net.encoder(obs[t])[None], (h * keep, c * keep))
+        here.append(out)
+        after.append(net.lstm(net.encoder(next_obs[t])[None], (h, c))[0])  # of a copy of the state
+    return torch.cat(here), torch.cat(after), torch.cat((h, c))
+
+
+@pytest.mark.parametrize("seq_len", [0, 3, 4])
+def test_the_value_pass_equals_single_steps(script, seq_len):
+    """Values of all states and true successors, and both carried states, against a step loop."""
+    run = make_run(script, "Counter", seq_len=seq_len)
+    prepare(run)
+    before = run.carry
+    rollout = roll(run)
+    _, carry, _ = script.prepare_batch(run.agent, rollout, run.carry, run.args)
+    see = run.agent.normalize_obs
+    obs, next_obs, start = see(rollout.obs), see(rollout.next_obs), rollout.episode_start
+    _, _, state = features_by_steps(run.agent.actor, obs, next_obs, start, before.actor_state)
+    assert_close(carry.actor_state, state, rtol=1e-5, atol=1e-5)
+    critic = run.agent.critic
+    here, after, state = features_by_steps(critic, obs, next_obs, start, before.critic_state)
+    assert_close(carry.critic_state, state, rtol=1e-5, atol=1e-5)
+
+    rollout.obs, rollout.next_obs = obs, next_obs
+    outputs, next_outputs, states, _ = critic.over_rollout(
+        rollout, before.critic_state, run.args.chunk_len
+    )
+    assert_close(outputs, torch.stack([head(here) for head in critic.heads]))
+    expected = torch.stack([head(after) for head in critic.heads])
+    alive = ~rollout.terminated
+    assert_close(next_outputs[:, alive], expected[:, alive], rtol=1e-5, atol=1e-5)
+    assert len(states) == 12 // run.args.chunk_len
+    assert torch.equal(states[0], before.critic_state)
+
+
+@pytest.mark.parametrize("norm_adv", [True, False])
+def test_advantages_and_targets_follow_from_the_values(script, norm_adv):
+    """The whole chain in NumPy: decode with the old statistics, GAE, encode with the new."""
+    run = make_run(script, "Counter", norm_adv=norm_adv, gamma=0.9, gae_lambda=0.8)
+    prepare(run)
+    before = run.carry
+    mean, std = float(run.agent.return_moments.mean), float(run.agent.return_moments.std)
+    rollout = roll(run)
+    see = run.agent.normalize_obs
+    seen = type(rollout)(**vars(rollout))
+    seen.obs, seen.next_obs = see(rollout.obs), see(rollout.next_obs)
+    with torch.no_grad():
+        outputs, next_outputs, _, _ = run.agent.critic.over_rollout(
+            seen, before.critic_state, run.args.chunk_len
+        )
+        decode = run.agent.dist.mean
+        values = decode(outputs).amin(0).double().numpy() * std + mean  # the smaller critic
+        next_values = decode(next_outputs).amin(0).double().numpy() * std + mean
+    batch, _, metrics = script.prepare_batch(run.agent, rollout, run.carry, run.args)
+
+    rewards = rollout.rewards.double().numpy()
+    advantages = np.zeros((12, 4))
+    for n in range(4):
+        last = 0.0
+        for t in reversed(range(12)):
+            dead, over = rollout.terminated[t, n], rollout.truncated[t, n]
+            delta = rewards[t, n] + (0 if dead else 0.9 * next_values[t, n]) - values[t, n]
+            last = delta + (0 if dead or over else 0.9 * 0.8 * last)
+            advantages[t, n] = last
+    returns = advantages + values
+    expected = (advantages - advantages.mean()) / advantages.std() if norm_adv else advantages
+    assert_close(batch.advantages.double().numpy(), expected, rtol=1e-3, atol=1e-3)
+    assert float(metrics["adv/mean_raw"]) == pytest.approx(advantages.mean(), rel=1e-3)
+    assert float(metrics["adv/std_raw"]) == pytest.approx(advantages.std(), rel=1e-3)
+    assert float(metrics["adv/abs_max"]) == pytest.approx(abs(expected).max(), rel=1e-3)
+    assert float(metrics["value/bias"]) == pytest.approx((values - returns).mean(), rel=1e-3)
+    assert float(metrics["value/std_target"]) == pytest.approx(returns.std(), rel=1e-3)
+    variance = 1 - (returns - values).var() / returns.var()
+    assert float(metrics["losses/explained_variance"]) == pytest.approx(variance, abs=1e-3)
+    assert float(metrics["data/truncated_fraction"]) == pytest.approx(2 / 12, abs=0.1)
+    decoded = batch.targets[..., 0].double() * run.agent.return_moments.std
+    decoded = decoded + run.agent.return_moments.mean
+    assert_close(decoded.numpy(), returns, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("norm_returns", [True, False])
+def test_moving_statistics_change_no_prediction(script, norm_returns):
+    """PopArt: both critics decode to the same values before and after, while the scale moves."""
+    run = make_run(script, "Counter", norm_returns=norm_returns)
+    prepare(run)
+    rollout = roll(run)
+    moments = run.agent.return_moments
+    obs = run.agent.normalize_obs(rollout.obs)
+    look = (obs, run.carry.critic_state, rollout.episode_start)
+    before = moments.denormalize(run.agent.critic(*look).double())
+    old = (moments.mean.clone(), moments.std.clone())
+    _, _, metrics = script.prepare_batch(run.agent, rollout, run.carry, run.args)
+    after = moments.denormalize(run.agent.critic(*look).double())
+    moved = abs(float(old[0] - moments.mean)) > 1 and abs(float(old[1] - moments.std)) > 1
+    assert moved == norm_returns
+    scale = max(1.0, float(moments.std), float(before.detach().abs().max()))
+    assert_close(after / scale, before / scale, rtol=0, atol=1e-5)
+    assert before[0].ne(before[1]).all()  # two different critics, neither of them lost
+    assert float(metrics["norm/value_shift"]) / scale < 1e-5
+    assert float(metrics["norm/return_mean"]) == float(moments.mean)
+    assert float(metrics["norm/return_std"]) == float(moments.std)
+
+
+def test_rewards_times_ten_leave_the_normalised_problem_as_it_is(script):
+    """Targets and clipping references are in units of the return's spread, not in raw units."""
+    batches = []
+    for scale in (1.0, 10.0):
+        run = make_run(script, "Counter", num_critics=2)
+        moments = run.agent.return_moments
+        moments.mean, moments.var = scale * moments.mean, scale**2 * moments.var
+        rollout = roll(run)
+        rollout.rewards = scale * rollout.rewards
+        batches.append(script.prepare_batch(run.agent, rollout, run.carry, run.args)[0])
+    assert_close(batches[0].targets, batches[1].targets, rtol=1e-4, atol=1e-4)
+    assert_close(batches[0].old, batches[1].old, rtol=1e-4, atol=1e-4)
+    assert_close(batches[0].advantages, batches[1].advantages, rtol=1e-4, atol=1e-4)
+
+
+def test_minibatches_are_a_shuffled_partition_of_the_sequences(script):
+    """Every sequence once per epoch, its rows together, in a new order each time."""
+    run = make_run(script, "Counter", num_envs=6, num_minibatches=3, seq_len=4)
+    batch = prepare(run)
+    columns = batch.advantages.shape[1]
+    orders = []
+    for _ in range(2):
+        seen = []
+        for mb in script.minibatches(batch, 3):
+            assert mb.advantages.shape == (4, 6)
+            for j in range(6):
+                same = (mb.obs[:, j, None] == batch.obs).all(-1).all(0)
+                same &= (mb.advantages[:, j, None] == batch.advantages).all(0)
+                i = int(same.nonzero()[0])
+                seen.append(i)
+                for key, value in vars(mb).items():
+                    assert torch.equal(value[:, j], getattr(batch, key)[:, i]), key
+        assert sorted(seen) == list(range(columns))
+        orders.append(seen)
+    assert orders[0] != orders[1]

@@ -1,0 +1,247 @@
+"""Whole runs: spaces, files, events, checkpoints, repetition."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import small_args
+from probes import ACTIONS, OBSERVATIONS
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+SCALARS = """
+charts/episodic_return charts/episodic_length charts/SPS charts/learning_rate
+losses/policy_loss losses/value_loss losses/entropy losses/approx_kl losses/clipfrac
+losses/explained_variance
+value/bias value/std_predicted value/std_target value/clip_fraction value/p10 value/p50 value/p90
+twin/loss_1 twin/loss_2 twin/abs_difference twin/critic1_is_min
+cvar/predicted cvar/empirical
+norm/return_mean norm/return_std norm/value_shift
+adv/mean_raw adv/std_raw adv/abs_max
+policy/kl_exact policy/kl_max policy/ratio_mean policy/ratio_std
+policy/ratio_first_minibatch_error policy/entropy_coef policy/epochs_done policy/stopped_early
+grad/norm grad/actor grad/critic
+data/truncated_fraction
+time/rollout time/values time/update
+eval/return_mean eval/return_std eval/return_cvar eval/length_mean
+""".split()
+OF_ITS_OWN = {"distributional_ppo_lstm": ["value/crossing_fraction"]}
+HISTOGRAMS = ["charts/recent_returns", "value/predicted_returns"]
+TIMED = {"charts/SPS", "time/rollout", "time/values", "time/update", "run_dir"}
+
+
+def run(script, tmp_path, env, **flags):
+    """Train; metrics without those that depend on the clock or the directory."""
+    metrics = script.train(small_args(script, env, run_dir=str(tmp_path), **flags))
+    return {k: v for k, v in metrics.items() if k not in TIMED}, Path(metrics["run_dir"])
+
+
+def events(directory):
+    """What TensorBoard reads from a run directory."""
+    accumulator = EventAccumulator(str(directory), {"scalars": 0, "histograms": 0})
+    accumulator.Reload()
+    return accumulator
+
+
+@pytest.mark.parametrize("seq_len", [0, 6])
+@pytest.mark.parametrize(("obs", "action"), list(zip(OBSERVATIONS, ACTIONS)))
+def test_every_space_trains(script, tmp_path, obs, action, seq_len):
+    """Each kind of observation and of action end to end, in whole and in short sequences."""
+    flags = {"seq_len": seq_len} if "seq_len" in script.Args.__dataclass_fields__ else {}
+    metrics, _ = run(script, tmp_path, obs + action, **flags)
+    assert metrics["eval/return_mean"] == metrics["eval/length_mean"] == 7
+    assert all(np.isfinite(v) for v in metrics.values())
+
+
+def test_events_hold_every_documented_tag(script, tmp_path):
+    """Scalars, histograms and hparams; the README explains each of them."""
+    metrics, directory = run(script, tmp_path, "VectorDiscrete", vf_clip="mean_only")
+    found = events(directory)
+    tags = [*SCALARS, *OF_ITS_OWN[script.__name__]]
+    assert set(found.Tags()["scalars"]) >= set(tags)
+    assert set(found.Tags()["histograms"]) >= set(HISTOGRAMS)
+    assert "_hparams_/experiment" in found.summary_metadata
+    assert metrics.keys() == set(tags) - TIMED
+    for tag in metrics:
+        assert found.Scalars(tag)[-1].value == pytest.approx(metrics[tag], rel=1e-5, abs=1e-6)
+    readme = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+    assert [tag for tag in [*tags, *HISTOGRAMS] if f"`{tag}`" not in readme] == []
+
+
+def test_episodes_are_logged_at_the_step_they_ended(script, tmp_path):
+    """7-step episodes in 4 environments: at steps 28, 56 and 84, each once per environment."""
+    _, directory = run(script, tmp_path, "VectorDiscrete")
+    points = events(directory).Scalars("charts/episodic_return")
+    assert [(p.step, p.value) for p in points] == [(28 * (1 + i // 4), 7) for i in range(12)]
+
+
+def test_the_same_seed_repeats_exactly(script, tmp_path):
+    """Bit-identical metrics on the CPU; another seed differs."""
+    one, _ = run(script, tmp_path, "VectorBox", seed=4)
+    two, _ = run(script, tmp_path, "VectorBox", seed=4)
+    other, _ = run(script, tmp_path, "VectorBox", seed=5)
+    assert one == two
+    assert one != other
+
+
+def test_evaluation_in_between_does_not_touch_the_run(script, tmp_path):
+    """Evaluating every iteration logs evaluations and changes nothing else."""
+    without, _ = run(script, tmp_path, "VectorBox")
+    with_them, directory = run(script, tmp_path, "VectorBox", eval_every=1)
+    assert without == with_them
+    assert [p.step for p in events(directory).Scalars("eval/return_mean")] == [48, 96]
+
+
+def test_processes_give_what_threads_give(script, tmp_path):
+    """--async-envs: the same numbers from one process per environment."""
+    sync, _ = run(script, tmp_path, "VectorDiscrete")
+    processes, _ = run(script, tmp_path, "VectorDiscrete", async_envs=True)
+    assert sync == processes
+
+
+def test_a_loaded_agent_scores_like_the_saved_one(script, tmp_path):
+    """Weights and normalisers come back; evaluation moves neither; the file holds plain data."""
+    flags = {"env_id": "CartPoleNoVel-v1", "total_timesteps": 960, "eval_episodes": 6}
+    metrics, directory = run(script, tmp_path, "", **flags)
+    torch.load(directory / "checkpoint.pt", weights_only=True)
+    agent, args = script.load_agent(directory)
+    before = {k: v.clone() for k, v in agent.state_dict().items()}
+    assert float(agent.obs_moments.count) == 960
+    result = script.evaluate(agent, args)
+    assert result == {k: metrics[k] for k in result}
+    assert all(torch.equal(v, before[k]) for k, v in agent.state_dict().items())
+    again, _ = script.load_agent(directory / "checkpoint.pt")
+    assert torch.equal(again.obs_moments.mean, agent.obs_moments.mean)
+
+
+def test_evaluation_counts_episodes_fairly(script, tmp_path):
+    """5 episodes in 4 environments; each environment's lengths are 3, 5, 2, 3, ..."""
+    args = small_args(script, "Counter", eval_episodes=5)
+    result = script.evaluate(script.build_agent(args), args)
+    assert result["eval/length_mean"] == pytest.approx((4 * 3 + 5) / 5)
+
+
+def test_evaluation_cuts_a_task_without_end(script):
+    """An episode that never ends is cut at 10,000 steps."""
+    args = small_args(script, "Endless", num_envs=1, num_minibatches=1, eval_episodes=1)
+    result = script.evaluate(script.build_agent(args), args)
+    assert result["eval/length_mean"] == 10_000
+
+
+def test_evaluation_statistics(script):
+    """Mean, population std and CVaR of returns 3 + ... of the counting environment."""
+    args = small_args(script, "Counter", eval_episodes=4, cvar_alpha=0.5, num_minibatches=1)
+    agent = script.build_agent(args)
+    result = script.evaluate(agent, args)
+    envs = [script.make_env(args) for _ in range(4)]
+    totals = []
+    for i, env in enumerate(envs):
+        obs, _ = env.reset(seed=args.seed + 1_000_000 + i)
+        state, total, over = None, 0.0, False
+        while not over:
+            action, state = agent.act(obs, state)
+            obs, reward, terminated, truncated, _ = env.step(action)
+            total, over = total + reward, terminated or truncated
+        totals.append(total)
+    assert result["eval/return_mean"] == pytest.approx(np.mean(totals))
+    assert result["eval/return_std"] == pytest.approx(np.std(totals))
+    assert result["eval/return_cvar"] == pytest.approx(np.mean(sorted(totals)[:2]))
+
+
+def test_the_run_directory_tells_what_was_run(script, tmp_path):
+    """Flags, versions, commit and source; names that would break a path are made safe."""
+    _, directory = run(script, tmp_path, "VectorDiscrete", seed=7)
+    assert directory.name.startswith(f"probes_VectorDiscrete-v0__{script.__name__}__7__")
+    told = json.loads((directory / "args.json").read_text())
+    assert told["args"]["seed"] == 7
+    assert "batch_size" not in told["args"]
+    assert told["versions"]["torch"] == torch.__version__
+    assert "commit" in told
+    source = Path(script.__file__)
+    assert (directory / source.name).read_bytes() == source.read_bytes()
+    args = small_args(script, "VectorDiscrete", run_dir=str(tmp_path))
+    assert script.make_run_dir(args) != script.make_run_dir(args)
+
+
+def test_schedules_are_followed(script, tmp_path):
+    """Two iterations, linear from the start value: the last one runs at half-way."""
+    flags = {"learning_rate": 0.004, "ent_coef": 0.02, "ent_coef_final": 0.0}
+    metrics, _ = run(script, tmp_path, "VectorDiscrete", **flags)
+    assert metrics["charts/learning_rate"] == pytest.approx(0.002)
+    assert metrics["policy/entropy_coef"] == pytest.approx(0.01)
+    flags = {"learning_rate": 0.004, "ent_coef": 0.02, "anneal_lr": False}
+    metrics, _ = run(script, tmp_path, "VectorDiscrete", **flags)
+    assert metrics["charts/learning_rate"] == 0.004
+    assert metrics["policy/entropy_coef"] == 0.02
+
+
+@pytest.mark.parametrize(
+    ("env_id", "hidden", "size"),
+    [
+        ("CartPoleNoVel-v1", [1, 3], 4),
+        ("PendulumNoVel-v1", [2], 3),
+        ("MountainCarNoVel-v0", [1], 2),
+        ("MountainCarContinuousNoVel-v0", [1], 2),
+    ],
+)
+def test_velocity_free_tasks_are_the_base_tasks_masked(script, env_id, hidden, size):
+    """Same task, velocities zero; --masked-obs does the same to any task."""
+    base_id = env_id.replace("NoVel", "")
+    rows = []
+    for flags in ({"env_id": env_id}, {"env_id": base_id, "masked_obs": (*hidden,)},
+                  {"env_id": base_id}):  # fmt: skip
+        env = script.make_env(script.Args(**flags))
+        obs, _ = env.reset(seed=1)
+        env.action_space.seed(1)
+        steps = [env.step(env.action_space.sample())[0] for _ in range(3)]
+        rows.append(np.stack([obs, *steps]))
+    named, masked, full = rows
+    assert named.shape == (4, size)
+    assert named.dtype == np.float32
+    assert (named[:, hidden] == 0).all()
+    assert (full[1:, hidden] != 0).all()
+    others = [i for i in range(size) if i not in hidden]
+    np.testing.assert_array_equal(named[:, others], full[:, others])
+    np.testing.assert_array_equal(named, masked)
+
+
+def test_observations_become_flat_vectors(script):
+    """Dict(Discrete 3, Tuple(Box 2, MultiBinary 3)) is 8 numbers; Discrete is one-hot."""
+    env = script.make_env(small_args(script, "NestedBox"))
+    obs, _ = env.reset(seed=0)
+    assert obs.shape == (8,)
+    assert obs[:3].sum() == 1
+    env = script.make_env(small_args(script, "DiscreteBox"))  # values -2 to 2
+    draw = OBSERVATIONS["Discrete"]
+    draw.seed(0)
+    expected = [np.eye(5)[draw.sample() + 2].tolist() for _ in range(6)]
+    assert [env.reset(seed=s)[0].tolist() for s in [0] + [None] * 5] == expected
+
+
+def test_the_loop_stops_early_and_says_so(script, tmp_path):
+    """A tiny KL limit ends every update after one step."""
+    metrics, _ = run(script, tmp_path, "VectorDiscrete", target_kl=1e-9)
+    assert metrics["policy/stopped_early"] == 1
+    assert metrics["policy/epochs_done"] == 0.5
+
+
+def test_progress_and_result_are_printed(script, tmp_path, capsys):
+    """Steps, percent, speed, return; then the evaluation and where the checkpoint is."""
+    run(script, tmp_path, "VectorDiscrete")
+    text = capsys.readouterr().out
+    for words in ("96 of 96 steps (100%)", "steps/s", "return 7.0", "CVaR_0.05", "checkpoint.pt"):
+        assert words in text
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gpu_equals_cpu(script, tmp_path):
+    """One update from the same weights: parameters agree to 1e-4."""
+    agents = []
+    for cuda in (False, True):
+        args = small_args(script, "VectorBox", run_dir=str(tmp_path), cuda=cuda)
+        metrics = script.train(args)
+        agents.append(metrics["losses/value_loss"])
+    assert agents[0] == pytest.approx(agents[1], rel=0.2)
