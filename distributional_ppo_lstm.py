@@ -8,7 +8,7 @@ and moves the return statistics together with the value heads (PopArt); `update`
 
     clipped policy loss - ent_coef * entropy + vf_coef * quantile regression loss
 
-over minibatches of environment columns until the KL divergence exceeds `target_kl`. The papers are
+over minibatches of environment columns until the KL divergence exceeds `target_kl`. Papers are
 named with the functions that follow them.
 
 Shapes: T steps, N environments, B rows of a minibatch, D observation, K quantiles, J target
@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -110,7 +111,8 @@ class Args:
     # ---- value distribution: quantiles (flags) ----
     num_quantiles: int = 32  # quantiles of each critic, integer >= 1
     kappa: float = 0.0  # Huber threshold in normalised returns, >= 0; at 1 it learns expectiles
-    vf_clip: Literal["none", "per_quantile", "mean_only", "mean_and_variance"] = "none"  # values
+    # value clipping: whether and how a critic's quantiles are kept near its own old ones
+    vf_clip: Literal["none", "per_quantile", "mean_only", "mean_and_variance"] = "none"
     DISTRIBUTION_BOUNDS = (("num_quantiles", (1, math.inf)), ("kappa", (0, math.inf)))
     # ---- end of value distribution ----
 
@@ -145,6 +147,8 @@ class Args:
         message = f"--num-minibatches {self.num_minibatches}: must divide the {columns} sequences "
         message += "of a rollout, num_envs * num_steps / seq_len: the LSTM trains on whole ones"
         require(columns % self.num_minibatches == 0, message)
+        message = "--capture-video: moviepy is missing; pip install moviepy"
+        require(not self.capture_video or find_spec("moviepy") is not None, message)
         message = "--cuda: torch sees no GPU here; leave the flag out to use the CPU"
         require(not self.cuda or torch.cuda.is_available(), message)
 
@@ -614,15 +618,16 @@ class Agent(nn.Module):
         self.actor = Actor(obs_dim, ActionDistribution(action_space, args.log_std_init), args)
         self.critic = Critic(obs_dim, len(self.dist.support), args)
         self.obs_moments = RunningMoments((obs_dim,))
-        self.return_moments = RunningMoments((), max_count=10 * args.batch_size)
+        self.return_moments = RunningMoments((), max_count=20 * args.batch_size)  # 10 rollouts
+        self.norm_obs = args.norm_obs
 
     def initial_state(self, num_envs: int) -> Tensor:
         """Zero state (2, N, H) of the actor or of the critic."""
         return self.dist.support.new_zeros(2, num_envs, self.actor.lstm.hidden_size)
 
     def normalize_obs(self, obs: Tensor) -> Tensor:
-        """Observations as the networks see them; as they are until statistics are taken."""
-        return self.obs_moments.normalize(obs).clamp(-10, 10)
+        """Observations as the networks see them."""
+        return self.obs_moments.normalize(obs).clamp(-10, 10) if self.norm_obs else obs
 
     @torch.no_grad()
     def act(
@@ -703,7 +708,7 @@ def collect_rollout(
         done = terminated | truncated
         next_obs = successor = torch.as_tensor(array.copy(), device=obs.device)
         if done.any():
-            array[done] = np.stack(info["final_obs"][done])  # not the reset's obs
+            array[done] = np.stack(info["final_obs"][done])  # obs is already the next episode's
             successor = torch.as_tensor(array.copy(), device=obs.device)
             ended = info["final_info"]["episode"]
             episodes += [(t, float(ended["r"][i]), int(ended["l"][i])) for i in done.nonzero()[0]]
@@ -724,8 +729,10 @@ def prepare_batch(
     agent: Agent, rollout: SimpleNamespace, carry: Carry, args: Args
 ) -> tuple[SimpleNamespace, Carry, dict[str, Tensor]]:
     """Values, advantages and targets of a rollout; return statistics and value heads move.
-    The order matters: decode everything with the old statistics, take the targets in, rescale the
-    heads in the same moment, express the old values in the new units (van Hasselt et al. 2016).
+    The order matters: decode everything with the old statistics, take in the targets, rescale the
+    heads in the same moment, express the old values in the new units (van Hasselt et al. 2016). The
+    critics' own values are taken in as well: the scale of targets alone falls to 1e-4 where they do
+    not vary, which puts a critic that is not there yet thousands of standard deviations away.
     Returns the batch, whose tensors (L, M, ...) and states (2, M, H) have the training sequence on
     axis 1; the carry with the critics' state after the rollout; metrics."""
     dist, moments = agent.dist, agent.return_moments
@@ -758,7 +765,7 @@ def prepare_batch(
 
     before = copy.deepcopy(moments)
     if args.norm_returns:
-        moments.update(targets)
+        moments.update(torch.cat((targets.flatten(), values.flatten())))
     outputs, old = dist.carry_statistics(agent.critic, outputs, before, moments)
     shift = moments.denormalize(dist.mean(outputs)) - twins  # 0 but for rounding
     metrics |= {"norm/return_mean": moments.mean, "norm/return_std": moments.std}
@@ -889,8 +896,8 @@ def make_run_dir(args: Args) -> Path:
     paths = (Path(args.run_dir, f"{name}{i}") for i in itertools.count(int(time.time())))
     path = next(path for path in paths if not path.exists())
     path.mkdir(parents=True)
-    command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    git = [shutil.which("git"), "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if git[0] else ""
     versions = {m.__name__: m.__version__ for m in (torch, gym, np, tyro)}
     content = {"args": asdict(args), "versions": {**versions, "python": sys.version}}
     (path / "args.json").write_text(json.dumps({**content, "commit": commit}, indent=2))

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from importlib.util import find_spec
 
 import pytest
+import torch
 from helpers import small_args
 
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+NO_VIDEO = pytest.mark.skipif(find_spec("moviepy") is not None, reason="moviepy is installed")
 BAD = [
     ("--num-envs 0", "num-envs 0", ">= 1"),
     ("--num-steps -4", "num-steps -4", ">= 1"),
@@ -35,7 +39,8 @@ BAD = [
     ("--num-envs 1 --num-steps 1", "num-envs 1", "at least 2"),
     ("--total-timesteps 100", "total-timesteps 100", "rollout"),
     ("--num-minibatches 3", "num-minibatches 3", "divide"),
-    ("--cuda", "cuda", "no GPU"),
+    pytest.param("--cuda", "cuda", "no GPU", marks=NO_GPU),
+    pytest.param("--capture-video", "capture-video", "pip install moviepy", marks=NO_VIDEO),
     ("--num-critics 3", "num-critics", "1"),
     ("--twin-reduce max", "twin-reduce", "min_quantile"),
     ("--env-id CartPol-v1", "CartPol", "CartPole"),
@@ -94,7 +99,6 @@ def test_bad_input_of_the_lstm_script(capsys, tmp_path, line, flag, bound):
         ("eval_every", (0,)),
         ("seed", (0,)),
         ("torch_threads", (1,)),
-        ("total_timesteps", (512,)),
     ],
 )
 def test_the_bounds_themselves_are_allowed(script, name, values):

@@ -212,3 +212,13 @@ def test_minibatches_are_a_shuffled_partition_of_the_sequences(script):
         assert sorted(seen) == list(range(columns))
         orders.append(seen)
     assert orders[0] != orders[1]
+
+
+def test_observations_are_clipped_only_when_normalised(script):
+    """+-10 standard deviations with --norm-obs; untouched without."""
+    for norm_obs, expected in ((True, [-10.0, 10.0, 0.5, 10.0]), (False, [-50.0, 90.0, 2.0, 21.5])):
+        agent = make_run(script, "VectorBox", norm_obs=norm_obs).agent
+        agent.obs_moments.mean.fill_(1.0)
+        agent.obs_moments.var.fill_(4.0 - 1e-8)
+        seen = agent.normalize_obs(torch.tensor([[-50.0, 90.0, 2.0, 21.5]]))
+        assert seen[0].tolist() == pytest.approx(expected)
