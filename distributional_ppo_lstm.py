@@ -87,7 +87,7 @@ class Args:
     activation: Literal["tanh", "relu"] = "relu"  # of encoders and value heads
     log_std_init: float = 0.0  # initial log-std of Gaussian actions, in [-5, 2]
     norm_obs: bool = True  # normalise observations by running moments, clipped to +-10
-    learning_rate: float = 2e-3  # of Adam, > 0
+    learning_rate: float = 1e-3  # of Adam, > 0
     anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
     gamma: float = 0.98  # discount per step, in [0, 1]
     gae_lambda: float = 0.9  # weight of longer returns in GAE, in [0, 1]

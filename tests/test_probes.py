@@ -10,7 +10,7 @@ from helpers import small_args
 def learn(script, tmp_path, env, **flags):
     """Train on a probe; returns the final metrics and the trained agent."""
     learner = {
-        "total_timesteps": 6144,
+        "total_timesteps": 4096,
         "num_envs": 8,
         "num_steps": 16,
         "num_minibatches": 2,
@@ -18,6 +18,7 @@ def learn(script, tmp_path, env, **flags):
         "hidden_size": 16,
         "lstm_hidden_size": 16,
         "learning_rate": 1e-2,
+        "anneal_lr": False,
         "gamma": 0.5,
         "gae_lambda": 0.95,
         "eval_episodes": 20,
@@ -83,14 +84,21 @@ def test_real_end_is_an_end(script, tmp_path):
     assert values(agent, [[t / 5] for t in range(5)]) == pytest.approx(left, abs=0.2)
 
 
-MEMORY = {"total_timesteps": 24_640, "num_steps": 44, "gamma": 0.98, "learning_rate": 5e-3}
+MEMORY = {
+    "total_timesteps": 24_640,
+    "num_steps": 44,
+    "gamma": 0.98,
+    "learning_rate": 5e-3,
+    "anneal_lr": True,
+    "eval_episodes": 200,
+}
 
 
 def test_memory_recalls_a_cue(tmp_path):
     """The recurrent script names a cue that it saw 10 noisy steps ago."""
     import distributional_ppo_lstm as script
 
-    metrics, _ = learn(script, tmp_path, "Memory", **MEMORY, eval_episodes=200)
+    metrics, _ = learn(script, tmp_path, "Memory", **MEMORY)
     assert metrics["eval/return_mean"] > 0.95
 
 
@@ -99,7 +107,7 @@ def test_without_memory_the_cue_is_lost(tmp_path, monkeypatch):
     import distributional_ppo_lstm as script
 
     forget(script, monkeypatch)
-    metrics, _ = learn(script, tmp_path, "Memory", **MEMORY, eval_episodes=200)
+    metrics, _ = learn(script, tmp_path, "Memory", **MEMORY)
     assert metrics["eval/return_mean"] < 0.65
 
 
