@@ -101,6 +101,20 @@ class RealEnd(Probe):
         return np.full(1, self.t / 5, np.float32)
 
 
+class RandomReward(Probe):
+    """Ten N(0, 1) rewards: the return from step t has variance sum gamma^2k, k < 10 - t."""
+
+    length = 10
+
+    def observe(self):
+        """The step."""
+        return np.full(1, self.t / 10, np.float32)
+
+    def pay(self, action):
+        """Noise."""
+        return self.np_random.standard_normal()
+
+
 class Memory(Probe):
     """A cue at step 0, then noise; the action at step 10 pays 1 if it names the cue, else 0."""
 
@@ -190,7 +204,7 @@ ACTIONS = {
 }
 SIMPLE = (ConstantReward, ObservationValue, Discounting, ActionReward, ActionAndObservation)
 gym.register("Endless-v0", TimeLimit)
-for probe in (*SIMPLE, Memory, Counter):
+for probe in (*SIMPLE, RandomReward, Memory, Counter):
     gym.register(f"{probe.__name__}-v0", probe)
 gym.register("TimeLimit-v0", TimeLimit, max_episode_steps=5)
 gym.register("RealEnd-v0", RealEnd, max_episode_steps=5)

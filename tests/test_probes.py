@@ -84,6 +84,21 @@ def test_real_end_is_an_end(script, tmp_path):
     assert values(agent, [[t / 5] for t in range(5)]) == pytest.approx(left, abs=0.2)
 
 
+def test_predicted_spread_is_that_of_the_return(script, tmp_path):
+    """iid N(0, 1) rewards, ten steps, lambda 1: std sqrt(sum 0.9^2k), k < n, with n steps left."""
+    flags = {"gamma": 0.9, "gae_lambda": 1.0, "num_steps": 40, "total_timesteps": 32_000}
+    flags |= {"learning_rate": 3e-3, "anneal_lr": True, "num_quantiles": 32}
+    _, agent = learn(script, tmp_path, "RandomReward", **flags)
+    obs = agent.normalize_obs(torch.arange(10)[:, None, None] / 10)
+    start = torch.zeros(10, 1, dtype=torch.bool)
+    with torch.no_grad():
+        outputs = agent.dist.reduce_twins(agent.critic(obs, agent.initial_state(1), start))
+    std = agent.dist.describe(outputs, 0.05)["std"][:, 0] * agent.return_moments.std
+    for t in (0, 5, 9):
+        expected = sum(0.81**k for k in range(10 - t)) ** 0.5
+        assert float(std[t]) == pytest.approx(expected, rel=0.1)
+
+
 MEMORY = {
     "total_timesteps": 24_640,
     "num_steps": 44,
