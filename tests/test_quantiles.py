@@ -447,6 +447,24 @@ def test_alpha_outside_its_range_is_refused(alpha):
                 measure(torch.zeros(2, K), alpha)
 
 
+def test_axes_ahead_of_the_batch_are_batch_axes_too():
+    """Twin critics over time, (2, 4, 3, K) beside targets (4, 3, J): every slice as if alone."""
+    quantiles, old = torch.randn(2, 2, 4, 3, 6, dtype=torch.float64)
+    targets, taus = torch.randn(4, 3, 5, dtype=torch.float64), tensor(midpoints(6))
+    for kappa in (0, 0.3):
+        losses = script.quantile_huber_loss(quantiles, targets, taus, kappa)
+        assert losses.shape == (2, 4, 3)
+        for c in range(2):
+            for t in range(4):
+                alone = script.quantile_huber_loss(quantiles[c, t], targets[t], taus, kappa)
+                assert_close(losses[c, t], alone)
+    functions = [lambda q, o, m=mode: script.clip_quantiles(q, o, 0.3, m) for mode in MODES]
+    functions += [lambda q, _: script.cvar(q, 0.3), lambda q, _: script.value_at_risk(q, 0.3)]
+    for function in functions:
+        alone = function(quantiles.reshape(-1, 6), old.reshape(-1, 6))
+        assert_close(function(quantiles, old).flatten(0, 2), alone)
+
+
 def test_quantile_functions_stay_on_the_device():
     """Nothing is built on the CPU for inputs that are elsewhere."""
     quantiles, targets = torch.empty(4, 8, device="meta"), torch.empty(4, 3, device="meta")

@@ -71,6 +71,16 @@ def test_unroll_equals_the_loop_over_steps(pattern, dtype):
     assert actual[1].shape == actual[2].shape == (1, N, H)
 
 
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_unroll_without_gradients_equals_the_loop(pattern):
+    """The kernels that torch picks under no_grad give the same outputs and state."""
+    data, episode_start = problem(torch.float32), starts(pattern)
+    with torch.no_grad():
+        actual = unroll_lstm(*data, episode_start)
+        expected = step_by_step(*data, episode_start)
+    assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("density", [0.1, 0.5, 0.9])
 def test_unroll_equals_the_loop_for_random_episodes(density):
     """Many patterns, long and narrow to short and wide, one step and one environment included."""
