@@ -532,48 +532,74 @@ def unroll_lstm(
     return outputs, (outputs[-1:], c)
 
 
-class RecurrentNet(nn.Module):
-    """Encoder and LSTM: observations to features."""
+class Body(nn.Module):
+    """Observations to features: encoder and LSTM."""
 
     def __init__(self, obs_dim: int, args: Args) -> None:
         super().__init__()
         self.act = {"tanh": nn.Tanh(), "relu": nn.ReLU()}[args.activation]
         self.encoder = nn.Sequential(layer_init(nn.Linear(obs_dim, args.hidden_size)), self.act)
         self.lstm = layer_init(nn.LSTM(args.hidden_size, args.lstm_hidden_size), 1.0)
+        self.num_features = self.state_size = args.lstm_hidden_size
+
+    def step(self, obs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """One step: obs (N, D), state (2, N, H) -> features (N, H), state."""
+        h, c = torch.lstm_cell(self.encoder(obs), (*state,), *self.lstm.all_weights[0])
+        return h, torch.stack((h, c))
 
     def unroll(self, obs: Tensor, state: Tensor, episode_start: Tensor) -> tuple[Tensor, Tensor]:
         """Features (L, N, H) of obs (L, N, D) from state (2, N, H), and the state after them."""
         features, state = unroll_lstm(self.lstm, self.encoder(obs), state.split(1), episode_start)
         return features, torch.cat(state)
 
+    def over_rollout(
+        self, rollout: SimpleNamespace, state: Tensor, chunk_len: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Features of every s_t and every true successor s'_t of a rollout, without a step loop.
+        Returns features, next_features (T, N, H), the states (chunks, 2, N, H) ahead of each
+        training sequence, and the state after the last step. The pass is cut after time limits,
+        where one more step from a copy of the state sees the final observation; it leaves no trace.
+        After a termination the value is 0 by definition; next_features there are not used."""
+        cut = (rollout.truncated & ~rollout.terminated).any(1).tolist()
+        ends = [t for t in range(1, len(cut) + 1) if t % chunk_len == 0 or cut[t - 1]]
+        features, next_features, states = [], [], []
+        for first, end in zip([0, *ends], ends):
+            if first % chunk_len == 0:
+                states.append(state)
+            start = rollout.episode_start[first:end]
+            part, state = self.unroll(rollout.obs[first:end], state, start)
+            successor, _ = self.step(rollout.next_obs[end - 1], state)
+            features.append(part)
+            next_features += [part[1:], successor[None]]
+        return torch.cat(features), torch.cat(next_features), torch.stack(states), state
 
-class Actor(RecurrentNet):
+
+class Actor(Body):
     """Observations to parameters of the action distribution."""
 
     def __init__(self, obs_dim: int, actions: ActionDistribution, args: Args) -> None:
         super().__init__(obs_dim, args)
         self.actions = actions
-        self.head = layer_init(nn.Linear(args.lstm_hidden_size, actions.num_outputs), 0.01)
+        self.head = layer_init(nn.Linear(self.num_features, actions.num_outputs), 0.01)
 
     def step(self, obs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """One step while acting: obs (N, D), state (2, N, H) -> params (N, ...), state."""
-        weights = self.lstm.all_weights[0]
-        state = torch.stack(torch.lstm_cell(self.encoder(obs), (*state,), *weights))
-        return self.actions(self.head(state[0])), state
+        features, state = super().step(obs, state)
+        return self.actions(self.head(features)), state
 
     def forward(self, obs: Tensor, state: Tensor, episode_start: Tensor) -> Tensor:
         """Sequences: obs (L, N, D), state (2, N, H), episode_start (L, N) -> params (L, N, ...)."""
         return self.actions(self.head(self.unroll(obs, state, episode_start)[0]))
 
 
-class Critic(RecurrentNet):
+class Critic(Body):
     """Observations to normalised return distributions, by C heads of their own."""
 
     def __init__(self, obs_dim: int, num_outputs: int, args: Args) -> None:
         super().__init__(obs_dim, args)
         self.heads = nn.ModuleList()
         for _ in range(args.num_critics):
-            hidden = layer_init(nn.Linear(args.lstm_hidden_size, args.hidden_size))
+            hidden = layer_init(nn.Linear(self.num_features, args.hidden_size))
             output = layer_init(nn.Linear(args.hidden_size, num_outputs), 0.1)
             self.heads.append(nn.Sequential(hidden, self.act, output))
 
@@ -584,29 +610,6 @@ class Critic(RecurrentNet):
     def forward(self, obs: Tensor, state: Tensor, episode_start: Tensor) -> Tensor:
         """Sequences: obs (L, N, D), state (2, N, H), episode_start (L, N) -> (C, L, N, K)."""
         return self.values(self.unroll(obs, state, episode_start)[0])
-
-    def over_rollout(
-        self, rollout: SimpleNamespace, state: Tensor, chunk_len: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Outputs for every s_t and every true successor s'_t of a rollout, without a step loop.
-        Returns outputs, next_outputs (C, T, N, K), the states (chunks, 2, N, H) ahead of each
-        training sequence, and the state after the last step. The pass is cut after time limits,
-        where one more step from a copy of the state sees the final observation; it leaves no trace.
-        After a termination the value is 0 by definition; next_outputs there are not used."""
-        cut = (rollout.truncated & ~rollout.terminated).any(1).tolist()
-        ends = [t for t in range(1, len(cut) + 1) if t % chunk_len == 0 or cut[t - 1]]
-        no_start = torch.zeros_like(rollout.terminated[:1])
-        features, next_features, states = [], [], []
-        for first, end in zip([0, *ends], ends):
-            if first % chunk_len == 0:
-                states.append(state)
-            start = rollout.episode_start[first:end]
-            part, state = self.unroll(rollout.obs[first:end], state, start)
-            successor, _ = self.unroll(rollout.next_obs[end - 1 : end], state, no_start)
-            features.append(part)
-            next_features += [part[1:], successor]
-        outputs, next_outputs = (self.values(torch.cat(f)) for f in (features, next_features))
-        return outputs, next_outputs, torch.stack(states), state
 
 
 class Agent(nn.Module):
@@ -623,7 +626,7 @@ class Agent(nn.Module):
 
     def initial_state(self, num_envs: int) -> Tensor:
         """Zero state (2, N, H) of the actor or of the critic."""
-        return self.dist.support.new_zeros(2, num_envs, self.actor.lstm.hidden_size)
+        return self.dist.support.new_zeros(2, num_envs, self.actor.state_size)
 
     def normalize_obs(self, obs: Tensor) -> Tensor:
         """Observations as the networks see them."""
@@ -738,11 +741,12 @@ def prepare_batch(
     dist, moments = agent.dist, agent.return_moments
     seen = copy.copy(rollout)
     seen.obs, seen.next_obs = map(agent.normalize_obs, (rollout.obs, rollout.next_obs))
-    unrolled = agent.critic.over_rollout(seen, carry.critic_state, args.chunk_len)
-    outputs, next_outputs, critic_states, critic_state = unrolled
-    reduced = dist.reduce_twins(outputs)  # (T, N, K)
+    passed = agent.critic.over_rollout(seen, carry.critic_state, args.chunk_len)
+    *features, critic_states, critic_state = passed
+    outputs, next_outputs = (agent.critic.values(x) for x in features)  # (C, T, N, K)
+    reduced, next_reduced = dist.reduce_twins(outputs), dist.reduce_twins(next_outputs)
     values = moments.denormalize(dist.mean(reduced))  # (T, N)
-    next_values = moments.denormalize(dist.mean(dist.reduce_twins(next_outputs)))
+    next_values = moments.denormalize(dist.mean(next_reduced))
     ends = (rollout.terminated, rollout.truncated)
     raw, returns = gae(rollout.rewards, values, next_values, *ends, args.gamma, args.gae_lambda)
     advantages = normalize_advantages(raw) if args.norm_adv else raw

@@ -98,13 +98,13 @@ def test_the_value_pass_equals_single_steps(script, seq_len):
     assert_close(carry.critic_state, state, rtol=1e-5, atol=1e-5)
 
     rollout.obs, rollout.next_obs = obs, next_obs
-    outputs, next_outputs, states, _ = critic.over_rollout(
+    features, next_features, states, _ = critic.over_rollout(
         rollout, before.critic_state, run.args.chunk_len
     )
-    assert_close(outputs, torch.stack([head(here) for head in critic.heads]))
-    expected = torch.stack([head(after) for head in critic.heads])
+    assert_close(features, here, rtol=1e-5, atol=1e-5)
     alive = ~rollout.terminated
-    assert_close(next_outputs[:, alive], expected[:, alive], rtol=1e-5, atol=1e-5)
+    assert_close(next_features[alive], after[alive], rtol=1e-5, atol=1e-5)
+    assert_close(critic.values(features), torch.stack([head(here) for head in critic.heads]))
     assert len(states) == 12 // run.args.chunk_len
     assert torch.equal(states[0], before.critic_state)
 
@@ -121,9 +121,9 @@ def test_advantages_and_targets_follow_from_the_values(script, norm_adv):
     seen = type(rollout)(**vars(rollout))
     seen.obs, seen.next_obs = see(rollout.obs), see(rollout.next_obs)
     with torch.no_grad():
-        outputs, next_outputs, _, _ = run.agent.critic.over_rollout(
-            seen, before.critic_state, run.args.chunk_len
-        )
+        critic = run.agent.critic
+        *features, _, _ = critic.over_rollout(seen, before.critic_state, run.args.chunk_len)
+        outputs, next_outputs = (critic.values(x) for x in features)
         decode = run.agent.dist.mean
         values = decode(outputs).amin(0).double().numpy() * std + mean  # the smaller critic
         next_values = decode(next_outputs).amin(0).double().numpy() * std + mean
