@@ -191,9 +191,10 @@ def normalize_advantages(advantages: Tensor, eps: float = 1e-8) -> Tensor:
 
 def explained_variance(predictions: Tensor, targets: Tensor) -> Tensor:
     """1 - Var(targets - predictions) / Var(targets), a scalar; 0 where the targets do not vary."""
-    if targets.max() == targets.min():
+    variance = targets.var(correction=0)
+    if variance == 0 or targets.max() == targets.min():
         return targets.new_zeros(())
-    return 1 - (targets - predictions).var(correction=0) / targets.var(correction=0)
+    return 1 - (targets - predictions).var(correction=0) / variance
 
 
 def clipped_policy_loss(
@@ -211,7 +212,7 @@ def clipped_policy_loss(
     clipped = ratio.clamp(1 - clip_coef, 1 + clip_coef)
     loss = -torch.min(ratio * advantages, clipped * advantages).mean()
     with torch.no_grad():
-        approx_kl = (ratio - 1 - log_ratio).mean()
+        approx_kl = (log_ratio.expm1() - log_ratio).mean()  # r - 1 would round below log r
         clip_fraction = ((ratio - 1).abs() > clip_coef).to(ratio.dtype).mean()
     return loss, approx_kl, clip_fraction
 
@@ -233,7 +234,7 @@ def linear_schedule(start: float, end: float, progress: float) -> float:
 
 def empirical_cvar(returns: Tensor, alpha: float) -> float:
     """Mean of the lowest fraction alpha of a sample (n,), one return counting in part."""
-    mass = (alpha * len(returns) - torch.arange(len(returns))).clamp(0, 1)
+    mass = (alpha * len(returns) - torch.arange(len(returns)).double()).clamp(0, 1)
     return float((mass * returns.sort().values).sum() / (alpha * len(returns)))
 
 
@@ -509,9 +510,9 @@ def unroll_lstm(
     Returns the outputs (T, N, H) and the state after step T - 1. Equal to T single steps, each of
     which first zeroes the state where it opens an episode.
     A row inserted ahead of each such step does that: two extra inputs drive the gates to exactly
-    0 or 1, since sigmoid(-1e4) = 0 in floating point. With input, forget and output gate at 0,
-    h = c = 0 and no gradient passes. Columns with fewer episodes are filled up at their end with
-    rows that keep c: input gate 0, forget gate 1."""
+    0 or 1, since sigmoid(-1e4) = 0 in floating point. With input and forget gate at 0, c = h = 0
+    and no gradient passes. Columns with fewer episodes are filled up at their end with rows that
+    keep c: input gate 0, forget gate 1."""
     if not episode_start.any():
         return lstm(inputs, state)
     T, N, F = inputs.shape
@@ -524,7 +525,7 @@ def unroll_lstm(
     flags[at[episode_start] - N] = reset
     rows = inputs.new_zeros(num_rows * N, F).index_copy(0, steps, inputs.flatten(0, 1))
     rows = torch.cat((rows, flags), 1).view(num_rows, N, F + 2)
-    gates = inputs.new_tensor([[-1e4, -1e4], [-1e4, 1e4], [0, 0], [-1e4, 0]])  # i, f, g, o
+    gates = inputs.new_tensor([[-1e4, -1e4], [-1e4, 1e4], [0, 0], [0, 0]])  # i, f, g, o
     weight = torch.cat((lstm.weight_ih_l0, gates.repeat_interleave(lstm.hidden_size, 0)), 1)
     weights = (weight, lstm.weight_hh_l0, lstm.bias_ih_l0, lstm.bias_hh_l0)
     outputs, _, c = torch.lstm(rows, state, weights, True, 1, 0.0, False, False, False)

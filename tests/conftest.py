@@ -11,7 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 torch.set_num_threads(1)
 
-SCRIPTS = ["distributional_ppo_lstm"]
+SCRIPTS = ["distributional_ppo_lstm", "distributional_ppo_categorical"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -205,3 +205,9 @@ def test_explained_variance_of_constant_targets_is_zero(script, dtype):
             targets = torch.full((n,), constant, dtype=dtype)
             assert float(script.explained_variance(predictions, targets)) == 0
             assert float(script.explained_variance(targets, targets)) == 0
+
+
+def test_explained_variance_is_zero_where_the_variance_underflows(script):
+    """Targets that differ by less than float32 can square: no 0 / 0."""
+    x = torch.tensor([0, 1e-30])
+    assert float(script.explained_variance(x, x)) == 0

@@ -174,3 +174,9 @@ def test_default_flags_learn_quantiles_and_not_expectiles():
     assert_close(coverage, dist.support, rtol=0, atol=0.02)
     worst = sample.flatten().sort().values[:200].mean()  # 5 % of 4000
     assert float(dist.describe(q.detach(), 0.05)["cvar"]) == pytest.approx(float(worst), rel=0.05)
+
+
+def test_equal_means_are_the_first_critic_s():
+    """A tie of the twins goes to critic 1."""
+    outputs = torch.tensor([[[0.0, 4.0]], [[1.0, 3.0]]])
+    assert distribution(twin_reduce="min").reduce_twins(outputs).tolist() == [[0.0, 4.0]]

@@ -146,3 +146,14 @@ def test_empirical_cvar_is_the_mean_of_the_lowest_thousandths(script, alpha):
     assert script.empirical_cvar(returns, alpha) == pytest.approx(expected, rel=1e-6)
     assert script.empirical_cvar(returns.flip(0), alpha) == pytest.approx(expected, rel=1e-6)
     assert script.empirical_cvar(returns.float(), alpha) == pytest.approx(expected, rel=1e-5)
+
+
+def test_approx_kl_is_not_negative_near_ratio_one(script):
+    """In float32 exp(x) - 1 - x is rounding noise for small x, with either sign."""
+    for exponent in range(-12, 1):
+        for sign in (-1, 1):
+            log_ratio = torch.tensor([sign * 10.0**exponent])
+            kl = script.clipped_policy_loss(log_ratio, torch.ones(1), 0.2)[1]
+            expected = math.expm1(log_ratio.item()) - log_ratio.item()
+            assert kl >= 0
+            assert kl.item() == pytest.approx(expected, rel=0.01, abs=1e-9)

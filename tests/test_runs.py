@@ -28,7 +28,10 @@ data/truncated_fraction
 time/rollout time/values time/update
 eval/return_mean eval/return_std eval/return_cvar eval/length_mean
 """.split()
-OF_ITS_OWN = {"distributional_ppo_lstm": ["value/crossing_fraction"]}
+OF_ITS_OWN = {
+    "distributional_ppo_lstm": ["value/crossing_fraction"],
+    "distributional_ppo_categorical": ["value/outside_support"],
+}
 HISTOGRAMS = ["charts/recent_returns", "value/predicted_returns"]
 TIMED = {"charts/SPS", "time/rollout", "time/values", "time/update", "run_dir"}
 

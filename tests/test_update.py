@@ -9,6 +9,8 @@ import torch
 from helpers import make_run, prepare, roll
 from torch.testing import assert_close
 
+import distributional_ppo_lstm
+
 
 def run_update(run, ent_coef=0.0, **flags):
     """One update of a copy of the run's agent, with some flags changed: metrics and the agent."""
@@ -254,8 +256,9 @@ def test_a_single_critic_runs_and_has_no_twin(script):
     assert metrics["twin/loss_1"] == metrics["twin/loss_2"]
 
 
-def test_statistics_take_in_targets_and_values(script):
+def test_statistics_take_in_targets_and_values():
     """Merged moments of what the rollout gave, by NumPy; the count is capped."""
+    script = distributional_ppo_lstm
     run = make_run(script, "Counter")
     agent, moments = run.agent, run.agent.return_moments
     prepare(run)
