@@ -132,9 +132,7 @@ class Args:
             bound = f"in [{low:g}, {high:g}]" if high < math.inf else f">= {low:g}"
             bound = "> 0" if name in positive else bound
             require(valid, f"--{name.replace('_', '-')} {value}: must be finite and {bound}")
-        require(
-            math.isfinite(self.min_entropy), f"--min-entropy {self.min_entropy}: must be finite"
-        )
+        require(math.isfinite(self.min_entropy), f"--min-entropy {self.min_entropy}: not finite")
         self.batch_size = self.num_envs * self.num_steps  # samples of a rollout
         self.num_iterations = self.total_timesteps // self.batch_size  # rollouts, and updates
         self.chunk_len = self.seq_len or self.num_steps  # steps of a training sequence
