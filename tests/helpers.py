@@ -8,6 +8,9 @@ from typing import Any
 import torch
 
 
+OF_ONE_SCRIPT = {"lstm_hidden_size", "seq_len", "num_quantiles", "num_atoms"}
+
+
 def small_args(script: ModuleType, env: str, **flags: Any) -> Any:
     """Flags of a tiny run on a probe; `flags` override."""
     small = {
@@ -23,8 +26,8 @@ def small_args(script: ModuleType, env: str, **flags: Any) -> Any:
         "update_epochs": 2,
         "eval_episodes": 3,
     }
-    known = script.Args.__dataclass_fields__
-    return script.Args(**{k: v for k, v in (small | flags).items() if k in known or k in flags})
+    foreign = OF_ONE_SCRIPT - script.Args.__dataclass_fields__.keys()
+    return script.Args(**{k: v for k, v in (small | flags).items() if k not in foreign})
 
 
 def make_run(script: ModuleType, env: str, **flags: Any) -> SimpleNamespace:
