@@ -7,8 +7,13 @@ from typing import Any
 
 import torch
 
-
-OF_ONE_SCRIPT = {"lstm_hidden_size", "seq_len", "num_quantiles", "num_atoms"}
+OF_ONE_SCRIPT = {
+    "lstm_hidden_size",
+    "seq_len",
+    "num_quantiles",
+    "num_atoms",
+    "target_encoding",
+}
 
 
 def small_args(script: ModuleType, env: str, **flags: Any) -> Any:
