@@ -96,8 +96,8 @@ class Args:
     update_epochs: int = 8  # passes over each rollout, integer >= 1
     norm_adv: bool = True  # normalise advantages over the rollout
     clip_coef: float = 0.2  # clipping range of the probability ratio, > 0
-    ent_coef: float = 0.0  # weight of the entropy bonus, per nat, >= 0
-    ent_coef_final: float | None = None  # the same at the end of the run, linear; None: constant
+    ent_coef: float = 0.01  # weight of the entropy bonus, per nat, >= 0
+    ent_coef_final: float | None = 0.0  # the same at the end of the run, linear; None: constant
     min_entropy: float = 0.0  # floor of the mean entropy, nats; needs min_entropy_penalty > 0
     min_entropy_penalty: float = 0.0  # weight of the shortfall below the floor, per nat, >= 0
     vf_coef: float = 0.5  # weight of the value loss, >= 0

@@ -87,8 +87,9 @@ def test_real_end_is_an_end(script, tmp_path):
 def test_predicted_spread_is_that_of_the_return(script, tmp_path):
     """iid N(0, 1) rewards, ten steps, lambda 1: std sqrt(sum 0.9^2k), k < n, with n steps left."""
     flags = {"gamma": 0.9, "gae_lambda": 1.0, "num_steps": 40, "total_timesteps": 32_000}
-    flags |= {"learning_rate": 3e-3, "anneal_lr": True}
+    flags["anneal_lr"] = True
     flags |= {"num_quantiles": 32, "num_atoms": 51, "target_encoding": "two_hot"}
+    flags |= {"hidden_size": 32, "learning_rate": 6e-3}
     _, agent = learn(script, tmp_path, "RandomReward", **flags)
     obs = agent.normalize_obs(torch.arange(10)[:, None, None] / 10)
     start = torch.zeros(10, 1, dtype=torch.bool)

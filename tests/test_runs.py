@@ -175,7 +175,7 @@ def test_schedules_are_followed(script, tmp_path):
     metrics, _ = run(script, tmp_path, "VectorDiscrete", **flags)
     assert metrics["charts/learning_rate"] == pytest.approx(0.002)
     assert metrics["policy/entropy_coef"] == pytest.approx(0.01)
-    flags = {"learning_rate": 0.004, "ent_coef": 0.02, "anneal_lr": False}
+    flags |= {"ent_coef_final": None, "anneal_lr": False}
     metrics, _ = run(script, tmp_path, "VectorDiscrete", **flags)
     assert metrics["charts/learning_rate"] == 0.004
     assert metrics["policy/entropy_coef"] == 0.02
