@@ -745,7 +745,7 @@ def update(
     The exact KL(old || new) of a minibatch is tested ahead of its step; the first one larger than
     `target_kl` ends the update. Returns metrics: means over all minibatches evaluated, the one that
     ended the update included; `grad/*` over the steps taken."""
-    actions, rows, norms = agent.actor.actions, [], []
+    actions, nets, rows, norms = agent.actor.actions, (agent.actor, agent.critic), [], []
     epochs = (minibatches(batch, args.num_minibatches) for _ in range(args.update_epochs))
     for mb in itertools.chain.from_iterable(epochs):
         policy = actions.distribution(agent.actor(mb.obs, mb.actor_state, mb.episode_start))
@@ -774,8 +774,7 @@ def update(
             break
         optimizer.zero_grad()
         loss.backward()
-        parts = (agent.actor.parameters(), agent.critic.parameters())
-        norm = torch.stack([get_total_norm([p.grad for p in part]) for part in parts])
+        norm = torch.stack([get_total_norm([p.grad for p in net.parameters()]) for net in nets])
         norms.append(torch.stack((norm.norm(), *norm)))
         clip_grads_with_norm_(agent.parameters(), args.max_grad_norm, norms[-1][0])
         optimizer.step()
@@ -813,7 +812,7 @@ def evaluate(agent: Agent, args: Args, video_dir: Path | None = None) -> dict[st
     """Returns of `eval_episodes` fresh episodes with the mode of the policy, statistics frozen.
     Each environment plays a fixed number of episodes, so that short ones are not preferred. Seeds
     are apart from those of training. Tasks without a time limit are cut at 10,000 steps."""
-    num_envs = min(args.num_envs, args.eval_episodes)
+    num_envs = 1 if video_dir else min(args.num_envs, args.eval_episodes)  # one films them all
     envs = make_envs(args, num_envs, video_dir=video_dir, step_limit=10_000)
     left = np.array([len(range(i, args.eval_episodes, num_envs)) for i in range(num_envs)])
     obs, _ = envs.reset(seed=args.seed + 1_000_000)
