@@ -29,9 +29,13 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-LSTM = "distributional_ppo_lstm"
-PENDULUM = "--gamma 0.9 --gae-lambda 0.95 --num-steps 128 --num-minibatches 4 --learning-rate 1e-3"
-MOUNTAIN = "--total-timesteps 300000 --gamma 0.999 --gae-lambda 0.95 --log-std-init 2"
+LSTM, CATEGORICAL = "distributional_ppo_lstm", "distributional_ppo_categorical"
+FOLLOWED = ("norm/return_std", "norm/value_shift", "value/outside_support")
+PENDULUM = "--gamma 0.9 --gae-lambda 0.95 --num-steps 200 --num-minibatches 8 --ent-coef 0"
+MOUNTAIN = (
+    "--total-timesteps 300000 --gamma 0.999 --gae-lambda 0.95 --num-envs 16 --num-steps 500 "
+    "--seq-len 250 --num-minibatches 16 --update-epochs 10 --log-std-init 2 --ent-coef 0"
+)
 # (script, task, variant, flags beyond --env-id, seeds)
 GRID = [
     (LSTM, "CartPoleNoVel-v1", "default", "", range(1, 11)),
@@ -40,6 +44,7 @@ GRID = [
     (LSTM, "MountainCarContinuousNoVel-v0", "default", MOUNTAIN, range(1, 4)),
     (LSTM, "popgym:popgym-RepeatFirstEasy-v0", "default", "", range(1, 4)),
     (LSTM, "popgym:popgym-RepeatPreviousEasy-v0", "default", "", range(1, 4)),
+    (CATEGORICAL, "CartPole-v1", "default", "", range(1, 11)),
 ]
 
 
@@ -78,12 +83,21 @@ def run_one(script: str, task: str, variant: str, flags: str, seed: int) -> None
         events = EventAccumulator(metrics["run_dir"], {"scalars": 0})
         events.Reload()
         points = [(p.step, round(p.value, 4)) for p in events.Scalars("charts/episodic_return")]
+        present = [tag for tag in FOLLOWED if tag in metrics]
+        followed = {tag: [p.value for p in events.Scalars(tag)] for tag in present}
         told = json.loads(Path(metrics["run_dir"], "args.json").read_text())
     keep = ("eval/", "charts/SPS")
     result = {k: round(v, 4) for k, v in metrics.items() if k.startswith(keep)}
+    summary = {tag: {"mean": np.mean(v), "max": np.max(v)} for tag, v in followed.items()}
     machine = {"cores": os.cpu_count(), "machine": platform.machine()}
     told["args"]["run_dir"] = "runs"
-    meta = {"result": result, "wall_seconds": round(wall, 1), **machine, **told}
+    meta = {
+        "result": result,
+        "wall_seconds": round(wall, 1),
+        **machine,
+        "over_run": summary,
+        **told,
+    }
     path = folder(script, task, variant)
     path.mkdir(parents=True, exist_ok=True)
     (path / f"seed{seed}.json").write_text(json.dumps(meta, indent=1))
