@@ -707,15 +707,16 @@ def prepare_batch(
         "twin/critic1_is_min": (twins[0] <= twins[-1]).float().mean(),
         "adv/std_raw": raw.std(correction=0), "adv/abs_max": advantages.abs().max(),
         "adv/mean_raw": raw.mean(), "data/truncated_fraction": rollout.truncated.float().mean(),
-    } | dist.metrics(outputs, moments.normalize(targets))  # fmt: skip
+    }  # fmt: skip
 
     before = copy.deepcopy(moments)
     if args.norm_returns:
         moments.update(torch.cat((targets.flatten(), values.flatten())))
     outputs, old = dist.carry_statistics(agent.critic, outputs, before, moments)
-    shift = moments.denormalize(dist.mean(outputs)) - twins  # 0 but for rounding
+    shift = moments.denormalize(dist.mean(outputs)) - twins  # (C, T, N)
     metrics |= {"norm/return_mean": moments.mean, "norm/return_std": moments.std}
-    metrics["norm/value_shift"] = shift.abs().mean()
+    metrics |= {"norm/value_shift": shift.abs().mean()}
+    metrics |= dist.metrics(outputs, moments.normalize(targets))
 
     policy = agent.actor.actions.distribution(rollout.params)
     batch = {

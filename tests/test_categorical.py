@@ -307,6 +307,15 @@ def test_moving_statistics_are_logged_as_the_jump_they_are():
     assert_close(kept, was.double().detach(), rtol=1e-4, atol=1e-3)
 
 
+def test_the_share_outside_is_that_of_what_the_critics_train_on():
+    """Returns in the thousands are inside the support once the statistics have taken them in."""
+    run = make_run(script, "Counter", num_atoms=21)
+    run.agent.return_moments.mean += 1e5
+    run.agent.return_moments.count.zero_()  # the first update replaces these statistics
+    prepare(run)
+    assert run.metrics["value/outside_support"] < 0.1
+
+
 @pytest.mark.parametrize(("reward", "gamma"), [(1.0, 0.95), (-20.0, 0.95)])
 def test_constant_reward_is_approached_without_overshoot(tmp_path, reward, gamma):
     """True values 20 and -400: the mean value of a rollout never passes them by a fifth."""
