@@ -74,6 +74,22 @@ def test_gaussian_closed_forms(script):
     assert float(kl_divergence(before, policy)) == pytest.approx(kl)
 
 
+@pytest.mark.parametrize(
+    ("env", "outputs", "values"),
+    [
+        ("VectorDiscrete", 4, {3, 4, 5, 6}),  # Discrete(4, start=3)
+        ("VectorMultiDiscrete", 12, {0, 1, 2, 3}),  # parts of 2, 4 and 3, padded to 4
+        ("VectorMultiBinary", 6, {0, 1}),  # three parts of two
+    ],
+)
+def test_every_action_of_a_discrete_space_is_reachable(script, env, outputs, values):
+    """As many outputs as choices, and all of them arrive at the environment."""
+    actions = make_run(script, env).agent.actor.actions
+    assert actions.num_outputs == outputs
+    params = actions(torch.zeros(300, outputs))
+    assert set(actions.to_env(actions.sample(params)).flatten().tolist()) == values
+
+
 @pytest.mark.parametrize("env", ["VectorMultiDiscrete", "VectorBox"])
 def test_samples_follow_the_distribution(script, env):
     """Frequencies or moments of 40,000 samples; the deterministic action is the mode."""
