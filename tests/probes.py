@@ -169,6 +169,16 @@ class Counter(gym.Env):
         return self.array, reward, over and kind != "truncated", over and kind != "terminated", {}
 
 
+class Staggered(Counter):
+    """The same, each environment beginning with another episode: ends do not align."""
+
+    def reset(self, *, seed=None, options=None):
+        """The next episode; seed 1 opens with episode 1 of the cycle, and so on."""
+        if seed is not None:
+            self.episode = seed - 1
+        return super().reset(seed=seed, options=options)
+
+
 class Spaces(gym.Env):
     """Any spaces: random observations, actions checked against the space, 7-step episodes."""
 
@@ -204,7 +214,7 @@ ACTIONS = {
 }
 SIMPLE = (ConstantReward, ObservationValue, Discounting, ActionReward, ActionAndObservation)
 gym.register("Endless-v0", TimeLimit)
-for probe in (*SIMPLE, RandomReward, Memory, Counter):
+for probe in (*SIMPLE, RandomReward, Memory, Counter, Staggered):
     gym.register(f"{probe.__name__}-v0", probe)
 gym.register("TimeLimit-v0", TimeLimit, max_episode_steps=5)
 gym.register("RealEnd-v0", RealEnd, max_episode_steps=5)

@@ -151,3 +151,16 @@ def test_act_works_for_one_observation_and_for_many(script, env):
         single.reset()
     drawn = [run.agent.act(rows, deterministic=False)[0] for _ in range(20)]
     assert any(not np.array_equal(drawn[0], other) for other in drawn[1:])
+
+
+def test_act_remembers_through_the_state_it_returns(script):
+    """The recurrent agent acts differently after another past; the feed-forward one does not."""
+    run = make_run(script, "VectorBox")
+    obs, _ = script.make_env(run.args).reset(seed=0)
+    fresh, state = run.agent.act(obs)
+    _, other = run.agent.act(-obs)
+    after = [run.agent.act(obs, s)[0] for s in (None, state, other)]
+    np.testing.assert_array_equal(fresh, after[0])
+    recurrent = script.__name__ == "distributional_ppo_lstm"
+    assert (abs(after[1] - after[0]).max() > 1e-4) == recurrent
+    assert (abs(after[2] - after[1]).max() > 1e-4) == recurrent

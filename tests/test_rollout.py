@@ -96,12 +96,16 @@ def features_by_steps(script, net, obs, next_obs, start, state):
 
 
 @pytest.mark.parametrize("seq_len", [0, 3, 4])
-def test_the_value_pass_equals_single_steps(script, seq_len):
+@pytest.mark.parametrize("env", ["Counter", "Staggered"])
+def test_the_value_pass_equals_single_steps(script, env, seq_len):
     """Values of all states and true successors, and both carried states, against a step loop."""
-    run = make_run(script, "Counter", **sequences(script, seq_len))
+    run = make_run(script, env, **sequences(script, seq_len))
     prepare(run)
     before = run.carry
     rollout = roll(run)
+    some = rollout.truncated.any(1)
+    assert some.any()
+    assert (env == "Counter") == torch.equal(some, rollout.truncated.all(1))
     _, carry, _ = script.prepare_batch(run.agent, rollout, run.carry, run.args)
     see = run.agent.normalize_obs
     obs, next_obs, start = see(rollout.obs), see(rollout.next_obs), rollout.episode_start

@@ -289,3 +289,17 @@ def test_values_outside_of_a_gradient_never_reach_the_actor(run):
         assert_close(a, b, rtol=1e-5, atol=1e-6)
     for a, b in zip(no_value.critic.parameters(), run.agent.critic.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_initial_weights_are_orthogonal(script):
+    """Gains: 1 for the LSTM, 0.01 for the policy, 0.1 for value outputs, sqrt(2) elsewhere."""
+    agent = script.build_agent(make_run(script, "VectorDiscrete").args)
+    gains = {"lstm": 1.0, "actor.head": 0.01}
+    gains |= {f"critic.heads.{c}.2": 0.1 for c in range(2)}
+    for name, p in agent.named_parameters():
+        if "bias" in name:
+            assert p.eq(0).all(), name
+            continue
+        gain = next((g for part, g in gains.items() if part in name), 2**0.5)
+        small = p @ p.T if p.shape[0] <= p.shape[1] else p.T @ p
+        assert_close(small, gain**2 * torch.eye(len(small)), rtol=1e-4, atol=1e-5)
