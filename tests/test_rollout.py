@@ -149,7 +149,19 @@ def test_advantages_and_targets_follow_from_the_values(script, norm_adv):
         decode = run.agent.dist.mean
         values = decode(outputs).amin(0).double().numpy() * std + mean  # the smaller critic
         next_values = decode(next_outputs).amin(0).double().numpy() * std + mean
+        facts = run.agent.dist.describe(run.agent.dist.reduce_twins(outputs), run.args.cvar_alpha)
+        twins = decode(outputs).double() * std + mean
     batch, _, metrics = script.prepare_batch(run.agent, rollout, run.carry, run.args)
+    for tag, key in (("value/p10", "p10"), ("value/p50", "p50"), ("value/p90", "p90"),
+                     ("cvar/predicted", "cvar")):  # fmt: skip
+        expected = facts[key].double().numpy().mean() * std + mean
+        assert float(metrics[tag]) == pytest.approx(expected, rel=1e-4)
+    spread = facts["std"].double().numpy().mean() * std
+    assert float(metrics["value/std_predicted"]) == pytest.approx(spread, rel=1e-4)
+    gap = abs(twins[0] - twins[1]).numpy()
+    assert float(metrics["twin/abs_difference"]) == pytest.approx(gap.mean(), rel=1e-3)
+    share = (twins[0] <= twins[1]).double().numpy().mean()
+    assert float(metrics["twin/critic1_is_min"]) == pytest.approx(share)
 
     rewards = rollout.rewards.double().numpy()
     advantages = np.zeros((12, 4))

@@ -57,12 +57,14 @@ def test_twin_heads_start_apart(script):
     assert all((one[key] - two[key]).abs().max() > 1e-3 for key in weights)
 
 
-def test_metrics_are_means_over_the_minibatches(run):
+@pytest.mark.parametrize("vf_clip", ["none", "mean_only"])
+def test_metrics_are_means_over_the_minibatches(run, vf_clip):
     """Reported numbers recomputed from each minibatch, the weights standing still."""
     script, args, agent, batch = run.script, run.args, run.agent, run.batch
-    metrics, _ = run_update(run, learning_rate=0.0, ent_coef=0.01)
+    metrics, _ = run_update(run, learning_rate=0.0, ent_coef=0.01, vf_clip=vf_clip)
+    args.vf_clip = vf_clip
     torch.manual_seed(5)
-    rows = []
+    rows, shares = [], []
     for _ in range(args.update_epochs):
         for mb in script.minibatches(batch, args.num_minibatches):
             params = agent.actor(mb.obs, mb.actor_state, mb.episode_start)
@@ -70,8 +72,10 @@ def test_metrics_are_means_over_the_minibatches(run):
             ratio = (policy.log_prob(mb.actions) - mb.log_probs).exp()
             loss = -(ratio * mb.advantages).mean()  # ratios are 1: nothing is clipped
             outputs = agent.critic(mb.obs, mb.critic_state, mb.episode_start)
-            losses, _ = agent.dist.loss(outputs, mb.targets, mb.old.movedim(2, 0))
+            old = torch.stack([mb.old[:, :, 0], mb.old[:, :, 1]])  # each critic's own
+            losses, clipped = agent.dist.loss(outputs, mb.targets, old)
             v_losses = losses.flatten(1).mean(1)
+            shares.append(float(clipped.mean()))
             row = [loss, v_losses.mean(), *v_losses, policy.entropy().mean()]
             rows.append(torch.stack(row).detach())
     assert len(rows) == 4
@@ -79,6 +83,8 @@ def test_metrics_are_means_over_the_minibatches(run):
     tags = ["losses/policy_loss", "losses/value_loss", "twin/loss_1", "twin/loss_2"]
     tags += ["losses/entropy"]
     assert [metrics[tag] for tag in tags] == pytest.approx(means, rel=1e-4, abs=1e-6)
+    assert metrics["value/clip_fraction"] == pytest.approx(sum(shares) / 4)
+    assert (metrics["value/clip_fraction"] > 0.01) == (vf_clip != "none")
     assert metrics["losses/value_loss"] != pytest.approx(float(rows[-1][1]), rel=1e-3)
     assert metrics["policy/ratio_first_minibatch_error"] < 1e-5
     assert metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-5)
@@ -100,6 +106,7 @@ def test_metrics_move_with_the_policy(run):
 def test_gradient_norms_are_those_of_the_loss(script):
     """One step on the whole rollout: norms by autograd, actor and critic apart."""
     run = make_run(script, "VectorDiscrete", num_minibatches=1, update_epochs=1, vf_coef=0.7)
+    run.args.max_grad_norm = 0.05  # below the norm of either part
     batch = prepare(run)
     agent, args = run.agent, run.args
     policy = agent.actor.actions.distribution(
@@ -128,7 +135,7 @@ def test_kl_stop_comes_ahead_of_the_step(run):
         assert torch.equal(old, new)
     assert metrics["policy/stopped_early"] == 1
     assert metrics["policy/epochs_done"] == 0
-    assert metrics["grad/norm"] == 0
+    assert metrics["grad/norm"] == metrics["grad/actor"] == metrics["grad/critic"] == 0
     assert metrics.keys() == run_update(run)[0].keys()
 
 
@@ -303,3 +310,49 @@ def test_initial_weights_are_orthogonal(script):
         gain = next((g for part, g in gains.items() if part in name), 2**0.5)
         small = p @ p.T if p.shape[0] <= p.shape[1] else p.T @ p
         assert_close(small, gain**2 * torch.eye(len(small)), rtol=1e-4, atol=1e-5)
+
+
+def test_every_term_of_the_loss_goes_the_right_way(run):
+    """Repeated updates lower the value loss, raise entropy, lift it to its floor, and follow A."""
+    longer = {"update_epochs": 8, "max_grad_norm": 1e9}
+    before, _ = run_update(run, update_epochs=1, num_minibatches=1)
+    _, agent = run_update(run, **longer)
+    batch = run.batch
+
+    def losses(agent):
+        outputs = agent.critic(batch.obs, batch.critic_state, batch.episode_start)
+        return (
+            agent.dist.loss(outputs, batch.targets, batch.old.movedim(2, 0))[0].flatten(1).mean(1)
+        )
+
+    def policy(agent):
+        params = agent.actor(batch.obs, batch.actor_state, batch.episode_start)
+        return agent.actor.actions.distribution(params)
+
+    assert (losses(agent) < losses(run.agent)).all()
+    entropy = float(policy(run.agent).entropy().mean().detach())
+    assert before["losses/entropy"] == pytest.approx(entropy, rel=1e-5)
+    for flags in ({"ent_coef": 10.0}, {"min_entropy": 99.0, "min_entropy_penalty": 10.0}):
+        _, agent = run_update(run, **longer, **flags)
+        assert float(policy(agent).entropy().mean().detach()) > entropy + 0.02
+    _, agent = run_update(run, **longer, clip_coef=10.0)
+    gain = policy(agent).log_prob(batch.actions) - batch.log_probs
+    assert (gain * batch.advantages).mean() > 0.01
+
+
+def test_gradient_norms_are_means_over_the_steps(run):
+    """Weights standing still, one epoch of the whole batch or three: the same norms."""
+    flags = {"learning_rate": 0.0, "num_minibatches": 1}
+    one, _ = run_update(run, update_epochs=1, **flags)
+    three, _ = run_update(run, update_epochs=3, **flags)
+    for tag in ("grad/norm", "grad/actor", "grad/critic"):
+        assert three[tag] == pytest.approx(one[tag], rel=1e-4)
+
+
+def test_first_minibatch_error_is_the_largest_deviation(run):
+    """One stored log-probability 0.1 too high: that ratio is e^-0.1 ahead of the first step."""
+    run.batch.log_probs = run.batch.log_probs.clone()
+    run.batch.log_probs[0, 0] += 0.1
+    metrics, _ = run_update(run, num_minibatches=1)
+    expected = 1 - 2.718281828**-0.1
+    assert metrics["policy/ratio_first_minibatch_error"] == pytest.approx(expected, rel=1e-3)
