@@ -43,6 +43,18 @@ def test_rollout_books_every_step_where_it_belongs(script):
     assert not run.carry.episode_start.any()
 
 
+def test_ends_that_do_not_align_are_booked_each_for_itself(script):
+    """The true successor is always one step on in the same episode; every end is reported."""
+    rollout = roll(make_run(script, "Staggered"))
+    over = rollout.terminated | rollout.truncated
+    assert over.any(1).sum() > over.all(1).sum()
+    step_on = rollout.obs + torch.tensor([0.0, 0.0, 1.0])
+    assert torch.equal(rollout.next_obs, step_on)
+    assert torch.equal(rollout.episode_start[1:], over[:-1])
+    ends = sorted((t, rollout.obs[t, n, 2] + 1) for t, n in over.nonzero().tolist())
+    assert sorted((t, length) for t, _, length in rollout.episodes) == ends
+
+
 def test_the_next_rollout_goes_on_where_this_one_ended(script):
     """A rollout that ends with an episode opens the next rollout with a start."""
     run = make_run(script, "Counter", num_envs=2, num_steps=3, num_minibatches=1)
