@@ -102,6 +102,8 @@ def test_metrics_move_with_the_policy(run):
     assert metrics["policy/kl_max"] > metrics["policy/kl_exact"] > 0
     assert metrics["policy/ratio_first_minibatch_error"] < 1e-5
     assert metrics["losses/approx_kl"] > 0
+    ratio = metrics["policy/kl_exact"] / metrics["losses/approx_kl"]  # a mean and its estimate
+    assert 1 / 3 < ratio < 3
 
 
 def test_gradient_norms_are_those_of_the_loss(script):
@@ -351,13 +353,13 @@ def test_gradient_norms_are_means_over_the_steps(run):
 
 
 def test_first_minibatch_error_is_the_largest_deviation(run):
-    """One stored log-probability 0.1 too high: that ratio is e^-0.1 ahead of the first step."""
+    """One stored log-probability 0.1 too low: that ratio is e^0.1 ahead of the first step."""
     run.batch.log_probs = run.batch.log_probs.clone()
-    run.batch.log_probs[0, 0] += 0.1
+    run.batch.log_probs[0, 0] -= 0.1
     metrics, _ = run_update(run, num_minibatches=1, learning_rate=0.0)
-    error, n = 1 - 2.718281828**-0.1, run.batch.log_probs.numel()
+    error, n = 2.718281828**0.1 - 1, run.batch.log_probs.numel()
     assert metrics["policy/ratio_first_minibatch_error"] == pytest.approx(error, rel=1e-3)
-    assert metrics["policy/ratio_mean"] == pytest.approx(1 - error / n, rel=1e-5)
+    assert metrics["policy/ratio_mean"] == pytest.approx(1 + error / n, rel=1e-5)
     spread = error * ((1 / n) * (1 - 1 / n)) ** 0.5  # of one entry among n
     assert metrics["policy/ratio_std"] == pytest.approx(spread, rel=1e-3)
     assert metrics["policy/kl_max"] < 1e-6
