@@ -8,8 +8,7 @@ and moves the return statistics together with the value heads (PopArt); `update`
 
     clipped policy loss - ent_coef * entropy + vf_coef * quantile regression loss
 
-over minibatches of environment columns until the KL divergence exceeds `target_kl`. Papers are
-named with the functions that follow them.
+over minibatches of environment columns until the KL divergence exceeds `target_kl`.
 
 Shapes: T steps, N environments, B rows of a minibatch, D observation, K quantiles, J target
 samples, C critics, H LSTM width, L steps of a training sequence, M sequences of a rollout. Rewards,
@@ -18,21 +17,21 @@ values and returns are in the task's units; critics see and predict them normali
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import math
+import os
+import pickle
 import random
-import re
-import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -45,16 +44,20 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
-# Velocity-free tasks of rl-baselines3-zoo: entries of the base task's observation set to zero.
-VELOCITIES = {
+VELOCITIES = {  # zeroed in the velocity-free tasks of rl-baselines3-zoo, such as CartPoleNoVel-v1
     "CartPole-v1": (1, 3), "MountainCar-v0": (1,), "MountainCarContinuous-v0": (1,),
     "Pendulum-v1": (2,), "LunarLander-v3": (2, 3, 5), "LunarLanderContinuous-v3": (2, 3, 5),
 }  # fmt: skip
 LOG_STD_RANGE = (-5.0, 2.0)  # of Gaussian actions: std from 0.0067 to 7.4
+STOP: list[int] = []  # SIGTERM or Ctrl-C came: end after this iteration, with a checkpoint
 
 
 class UsageError(ValueError):
     """A mistake of the user: one line without a traceback, exit code 2."""
+
+
+class Fault(RuntimeError):
+    """A run cannot go on: what, where, what to try; exit code 1."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -76,6 +79,9 @@ class Args:
     capture_video: bool = False  # record the final evaluation (needs: pip install moviepy)
     eval_episodes: int = 50  # episodes of an evaluation, integer >= 1
     eval_every: int = 0  # iterations between evaluations, integer >= 0; 0: only at the end
+    checkpoint_every: int = 100  # iterations between checkpoints, integer >= 0; 0: at the end
+    resume: str = ""  # run directory to continue, with its flags; total_timesteps may grow
+    evaluate: str = ""  # run directory or checkpoint to evaluate with its flags; trains nothing
     env_id: str = "CartPoleNoVel-v1"  # gymnasium id, module:id, or a velocity-free id of the zoo
     total_timesteps: int = 100_000  # environment steps of the run, rounded down to whole rollouts
     num_envs: int = 8  # parallel environments, integer >= 1
@@ -107,45 +113,51 @@ class Args:
     twin_reduce: Literal["min", "mean", "min_quantile"] = "min"  # how two critics give one value
     norm_returns: bool = True  # critics predict normalised returns; heads are rescaled (PopArt)
     vf_clip_coef: float = 0.2  # range d of value clipping, in standard deviations of returns, > 0
+    # lambda_return: its spread and CVaR are too small; sr_lambda: samples, CVaR is the return's
+    value_target: Literal["lambda_return", "sr_lambda"] = "lambda_return"
     cvar_alpha: float = 0.05  # tail mass averaged by CVaR, in [1e-3, 1]; 1 is the mean
+    cvar_weight: float = 0.0  # weight of the CVaR advantage against GAE's, in [0, 1]
+    cvar_limit: float | None = None  # lower bound on the CVaR of episode returns, undiscounted
+    cvar_dual_lr: float = 0.02  # learning rate of the bound's dual variable, > 0
     # ---- value distribution: quantiles (flags) ----
     num_quantiles: int = 32  # quantiles of each critic, integer >= 1
     kappa: float = 0.0  # Huber threshold in normalised returns, >= 0; at 1 it learns expectiles
     # value clipping: whether and how a critic's quantiles are kept near its own old ones
     vf_clip: Literal["none", "per_quantile", "mean_only", "mean_and_variance"] = "none"
-    DISTRIBUTION_BOUNDS = (("num_quantiles", (1, math.inf)), ("kappa", (0, math.inf)))
+    BOUNDS: ClassVar = ((1, math.inf, "num_quantiles"), (0, math.inf, "kappa"))
     # ---- end of value distribution ----
 
     def __post_init__(self) -> None:
         """Derive the sizes; raise `UsageError` with flag, value, bound and remedy."""
-        ones = "torch_threads eval_episodes num_envs num_steps hidden_size lstm_hidden_size"
-        zeros = "seed eval_every seq_len ent_coef ent_coef_final min_entropy_penalty vf_coef"
-        positive = ["learning_rate", "clip_coef", "max_grad_norm", "target_kl", "vf_clip_coef"]
-        bounds = dict.fromkeys(f"{ones} num_minibatches update_epochs".split(), (1, math.inf))
-        bounds |= dict.fromkeys(zeros.split(), (0, math.inf))
-        bounds |= dict.fromkeys(positive, (math.ulp(0), math.inf))
-        bounds |= {"gamma": (0, 1), "gae_lambda": (0, 1), "cvar_alpha": (1e-3, 1)}
-        bounds |= {"log_std_init": LOG_STD_RANGE, **dict(self.DISTRIBUTION_BOUNDS)}
-        for name, (low, high) in bounds.items():
-            value = getattr(self, name)
-            valid = value is None or (low <= value <= high and math.isfinite(value))
-            bound = f"in [{low:g}, {high:g}]" if high < math.inf else f">= {low:g}"
-            bound = "> 0" if name in positive else bound
-            require(valid, f"--{name.replace('_', '-')} {value}: must be finite and {bound}")
-        require(math.isfinite(self.min_entropy), f"--min-entropy {self.min_entropy}: not finite")
+        for low, high, names in (
+            (1, math.inf, "torch_threads eval_episodes num_envs num_steps num_minibatches"),
+            (1, math.inf, "update_epochs hidden_size lstm_hidden_size"),
+            (0, math.inf, "seed eval_every checkpoint_every seq_len ent_coef ent_coef_final"),
+            (0, math.inf, "vf_coef min_entropy_penalty"), (-1e9, 1e9, "min_entropy cvar_limit"),
+            (1e-12, math.inf, "learning_rate clip_coef max_grad_norm target_kl vf_clip_coef"),
+            (1e-12, math.inf, "cvar_dual_lr"), (0, 1, "gamma gae_lambda cvar_weight"),
+            (1e-3, 1, "cvar_alpha"), (*LOG_STD_RANGE, "log_std_init"), *self.BOUNDS,
+        ):  # fmt: skip
+            for name in names.split():
+                value, bound = getattr(self, name), f"finite and in [{low:g}, {high:g}]"
+                valid = value is None or (low <= value <= high and math.isfinite(value))
+                require(valid, f"--{name.replace('_', '-')} {value}: must be {bound}")
         self.batch_size = self.num_envs * self.num_steps  # samples of a rollout
         self.num_iterations = self.total_timesteps // self.batch_size  # rollouts, and updates
         self.chunk_len = self.seq_len or self.num_steps  # steps of a training sequence
+        columns = self.batch_size // self.chunk_len
         size = f"--num-envs {self.num_envs} times --num-steps {self.num_steps}"
         require(self.batch_size > 1, f"{size}: a rollout needs at least 2 steps")
         message = f"--total-timesteps {self.total_timesteps}: must be at least one rollout, {size}"
         require(self.num_iterations > 0, message)
         message = f"--seq-len {self.seq_len}: must divide --num-steps {self.num_steps} (0: whole)"
         require(self.num_steps % self.chunk_len == 0, message)
-        columns = self.batch_size // self.chunk_len
         message = f"--num-minibatches {self.num_minibatches}: must divide the {columns} sequences "
         message += "of a rollout, num_envs * num_steps / seq_len: the LSTM trains on whole ones"
         require(columns % self.num_minibatches == 0, message)
+        message = f"--cvar-limit {self.cvar_limit}: excludes --cvar-weight > 0 and --cvar-alpha 1"
+        neutral = self.cvar_weight == 0 and self.cvar_alpha < 1
+        require(self.cvar_limit is None or neutral, message)
         message = "--capture-video: moviepy is missing; pip install moviepy"
         require(not self.capture_video or find_spec("moviepy") is not None, message)
         message = "--cuda: torch sees no GPU here; leave the flag out to use the CPU"
@@ -161,11 +173,10 @@ def gae(
         delta_t = r_t + gamma * (1 - terminated_t) * V(s'_t) - V(s_t)
         A_t     = delta_t + gamma * lambda * (1 - (terminated_t or truncated_t)) * A_{t+1}
     rewards, values, next_values (T, N), or (T, N, R) for R reward terms; terminated, truncated
-    (T, N) bool. V(s'_t) is that of the true successor: the final observation where an episode ended
-    at t, the next observation otherwise. Termination cuts the bootstrap; either one cuts the
-    recursion, or else the next episode's rewards leak across a time limit. Both at once means
-    terminated. Raises ValueError for entries that are not finite. Source: Schulman et al. 2016,
-    eq. 16; time limits: Pardo et al. 2018."""
+    (T, N) bool; both at once means terminated. s'_t is the true successor: the final observation
+    where an episode ended. Either end cuts the recursion, or else the next episode's rewards leak
+    across a time limit. Raises ValueError for entries that are not finite.
+    Source: Schulman et al. 2016, eq. 16; time limits: Pardo et al. 2018."""
     for name, x in (("rewards", rewards), ("values", values), ("next_values", next_values)):
         if bad := int((~torch.isfinite(x)).sum()):
             raise ValueError(f"gae: {bad} of {x.numel()} {name} are not finite")
@@ -237,6 +248,19 @@ def empirical_cvar(returns: Tensor, alpha: float) -> float:
     return float((mass * returns.sort().values).sum() / (alpha * len(returns)))
 
 
+def update_dual(
+    dual: float, returns: Tensor, limit: float | None, alpha: float, learning_rate: float
+) -> float:
+    """Dual variable of the constraint CVaR_alpha(episode returns) >= limit after one step.
+        lambda <- max(0, lambda + learning_rate * (limit - CVaR_alpha) / std)
+    Free of units. Unchanged without a limit, below 20 returns (n,) and where they do not vary.
+    Source: Chow & Ghavamzadeh 2014; Ray et al. 2019."""
+    std = float(returns.std(correction=0))
+    if limit is None or len(returns) < 20 or std == 0:
+        return dual
+    return max(0.0, dual + learning_rate * (limit - empirical_cvar(returns, alpha)) / std)
+
+
 # ---------------------------------------------------------------------------------- running moments
 class RunningMoments(nn.Module):
     """Mean and variance of everything seen, in float64, saved with the weights.
@@ -246,8 +270,8 @@ class RunningMoments(nn.Module):
     def __init__(self, shape: tuple[int, ...] = (), max_count: float | None = None) -> None:
         super().__init__()
         self.max_count = math.inf if max_count is None else max_count
-        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
-        self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
+        for name, start in (("mean", torch.zeros(shape)), ("var", torch.ones(shape))):
+            self.register_buffer(name, start.double())
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
     @property
@@ -286,10 +310,9 @@ def quantile_huber_loss(quantiles: Tensor, targets: Tensor, taus: Tensor, kappa:
         u[b, i, j] = targets[b, j] - quantiles[b, i]
         L(u)       = 0.5 u^2 where |u| <= kappa, kappa (|u| - 0.5 kappa) elsewhere
         loss[b]    = mean_i mean_j |tau_i - 1{u < 0}| L(u) / kappa      (kappa = 0: L / kappa = |u|)
-    quantiles (B, K), targets (B, J) in any order, taus (K,), kappa >= 0 in the quantiles' units.
-    Divided by kappa as in IQN, so that kappa -> 0 meets the pinball loss; mean over i where QR-DQN
-    sums, so that the size of the loss does not depend on K. No gradient through the indicator.
-    Source: Dabney et al. 2018a (QR-DQN) eq. 8 to 10, 2018b (IQN) eq. 3."""
+    quantiles (B, K), targets (B, J), taus (K,), kappa >= 0 in the quantiles' units. Divided by
+    kappa as in IQN, so that kappa -> 0 meets the pinball loss; mean over i where QR-DQN sums. No
+    gradient through the indicator. Source: Dabney et al. 2018a eq. 8 to 10, 2018b eq. 3."""
     u = targets[..., None, :] - quantiles[..., None]  # (B, K, J)
     size = u.abs()
     if kappa > 0:
@@ -363,6 +386,37 @@ def value_at_risk(quantiles: Tensor, alpha: float) -> Tensor:
     return ordered[..., left] + (position - left) * (ordered[..., right] - ordered[..., left])
 
 
+def sr_lambda_targets(
+    rewards: Tensor, next_quantiles: Tensor, terminated: Tensor, truncated: Tensor,
+    gamma: float, gae_lambda: float, generator: torch.Generator | None = None,
+) -> Tensor:  # fmt: skip
+    """Samples of the return by sample replacement SR(lambda), (T, N, K).
+        X_t,i = r_t + gamma * (1 - terminated_t) * Y_t,i
+        Y_t,i = X_{t+1},i with probability lambda, if the episode goes on after t
+                theta_i(s'_t) otherwise, and at time limits and at the end of the rollout
+    rewards, terminated, truncated (T, N); next_quantiles theta(s'_t) (T, N, K) of true successors.
+    The mean over draws is the lambda-return of `gae`. Source: Nam et al. 2021 (GMAC)."""
+    draws = torch.rand(next_quantiles.shape, generator=generator, device=rewards.device)
+    replace = (draws >= gae_lambda) | (terminated | truncated)[..., None]
+    alive = gamma * (~terminated).to(rewards.dtype)[..., None]
+    targets, later = torch.empty_like(next_quantiles), next_quantiles[-1]
+    for t in reversed(range(len(rewards))):
+        tail = torch.where(replace[t], next_quantiles[t], later)
+        later = targets[t] = rewards[t, :, None] + alive[t] * tail
+    return targets
+
+
+def cvar_advantages(targets: Tensor, quantiles: Tensor, alpha: float) -> Tensor:
+    """Advantage of the policy gradient of CVaR_alpha, (T, N); no gradient.
+        nu = VaR_alpha(Z(s_t)),  u(x) = nu + min(x - nu, 0) / alpha
+        A_t = mean_j u(X_t,j) - CVaR_alpha(Z(s_t))
+    targets X (T, N, J), quantiles of Z (T, N, K). It guards the tail of every state's own return
+    distribution, not of the start state's alone. Source: Rockafellar & Uryasev 2000."""
+    targets, quantiles = targets.detach(), quantiles.detach()
+    nu = value_at_risk(quantiles, alpha)[..., None] if alpha < 1 else targets.amax(-1, True)
+    return (nu + (targets - nu).clamp(max=0) / alpha).mean(-1) - cvar(quantiles, alpha)
+
+
 def rescale_head(
     linear: nn.Linear, old_mean: Tensor, old_std: Tensor, new_mean: Tensor, new_std: Tensor
 ) -> None:
@@ -376,25 +430,25 @@ def rescale_head(
 
 class ValueDistribution(nn.Module):
     """What the rest of the script asks of a value distribution; here, quantiles.
-    `outputs` (..., K) are those of a critic; `support` (K,) says what they refer to."""
+    `outputs` (..., K) are a critic's, in returns normalised by `moments`; results are in the task's
+    units. `support` (K,) says what the outputs refer to."""
 
     def __init__(self, args: Args) -> None:
         super().__init__()
         self.args = args
+        self.moments = RunningMoments((), max_count=40 * args.batch_size)  # of 10 rollouts
         self.register_buffer("support", quantile_midpoints(args.num_quantiles), persistent=False)
 
     def mean(self, outputs: Tensor) -> Tensor:
         """Mean of the distribution, (...)."""
-        return outputs.mean(-1)
+        return self.moments.denormalize(outputs.mean(-1))
 
-    def describe(self, outputs: Tensor, alpha: float) -> dict[str, Tensor]:
-        """Deciles 1, 5 and 9, standard deviation and CVaR_alpha of the distribution, each (...)."""
-        deciles = {f"p{p}": value_at_risk(outputs, p / 100) for p in (10, 50, 90)}
-        return deciles | {"std": outputs.std(-1, correction=0), "cvar": cvar(outputs, alpha)}
-
-    def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """What is logged of this kind alone: the share of neighbours in the wrong order."""
-        return {"value/crossing_fraction": (outputs.diff(dim=-1) < 0).float().mean()}
+    def describe(self, outputs: Tensor) -> dict[str, Tensor]:
+        """Deciles 1, 5 and 9, standard deviation, VaR and CVaR of the distribution, each (...)."""
+        z, alpha = self.moments.denormalize(outputs), self.args.cvar_alpha
+        levels = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "var": alpha}
+        facts = {key: value_at_risk(z, level) for key, level in levels.items()}
+        return facts | {"std": z.std(-1, correction=0), "cvar": cvar(z, alpha)}
 
     def reduce_twins(self, outputs: Tensor) -> Tensor:
         """One distribution from those of C critics, (C, ..., K) -> (..., K), by `twin_reduce`.
@@ -410,29 +464,46 @@ class ValueDistribution(nn.Module):
             return torch.cat((*outputs,), -1).sort(-1).values.unflatten(-1, (-1, 2)).mean(-1)
         return outputs.sort(-1).values.amin(0)
 
-    def encode_targets(self, targets: Tensor) -> Tensor:
-        """Normalised target samples (..., J) in the form `loss` wants: as they are."""
-        return targets
+    def sample_returns(self, next_outputs: Tensor, *facts: Any) -> tuple[Tensor, Tensor]:
+        """SR(lambda) targets (T, N, J) from the distributions at s'_t, and their weights.
+        facts: rewards, terminated, truncated, gamma, gae_lambda."""
+        rewards, *facts = facts
+        x = sr_lambda_targets(rewards, self.moments.denormalize(next_outputs), *facts)
+        return x, torch.full_like(x, 1 / x.shape[-1])
+
+    def risk_advantages(self, targets: Tensor, weights: Tensor, outputs: Tensor) -> Tensor:
+        """`cvar_advantages` of weighted targets (T, N, J), (T, N)."""
+        return cvar_advantages(targets, self.moments.denormalize(outputs), self.args.cvar_alpha)
+
+    def encode_targets(
+        self, outputs: Tensor, targets: Tensor, weights: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Weighted targets (T, N, J) as `loss` wants them, and metrics of this kind alone.
+        Here samples, normalised; the share of neighbouring quantiles in the wrong order."""
+        crossing = (outputs.diff(dim=-1) < 0).float().mean()
+        return self.moments.normalize(targets), {"value/crossing_fraction": crossing}
 
     def loss(self, outputs: Tensor, targets: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
         """Losses of C critics, (C, ...), and which of them value clipping changed, 0 or 1.
         outputs (C, ..., K); targets (..., J), encoded, never clipped; old (C, ..., K), kept by
         `carry_statistics`: each critic is clipped around its own."""
-        loss = quantile_huber_loss(outputs, targets, self.support, self.args.kappa)
-        if self.args.vf_clip == "none":
+        args, facts = self.args, (targets, self.support, self.args.kappa)
+        loss = quantile_huber_loss(outputs, *facts)
+        if args.vf_clip == "none":
             return loss, torch.zeros_like(loss)
-        clipped = clip_quantiles(outputs, old, self.args.vf_clip_coef, self.args.vf_clip)
-        loss_clipped = quantile_huber_loss(clipped, targets, self.support, self.args.kappa)
+        clipped = clip_quantiles(outputs, old, args.vf_clip_coef, args.vf_clip)
         changed = ((clipped - outputs).abs() > 1e-6).any(-1)
-        return clipped_value_loss(loss, loss_clipped), changed.to(loss.dtype)
+        return clipped_value_loss(loss, quantile_huber_loss(clipped, *facts)), changed.float()
 
     def carry_statistics(
-        self, critic: Critic, outputs: Tensor, old: RunningMoments, new: RunningMoments
+        self, heads: nn.ModuleList, outputs: Tensor, samples: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Adapt the critics to return statistics that moved from `old` to `new`.
-        Returns what they now give where they gave `outputs` (C, ..., K), and the old values that
-        `loss` clips around, in the new units: here the same."""
-        for head in critic.heads:
+        """Take in samples of the returns and adapt the heads in the same moment (PopArt). Returns
+        what these now give for `outputs` (C, ..., K), and the old values to clip around."""
+        old, new = copy.deepcopy(self.moments), self.moments
+        if self.args.norm_returns:
+            new.update(samples)
+        for head in heads:
             rescale_head(head[-1], old.mean, old.std, new.mean, new.std)
         carried = new.normalize(old.denormalize(outputs.double())).to(outputs.dtype)
         return carried, carried
@@ -458,14 +529,14 @@ class ActionDistribution(nn.Module):
         super().__init__()
         self.space, self.log_std = space, None
         if isinstance(space, Box) and np.issubdtype(space.dtype, np.floating):
-            self.log_std = nn.Parameter(torch.full((math.prod(space.shape),), log_std_init))
-            self.num_outputs = len(self.log_std)
+            self.num_outputs = math.prod(space.shape)
+            self.log_std = nn.Parameter(torch.full((self.num_outputs,), log_std_init))
             return
         message = f"--env-id: action space {space} is not supported; supported are Discrete, "
         message += "MultiDiscrete, MultiBinary and Box of floats"
         require(isinstance(space, Discrete | MultiDiscrete | MultiBinary), message)
-        size = 2 if isinstance(space, MultiBinary) else getattr(space, "n", None)
-        sizes = torch.as_tensor(np.full(space.shape, getattr(space, "nvec", size))).reshape(-1, 1)
+        size = getattr(space, "nvec", 2 if isinstance(space, MultiBinary) else space.n)
+        sizes = torch.as_tensor(np.full(space.shape, size)).reshape(-1, 1)
         padding = -1e9 * (torch.arange(int(sizes.max())) >= sizes)  # (P, largest part)
         self.register_buffer("padding", padding, persistent=False)
         self.num_outputs = padding.numel()
@@ -480,10 +551,9 @@ class ActionDistribution(nn.Module):
     def distribution(self, params: Tensor) -> Distribution:
         """The joint distribution, with log_prob, entropy and exact KL summed over its parts."""
         if self.log_std is None:
-            base = Categorical(logits=params, validate_args=False)
-        else:
-            base = Normal(params[..., 0, :], params[..., 1, :].exp(), validate_args=False)
-        return Independent(base, 1, validate_args=False)
+            return Independent(Categorical(logits=params, validate_args=False), 1)
+        mean, log_std = params.unbind(-2)
+        return Independent(Normal(mean, log_std.exp(), validate_args=False), 1)
 
     def sample(self, params: Tensor, deterministic: bool = False) -> Tensor:
         """A random action, (..., P) or (..., A), or the mode; cheaper than torch.distributions."""
@@ -505,13 +575,11 @@ def unroll_lstm(
     lstm: nn.LSTM, inputs: Tensor, state: tuple[Tensor, Tensor], episode_start: Tensor
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Run a one-layer LSTM over a rollout whose episodes begin anywhere, in one fused call.
-    inputs (T, N, F); state (h, c), each (1, N, H), before step 0; episode_start (T, N) bool.
-    Returns the outputs (T, N, H) and the state after step T - 1. Equal to T single steps, each of
-    which first zeroes the state where it opens an episode.
-    A row inserted ahead of each such step does that: two extra inputs drive the gates to exactly
-    0 or 1, since sigmoid(-1e4) = 0 in floating point. With input and forget gate at 0, c = h = 0
-    and no gradient passes. Columns with fewer episodes are filled up at their end with rows that
-    keep c: input gate 0, forget gate 1."""
+    inputs (T, N, F); state (h, c), each (1, N, H), before step 0; episode_start (T, N) bool: the
+    state is zero when a step opens an episode. Returns outputs (T, N, H) and the state at the end.
+    A row inserted ahead of such a step zeroes it: two extra inputs drive the gates to exactly 0 or
+    1, since sigmoid(-1e4) = 0 in floating point. With input and forget gate at 0, c = h = 0 and no
+    gradient passes. Columns with fewer episodes end in rows that keep c: gates 0 and 1."""
     if not episode_start.any():
         return lstm(inputs, state)
     T, N, F = inputs.shape
@@ -533,7 +601,7 @@ def unroll_lstm(
 
 
 class Body(nn.Module):
-    """Observations to features: encoder and LSTM."""
+    """Observations to the outputs of several heads, by an encoder and an LSTM."""
 
     def __init__(self, obs_dim: int, args: Args) -> None:
         super().__init__()
@@ -541,16 +609,21 @@ class Body(nn.Module):
         self.encoder = nn.Sequential(layer_init(nn.Linear(obs_dim, args.hidden_size)), self.act)
         self.lstm = layer_init(nn.LSTM(args.hidden_size, args.lstm_hidden_size), 1.0)
         self.num_features = self.state_size = args.lstm_hidden_size
+        self.heads = nn.ModuleList()
+
+    def decode(self, features: Tensor) -> Tensor:
+        """Outputs of all heads, (..., H) -> (heads, ..., outputs)."""
+        return torch.stack([head(features) for head in self.heads])
+
+    def forward(self, obs: Tensor, state: Tensor, episode_start: Tensor) -> Tensor:
+        """Outputs for sequences: obs (L, N, D), state (2, N, H) ahead, episode_start (L, N)."""
+        features, _ = unroll_lstm(self.lstm, self.encoder(obs), state.split(1), episode_start)
+        return self.decode(features)
 
     def step(self, obs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """One step: obs (N, D), state (2, N, H) -> features (N, H), state."""
         h, c = torch.lstm_cell(self.encoder(obs), (*state,), *self.lstm.all_weights[0])
         return h, torch.stack((h, c))
-
-    def unroll(self, obs: Tensor, state: Tensor, episode_start: Tensor) -> tuple[Tensor, Tensor]:
-        """Features (L, N, H) of obs (L, N, D) from state (2, N, H), and the state after them."""
-        features, state = unroll_lstm(self.lstm, self.encoder(obs), state.split(1), episode_start)
-        return features, torch.cat(state)
 
     def over_rollout(
         self, rollout: SimpleNamespace, state: Tensor, chunk_len: int
@@ -558,71 +631,41 @@ class Body(nn.Module):
         """Features of every s_t and every true successor s'_t of a rollout, without a step loop.
         Returns features, next_features (T, N, H), the states (chunks, 2, N, H) ahead of each
         training sequence, and the state after the last step. The pass is cut after time limits,
-        where one more step from a copy of the state sees the final observation; it leaves no trace.
-        After a termination the value is 0 by definition; next_features there are not used."""
+        where one more step from a copy of the state sees the final observation. Next features of
+        terminated steps are not used: their value is 0 by definition."""
         cut = (rollout.truncated & ~rollout.terminated).any(1).tolist()
         ends = [t for t in range(1, len(cut) + 1) if t % chunk_len == 0 or cut[t - 1]]
-        features, next_features, states = [], [], []
+        inputs, features, next_features, states = self.encoder(rollout.obs), [], [], []
         for first, end in zip([0, *ends], ends):
             if first % chunk_len == 0:
                 states.append(state)
             start = rollout.episode_start[first:end]
-            part, state = self.unroll(rollout.obs[first:end], state, start)
+            part, state = unroll_lstm(self.lstm, inputs[first:end], state.split(1), start)
+            state = torch.cat(state)
             successor, _ = self.step(rollout.next_obs[end - 1], state)
             features.append(part)
             next_features += [part[1:], successor[None]]
         return torch.cat(features), torch.cat(next_features), torch.stack(states), state
 
 
-class Actor(Body):
-    """Observations to parameters of the action distribution."""
-
-    def __init__(self, obs_dim: int, actions: ActionDistribution, args: Args) -> None:
-        super().__init__(obs_dim, args)
-        self.actions = actions
-        self.head = layer_init(nn.Linear(self.num_features, actions.num_outputs), 0.01)
-
-    def step(self, obs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """One step while acting: obs (N, D), state (2, N, H) -> params (N, ...), state."""
-        features, state = super().step(obs, state)
-        return self.actions(self.head(features)), state
-
-    def forward(self, obs: Tensor, state: Tensor, episode_start: Tensor) -> Tensor:
-        """Sequences: obs (L, N, D), state (2, N, H), episode_start (L, N) -> params (L, N, ...)."""
-        return self.actions(self.head(self.unroll(obs, state, episode_start)[0]))
-
-
-class Critic(Body):
-    """Observations to normalised return distributions, by C heads of their own."""
-
-    def __init__(self, obs_dim: int, num_outputs: int, args: Args) -> None:
-        super().__init__(obs_dim, args)
-        self.heads = nn.ModuleList()
-        for _ in range(args.num_critics):
-            hidden = layer_init(nn.Linear(self.num_features, args.hidden_size))
-            output = layer_init(nn.Linear(args.hidden_size, num_outputs), 0.1)
-            self.heads.append(nn.Sequential(hidden, self.act, output))
-
-    def values(self, features: Tensor) -> Tensor:
-        """Outputs of all heads, (..., H) -> (C, ..., K)."""
-        return torch.stack([head(features) for head in self.heads])
-
-    def forward(self, obs: Tensor, state: Tensor, episode_start: Tensor) -> Tensor:
-        """Sequences: obs (L, N, D), state (2, N, H), episode_start (L, N) -> (C, L, N, K)."""
-        return self.values(self.unroll(obs, state, episode_start)[0])
-
-
 class Agent(nn.Module):
-    """Actor, critics and the statistics that normalise what they see and predict."""
+    """Actor, critics and the statistics that normalise what they see and predict, for a task."""
 
-    def __init__(self, obs_dim: int, action_space: gym.Space, args: Args) -> None:
+    def __init__(self, args: Args) -> None:
         super().__init__()
-        self.dist = ValueDistribution(args)
-        self.actor = Actor(obs_dim, ActionDistribution(action_space, args.log_std_init), args)
-        self.critic = Critic(obs_dim, len(self.dist.support), args)
+        env = make_env(args)  # for its spaces
+        env.close()
+        obs_dim, self.norm_obs = env.observation_space.shape[0], args.norm_obs
+        self.actor, self.critic = Body(obs_dim, args), Body(obs_dim, args)
+        self.actions = self.actor.actions = ActionDistribution(env.action_space, args.log_std_init)
+        width, self.dist = self.actor.num_features, ValueDistribution(args)
+        self.actor.heads.append(layer_init(nn.Linear(width, self.actions.num_outputs), 0.01))
+        for _ in range(args.num_critics):
+            hidden = layer_init(nn.Linear(width, args.hidden_size))
+            output = layer_init(nn.Linear(args.hidden_size, len(self.dist.support)), 0.1)
+            self.critic.heads.append(nn.Sequential(hidden, self.critic.act, output))
         self.obs_moments = RunningMoments((obs_dim,))
-        self.return_moments = RunningMoments((), max_count=20 * args.batch_size)  # 10 rollouts
-        self.norm_obs = args.norm_obs
+        self.to("cuda" if args.cuda else "cpu")
 
     def initial_state(self, num_envs: int) -> Tensor:
         """Zero state (2, N, H) of the actor or of the critic."""
@@ -632,6 +675,11 @@ class Agent(nn.Module):
         """Observations as the networks see them."""
         return self.obs_moments.normalize(obs).clamp(-10, 10) if self.norm_obs else obs
 
+    def policy(self, obs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """One step: raw obs (N, D), state (2, N, H) -> params of the actions (N, ...), state."""
+        features, state = self.actor.step(self.normalize_obs(obs), state)
+        return self.actions(self.actor.decode(features)[0]), state
+
     @torch.no_grad()
     def act(
         self, obs: np.ndarray, state: Tensor | None = None, deterministic: bool = True
@@ -639,14 +687,44 @@ class Agent(nn.Module):
         """Act outside of training: action(s) for `env.step`, and the state for the next call.
         obs (D,) or (N, D) as environments of `make_env` give them; state None opens an episode;
         deterministic: the mode of the policy, otherwise a sample."""
-        batch = torch.as_tensor(np.atleast_2d(obs), device=self.dist.support.device)
+        batch = torch.as_tensor(np.atleast_2d(obs), device=self.dist.support.device).float()
         state = self.initial_state(len(batch)) if state is None else state
-        params, state = self.actor.step(self.normalize_obs(batch.float()), state)
-        actions = self.actor.actions.to_env(self.actor.actions.sample(params, deterministic))
+        params, state = self.policy(batch, state)
+        actions = self.actions.to_env(self.actions.sample(params, deterministic))
         return (actions[0] if np.ndim(obs) == 1 else actions), state
 
 
 # ------------------------------------------------------------------------- environments and rollout
+class Snapshot(gym.Wrapper):
+    """The outermost wrapper: `snapshot` reads and sets the whole state of an environment.
+    These are the attributes of every layer, RNG and MuJoCo's state included, as bytes. The layers
+    themselves are not pickled: EzPickle would build a fresh environment in silence. Reading gives
+    None where that lurks deeper or an attribute cannot be pickled (Box2D). Functions stay."""
+
+    def layers(self) -> Iterator[dict[str, Any]]:
+        """Attributes of this wrapper, of those inside of it, and of the task."""
+        layer = vars(self)
+        while layer:
+            yield layer
+            layer = vars(layer["env"]) if "env" in layer else {}
+
+    @property
+    def snapshot(self) -> bytes | None:
+        """State of all layers."""
+        skip = ("env", "spec", "_ezpickle_args", "_ezpickle_kwargs")
+        layers = [{k: x[k] for k in x if not (k in skip or callable(x[k]))} for x in self.layers()]
+        try:
+            state = pickle.dumps(layers)
+        except Exception:  # each library has its own
+            return None
+        return None if b"_ezpickle" in state else state
+
+    @snapshot.setter
+    def snapshot(self, state: bytes) -> None:
+        for layer, attributes in zip(self.layers(), pickle.loads(state)):
+            layer.update(attributes)
+
+
 def make_env(args: Args, video_dir: Path | None = None, step_limit: int | None = None) -> gym.Env:
     """One environment with a flat float32 observation vector, masked, and episode statistics.
     `step_limit` ends the episodes of a task without a time limit of its own. Raises `UsageError`
@@ -671,7 +749,7 @@ def make_env(args: Args, video_dir: Path | None = None, step_limit: int | None =
         keep[index] = 0
     vector = Box(-np.inf, np.inf, keep.shape, np.float32)
     env = gym.wrappers.TransformObservation(env, lambda obs: obs.astype(np.float32) * keep, vector)
-    return gym.wrappers.RecordEpisodeStatistics(env)
+    return Snapshot(gym.wrappers.RecordEpisodeStatistics(env))
 
 
 def make_envs(args: Args, num_envs: int, **options: Any) -> gym.vector.VectorEnv:
@@ -682,7 +760,7 @@ def make_envs(args: Args, num_envs: int, **options: Any) -> gym.vector.VectorEnv
 
 
 class Carry(NamedTuple):
-    """What one rollout hands to the next."""
+    """What one rollout hands to the next, for N environments."""
 
     obs: Tensor  # (N, D) raw, to act on next
     episode_start: Tensor  # (N,) bool, it opens an episode
@@ -698,16 +776,16 @@ def collect_rollout(
     Returns the carry and a rollout of obs, next_obs (T, N, D), raw s_t and true successor s'_t;
     episode_start, terminated, truncated (T, N) bool; rewards (T, N); actions as sampled and the
     params of their distribution (T, N, ...); actor_state (chunks, 2, N, H) ahead of each training
-    sequence; episodes that ended, as (step t, return, length)."""
+    sequence; episodes that ended, as (step t, return, length). Raises `Fault` for an observation or
+    a reward that is not finite."""
     obs, start, state, critic_state = carry
     rows, states, episodes = [], [], []
     for t in range(num_steps):
         if t % chunk_len == 0:
             states.append(state)
-        state = state * ~start[:, None]  # zero where an episode opens
-        params, state = agent.actor.step(agent.normalize_obs(obs), state)
-        actions = agent.actor.actions.sample(params)
-        array, rewards, terminated, truncated, info = envs.step(agent.actor.actions.to_env(actions))
+        params, state = agent.policy(obs, state * ~start[:, None])  # zero where an episode opens
+        actions = agent.actions.sample(params)
+        array, rewards, terminated, truncated, info = envs.step(agent.actions.to_env(actions))
         done = terminated | truncated
         next_obs = successor = torch.as_tensor(array.copy(), device=obs.device)
         if done.any():
@@ -715,6 +793,11 @@ def collect_rollout(
             successor = torch.as_tensor(array.copy(), device=obs.device)
             ended = info["final_info"]["episode"]
             episodes += [(t, float(ended["r"][i]), int(ended["l"][i])) for i in done.nonzero()[0]]
+        valid = np.isfinite(array).all(1) & np.isfinite(rewards)
+        if not valid.all():
+            i = int(valid.argmin())
+            place = f"step {t} of the rollout, environment {i}: not finite; check the task"
+            raise Fault(f"observation {array[i]}, reward {rewards[i]}, {place}")
         scalars = torch.from_numpy(np.stack((rewards, terminated, truncated), dtype=np.float32))
         rows.append((obs, successor, start, actions, params, scalars))
         obs, start = next_obs, torch.as_tensor(done, device=obs.device)
@@ -729,7 +812,7 @@ def collect_rollout(
 # ------------------------------------------------------------------------------------------- update
 @torch.no_grad()
 def prepare_batch(
-    agent: Agent, rollout: SimpleNamespace, carry: Carry, args: Args
+    agent: Agent, rollout: SimpleNamespace, carry: Carry, args: Args, cvar_weight: float = 0.0
 ) -> tuple[SimpleNamespace, Carry, dict[str, Tensor]]:
     """Values, advantages and targets of a rollout; return statistics and value heads move.
     The order matters: decode everything with the old statistics, take in the targets, rescale the
@@ -738,28 +821,36 @@ def prepare_batch(
     not vary, which puts a critic that is not there yet thousands of standard deviations away.
     Returns the batch, whose tensors (L, M, ...) and states (2, M, H) have the training sequence on
     axis 1; the carry with the critics' state after the rollout; metrics."""
-    dist, moments = agent.dist, agent.return_moments
-    seen = copy.copy(rollout)
+    dist, seen = agent.dist, copy.copy(rollout)
     seen.obs, seen.next_obs = map(agent.normalize_obs, (rollout.obs, rollout.next_obs))
     passed = agent.critic.over_rollout(seen, carry.critic_state, args.chunk_len)
     *features, critic_states, critic_state = passed
-    outputs, next_outputs = (agent.critic.values(x) for x in features)  # (C, T, N, K)
+    outputs, next_outputs = map(agent.critic.decode, features)  # (C, T, N, K)
     reduced, next_reduced = dist.reduce_twins(outputs), dist.reduce_twins(next_outputs)
-    values = moments.denormalize(dist.mean(reduced))  # (T, N)
-    next_values = moments.denormalize(dist.mean(next_reduced))
-    ends = (rollout.terminated, rollout.truncated)
-    raw, returns = gae(rollout.rewards, values, next_values, *ends, args.gamma, args.gae_lambda)
+    twins, values, next_values = map(
+        dist.mean, (outputs, reduced, next_reduced)
+    )  # (C, T, N), (T, N)
+    ends = (rollout.terminated, rollout.truncated, args.gamma)
+    raw, returns = gae(rollout.rewards, values, next_values, *ends, args.gae_lambda)  # (T, N)
+    targets, weights = returns[..., None], torch.ones_like(returns[..., None])  # (T, N, J = 1)
+    if args.value_target == "sr_lambda":
+        facts = (next_reduced, rollout.rewards, *ends, args.gae_lambda)
+        targets, weights = dist.sample_returns(*facts)
+    if cvar_weight > 0 and args.cvar_alpha < 1:
+        risk = dist.risk_advantages(targets, weights, reduced)
+        raw = (1 - cvar_weight) * raw + cvar_weight * risk
     advantages = normalize_advantages(raw) if args.norm_adv else raw
-    targets = returns[..., None]  # (T, N, J), one sample
 
-    twins = moments.denormalize(dist.mean(outputs))  # (C, T, N), in the task's units
-    facts = dist.describe(reduced, args.cvar_alpha)
-    p10, p50, p90, tail = (moments.denormalize(facts[key]) for key in ("p10", "p50", "p90", "cvar"))
-    metrics = {
-        "value/p10": p10.mean(), "value/p50": p50.mean(), "value/p90": p90.mean(),
-        "value/predicted_returns": torch.stack([p10, p50, p90]), "cvar/predicted": tail.mean(),
-        "value/std_predicted": (facts["std"] * moments.std).mean(),
+    told = dist.describe(reduced)
+    realised = gae(rollout.rewards, values, next_values, *ends, 1.0)[
+        1
+    ]  # to a limit or the last step
+    metrics = {f"value/{key}": told[key].mean() for key in ("p10", "p50", "p90")} | {
+        "value/predicted_returns": torch.stack([told[key] for key in ("p10", "p50", "p90")]),
+        "value/realised_returns": realised, "value/std_predicted": told["std"].mean(),
         "value/bias": (values - returns).mean(), "value/std_target": returns.std(correction=0),
+        "cvar/predicted": told["cvar"].mean(), "cvar/weight": cvar_weight,
+        "cvar/coverage": (realised < told["var"]).float().mean(),
         "losses/explained_variance": explained_variance(values, returns),
         "twin/abs_difference": (twins[0] - twins[-1]).abs().mean(),
         "twin/critic1_is_min": (twins[0] <= twins[-1]).float().mean(),
@@ -767,21 +858,20 @@ def prepare_batch(
         "adv/mean_raw": raw.mean(), "data/truncated_fraction": rollout.truncated.float().mean(),
     }  # fmt: skip
 
-    before = copy.deepcopy(moments)
-    if args.norm_returns:
-        moments.update(torch.cat((targets.flatten(), values.flatten())))
-    outputs, old = dist.carry_statistics(agent.critic, outputs, before, moments)
-    shift = moments.denormalize(dist.mean(outputs)) - twins  # (C, T, N)
-    metrics |= {"norm/return_mean": moments.mean, "norm/return_std": moments.std}
-    metrics |= {"norm/value_shift": shift.abs().mean()}
-    metrics |= dist.metrics(outputs, moments.normalize(targets))
+    mean = (weights * targets).sum(-1)  # two samples have a target's mean and spread
+    spread = (weights * (targets - mean[..., None]).square()).sum(-1).sqrt()
+    samples = torch.stack((mean - spread, mean + spread, values, values))
+    outputs, old = dist.carry_statistics(agent.critic.heads, outputs, samples)
+    metrics |= {"norm/return_mean": dist.moments.mean, "norm/return_std": dist.moments.std}
+    metrics |= {"norm/value_shift": (dist.mean(outputs) - twins).abs().mean()}
+    encoded, told = dist.encode_targets(outputs, targets, weights)
+    metrics |= told
 
-    policy = agent.actor.actions.distribution(rollout.params)
+    policy = agent.actions.distribution(rollout.params)
     batch = {
         "obs": seen.obs, "episode_start": rollout.episode_start, "actions": rollout.actions,
         "params": rollout.params, "log_probs": policy.log_prob(rollout.actions),
-        "targets": dist.encode_targets(moments.normalize(targets)),
-        "old": old.movedim(0, 2), "advantages": advantages,
+        "targets": encoded, "old": old.movedim(0, 2), "advantages": advantages,
     }  # fmt: skip
     batch = {key: x.unflatten(0, (-1, args.chunk_len)) for key, x in batch.items()}
     batch |= {"actor_state": rollout.actor_state, "critic_state": critic_states}  # (chunks, 2, ...)
@@ -789,12 +879,13 @@ def prepare_batch(
     return batch, carry._replace(critic_state=critic_state), metrics
 
 
-def minibatches(batch: SimpleNamespace, num_minibatches: int) -> Iterator[SimpleNamespace]:
-    """One epoch: all training sequences once, in a fresh random order, split evenly.
+def minibatches(batch: SimpleNamespace, number: int, epochs: int) -> Iterator[SimpleNamespace]:
+    """All training sequences, in each epoch in a fresh random order, split into `number` parts.
     A sequence is one environment's unbroken stretch of steps; the LSTM starts it from its state."""
-    order = torch.randperm(batch.advantages.shape[1]).to(batch.advantages.device)
-    for columns in order.chunk(num_minibatches):
-        yield SimpleNamespace(**{k: x.index_select(1, columns) for k, x in vars(batch).items()})
+    for _ in range(epochs):
+        order = torch.randperm(batch.advantages.shape[1]).to(batch.advantages.device)
+        for columns in order.chunk(number):
+            yield SimpleNamespace(**{k: x.index_select(1, columns) for k, x in vars(batch).items()})
 
 
 def update(
@@ -802,12 +893,12 @@ def update(
 ) -> dict[str, float]:
     """Train on one rollout for `update_epochs` epochs, fewer where the policy moves too far.
     The exact KL(old || new) of a minibatch is tested ahead of its step; the first one larger than
-    `target_kl` ends the update. Returns metrics: means over all minibatches evaluated, the one that
-    ended the update included; `grad/*` over the steps taken."""
-    actions, nets, rows, norms = agent.actor.actions, (agent.actor, agent.critic), [], []
-    epochs = (minibatches(batch, args.num_minibatches) for _ in range(args.update_epochs))
-    for mb in itertools.chain.from_iterable(epochs):
-        policy = actions.distribution(agent.actor(mb.obs, mb.actor_state, mb.episode_start))
+    `target_kl` ends the update. Returns metrics: means over the minibatches evaluated, also the one
+    that ended the update; `grad/*` over the steps taken. Raises `Fault` if one is not finite."""
+    nets, rows, norms = (agent.actor, agent.critic), [], []
+    for mb in minibatches(batch, args.num_minibatches, args.update_epochs):
+        params = agent.actions(agent.actor(mb.obs, mb.actor_state, mb.episode_start)[0])
+        policy = agent.actions.distribution(params)
         log_ratio = (policy.log_prob(mb.actions) - mb.log_probs).flatten()
         advantages, entropy = mb.advantages.flatten(), policy.entropy()
         pg_loss, approx_kl, clipfrac = clipped_policy_loss(log_ratio, advantages, args.clip_coef)
@@ -817,7 +908,7 @@ def update(
         v_losses = losses.mean((1, 2))  # (C,)
         loss = pg_loss + h_loss + args.vf_coef * v_losses.mean()
         with torch.no_grad():
-            kl = kl_divergence(actions.distribution(mb.params), policy).mean()
+            kl = kl_divergence(agent.actions.distribution(mb.params), policy).mean()
             ratio = log_ratio.exp()
             row = {
                 "losses/policy_loss": pg_loss, "losses/value_loss": v_losses.mean(),
@@ -838,33 +929,50 @@ def update(
         clip_grads_with_norm_(agent.parameters(), args.max_grad_norm, norms[-1][0])
         optimizer.step()
 
-    table = torch.stack(rows)
+    table, steps = torch.stack(rows), torch.stack(norms or [torch.zeros(3)])
+    for name, x in (("loss", table), ("gradient", steps)):
+        if bad := (~x.isfinite()).any(1).nonzero().tolist():
+            place = f"{name} of minibatch {bad[0][0]} of the update: not finite"
+            raise Fault(f"{place}; try a smaller --learning-rate or --max-grad-norm")
     metrics = dict(zip(row, table.mean(0).tolist()))
+    metrics |= zip(("grad/norm", "grad/actor", "grad/critic"), steps.mean(0).tolist())
     metrics["policy/kl_max"] = float(table[:, -2].max())
     metrics["policy/ratio_first_minibatch_error"] = float(table[0, -1])  # 0 but for rounding
     metrics["policy/epochs_done"] = len(norms) / args.num_minibatches
-    metrics["policy/stopped_early"] = float(len(norms) < len(rows))
-    means = torch.stack(norms).mean(0).tolist() if norms else (0.0, 0.0, 0.0)
-    return metrics | dict(zip(("grad/norm", "grad/actor", "grad/critic"), means))
+    return metrics | {"policy/stopped_early": float(len(norms) < len(rows))}
 
 
 # ------------------------------------------------------------------------ checkpoint and evaluation
-def build_agent(args: Args) -> Agent:
-    """A fresh agent for the task, whose spaces are read from one environment."""
-    env = make_env(args)
-    agent = Agent(env.observation_space.shape[0], env.action_space, args)
-    env.close()
-    return agent.to("cuda" if args.cuda else "cpu")
-
-
-def load_agent(path: str | Path) -> tuple[Agent, Args]:
-    """Agent and flags of a saved run, from its directory or its `checkpoint.pt`, on the CPU."""
+def load_agent(path: str | Path, cuda: bool = False) -> tuple[Agent, Args]:
+    """Agent and flags of a saved run, given its directory or `checkpoint.pt`; runs no code from it.
+    Raises `UsageError` for a file that is missing, damaged, foreign, or of another script."""
     path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    args = Args(**{**checkpoint["args"], "cuda": False})
-    agent = build_agent(args)
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        flags = {**checkpoint["args"], "cuda": cuda}
+    except Exception as error:  # torch raises half a dozen kinds
+        reason = str(error).splitlines()[0] if path.exists() else "there is no such file"
+        raise UsageError(f"{path}: not a checkpoint of this script; {reason}") from error
+    other = ", ".join(sorted(flags.keys() ^ {field.name for field in fields(Args)}))
+    require(not other, f"{path}: of another script; flags {other} do not match")
+    agent = Agent(args := Args(**flags))
     agent.load_state_dict(checkpoint["agent"])
     return agent, args
+
+
+def save_checkpoint(run_dir: Path, args: Args, agent: Agent, run: dict[str, Any]) -> None:
+    """Write `checkpoint.pt`: flags, weights and normalisers, and what else an exact resume needs.
+    That is `run` with the states of all RNGs, pickled: only --resume opens it. A kill at any
+    instant leaves the previous checkpoint or this one: written beside it, synced, renamed."""
+    rngs = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
+    rngs += [torch.cuda.get_rng_state_all()] if args.cuda else []
+    content = {"args": {**asdict(args), "resume": ""}, "agent": agent.state_dict()}
+    content |= {"global_step": run["iteration"] * args.batch_size, "run": pickle.dumps((run, rngs))}
+    with (run_dir / "checkpoint.tmp").open("wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    (run_dir / "checkpoint.tmp").replace(run_dir / "checkpoint.pt")
 
 
 def evaluate(agent: Agent, args: Args, video_dir: Path | None = None) -> dict[str, float]:
@@ -886,44 +994,66 @@ def evaluate(agent: Agent, args: Args, video_dir: Path | None = None) -> dict[st
         state = state * torch.as_tensor(~done, device=state.device)[:, None]
     envs.close()
     returns, lengths = torch.tensor(episodes, dtype=torch.float64).T
-    return {
-        "eval/return_mean": float(returns.mean()), "eval/length_mean": float(lengths.mean()),
-        "eval/return_std": float(returns.std(correction=0)),
-        "eval/return_cvar": empirical_cvar(returns, args.cvar_alpha),
-    }  # fmt: skip
+    facts = returns.mean(), returns.std(correction=0), lengths.mean()
+    mean, std, length, tail = *map(float, facts), empirical_cvar(returns, args.cvar_alpha)
+    print(f"evaluation of {args.eval_episodes} episodes: return {mean:.1f} +- {std:.1f}, "
+          f"CVaR_{args.cvar_alpha:g} {tail:.1f}", flush=True)  # fmt: skip
+    tags = ("return_mean", "return_std", "length_mean", "return_cvar")
+    return {f"eval/{tag}": x for tag, x in zip(tags, (mean, std, length, tail))}
 
 
 # ----------------------------------------------------------------------------------------- training
 def make_run_dir(args: Args) -> Path:
     """Create <run_dir>/<env_id>__<exp_name>__<seed>__<time> with flags, versions and source."""
-    name = re.sub(r"[^\w.-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__")
-    paths = (Path(args.run_dir, f"{name}{i}") for i in itertools.count(int(time.time())))
-    path = next(path for path in paths if not path.exists())
-    path.mkdir(parents=True)
-    git = [shutil.which("git"), "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if git[0] else ""
-    versions = {m.__name__: m.__version__ for m in (torch, gym, np, tyro)}
-    content = {"args": asdict(args), "versions": {**versions, "python": sys.version}}
-    (path / "args.json").write_text(json.dumps({**content, "commit": commit}, indent=2))
-    shutil.copy(__file__, path)
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__".replace("/", "_").replace(":", "_")
+    path, source = Path(args.run_dir, f"{name}{int(time.time())}"), Path(__file__).resolve()
+    while path.exists():  # runs started in the same second
+        path = path.with_name(f"{path.name}_")
+    try:
+        path.mkdir(parents=True)
+    except OSError as error:
+        raise UsageError(f"--run-dir {args.run_dir}: {error}; choose another directory") from error
+    (path / source.name).write_text(source.read_text())
+    failed, commit = subprocess.getstatusoutput(f"git -C '{source.parent}' rev-parse HEAD")
+    versions = {m.__name__: m.__version__ for m in (torch, gym, np, tyro)} | {"python": sys.version}
+    content = {"args": asdict(args), "versions": versions, "commit": "" if failed else commit}
+    (path / "args.json").write_text(json.dumps(content, indent=2))
     return path
 
 
 def train(args: Args) -> dict[str, Any]:
-    """Train, save, evaluate. Returns the last value of every logged metric, and `run_dir`."""
+    """Train, save, evaluate. Returns the last value of every logged metric, and `run_dir`.
+    Raises `Fault`, naming the last checkpoint, where the run cannot go on, and KeyboardInterrupt
+    once it has written one after `STOP`."""
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(args.seed)
-    agent = build_agent(args)
+    agent = load_agent(args.resume, args.cuda)[0] if args.resume else Agent(args)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
     envs = make_envs(args, args.num_envs)
     obs = torch.as_tensor(envs.reset(seed=args.seed)[0].copy(), device=agent.dist.support.device)
     state = agent.initial_state(args.num_envs)
     carry = Carry(obs, torch.ones_like(obs[:, 0], dtype=torch.bool), state, state)
-    run_dir = make_run_dir(args)
-    writer = SummaryWriter(str(run_dir))
-    logged: dict[str, Any] = {"run_dir": str(run_dir)}
+    # what a resumed run continues; `recent` holds the returns of the last 100 episodes
+    run: dict[str, Any] = {"iteration": 0, "seconds": 0.0, "dual": 0.0, "recent": [], "logged": {}}
+    if args.resume:
+        saved = torch.load(Path(args.resume) / "checkpoint.pt", weights_only=True)
+        run, rngs = pickle.loads(saved["run"])
+        setters = (random.setstate, np.random.set_state, torch.set_rng_state)
+        for set_state, rng in zip((*setters, torch.cuda.set_rng_state_all), rngs):
+            set_state(rng)
+        optimizer.load_state_dict(run["optimizer"])
+        if None in run["envs"]:
+            print("this task's state cannot be saved: its episodes start afresh")
+        else:
+            envs.set_attr("snapshot", run["envs"])
+            carry = run["carry"]
+    run_dir = Path(args.resume) if args.resume else make_run_dir(args)
+    total, step = args.num_iterations * args.batch_size, run["iteration"] * args.batch_size
+    writer = SummaryWriter(str(run_dir), purge_step=step + 1 if args.resume else None)
+    logged, recent, checkpoint = run["logged"], run["recent"], run_dir / "checkpoint.pt"
+    logged["run_dir"] = str(run_dir)
 
     def log(metrics: dict[str, Any], step: int, histograms: bool = True) -> None:
         for tag, value in metrics.items():
@@ -934,66 +1064,96 @@ def train(args: Args) -> dict[str, Any]:
                 writer.add_histogram(tag, value, step)
 
     print(f"{args.env_id}: logging to {run_dir}", flush=True)
-    terminal, began, shown = sys.stdout.isatty(), time.time(), time.time()
-    total, recent = args.num_iterations * args.batch_size, []  # returns of the last 100 episodes
+    terminal, shown, began = sys.stdout.isatty(), time.time(), time.time() - run["seconds"]
     last_lr = 0.0 if args.anneal_lr else args.learning_rate
     last_ent_coef = args.ent_coef if args.ent_coef_final is None else args.ent_coef_final
-    for iteration in range(args.num_iterations):
-        progress, step = iteration / args.num_iterations, (iteration + 1) * args.batch_size
-        learning_rate = linear_schedule(args.learning_rate, last_lr, progress)
-        ent_coef = linear_schedule(args.ent_coef, last_ent_coef, progress)
-        optimizer.param_groups[0]["lr"] = learning_rate
-        times = [time.time()]
-        rollout, carry = collect_rollout(envs, agent, carry, args.num_steps, args.chunk_len)
-        times.append(time.time())
-        batch, carry, metrics = prepare_batch(agent, rollout, carry, args)
-        times.append(time.time())
-        metrics |= update(agent, optimizer, batch, args, ent_coef)
-        times.append(time.time())
-        if args.norm_obs:
-            agent.obs_moments.update(rollout.obs)
-        for t, episode_return, length in rollout.episodes:
-            at = step - (args.num_steps - t - 1) * args.num_envs
-            log({"charts/episodic_return": episode_return, "charts/episodic_length": length}, at)
-            recent = [*recent[-99:], episode_return]
-        if recent:
-            metrics["charts/recent_returns"] = torch.tensor(recent, dtype=torch.float64)
-            metrics["cvar/empirical"] = empirical_cvar(torch.tensor(recent), args.cvar_alpha)
-        metrics["charts/SPS"] = speed = step / (times[-1] - began)
-        metrics |= {"charts/learning_rate": learning_rate, "policy/entropy_coef": ent_coef}
-        metrics |= zip(("time/rollout", "time/values", "time/update"), np.diff(times))
-        log(metrics, step, histograms=step == total or iteration % 10 == 0)
-        if args.eval_every and (iteration + 1) % args.eval_every == 0 and step < total:
-            log(evaluate(agent, args), step)
-        if step == total or times[-1] - shown > (0.2 if terminal else 5):
-            shown = times[-1]
-            line = f"{step:,} of {total:,} steps ({step / total:.0%})  {speed:,.0f} steps/s  "
-            line += f"{(total - step) / speed:,.0f} s left"
-            line += f"  return {np.mean(recent):.1f}" if recent else ""
-            print(line, end="   \r" if terminal and step < total else "\n", flush=True)
+    try:
+        for iteration in range(run["iteration"], args.num_iterations):
+            progress, times = iteration / args.num_iterations, [time.time()]
+            learning_rate = linear_schedule(args.learning_rate, last_lr, progress)
+            ent_coef = linear_schedule(args.ent_coef, last_ent_coef, progress)
+            cvar_weight = args.cvar_weight or run["dual"] / (1 + run["dual"])
+            optimizer.param_groups[0]["lr"] = learning_rate
+            rollout, carry = collect_rollout(envs, agent, carry, args.num_steps, args.chunk_len)
+            times.append(time.time())
+            batch, carry, metrics = prepare_batch(agent, rollout, carry, args, cvar_weight)
+            times.append(time.time())
+            metrics |= update(agent, optimizer, batch, args, ent_coef)
+            times.append(time.time())
+            if args.norm_obs:
+                agent.obs_moments.update(rollout.obs)
+            for t, episode_return, length in rollout.episodes:
+                at = step + (t + 1) * args.num_envs
+                log(
+                    {"charts/episodic_return": episode_return, "charts/episodic_length": length}, at
+                )
+                recent[:] = [*recent[-99:], episode_return]
+            step += args.batch_size
+            if recent:
+                metrics["charts/recent_returns"] = returns = torch.tensor(recent).double()
+                metrics["cvar/empirical"] = empirical_cvar(returns, args.cvar_alpha)
+                limit = (args.cvar_limit, args.cvar_alpha, args.cvar_dual_lr)
+                run["dual"] = update_dual(run["dual"], returns, *limit)
+            run |= {"iteration": iteration + 1, "seconds": times[-1] - began}
+            speed = step / run["seconds"]
+            metrics |= {"charts/SPS": speed, "charts/learning_rate": learning_rate}
+            metrics |= {"policy/entropy_coef": ent_coef, "cvar/lambda": run["dual"]}
+            metrics |= zip(("time/rollout", "time/values", "time/update"), np.diff(times))
+            log(metrics, step, histograms=step == total or iteration % 10 == 0)
+            if args.eval_every and (iteration + 1) % args.eval_every == 0 and step < total:
+                log(evaluate(agent, args), step)
+            if step == total or times[-1] - shown > (0.2 if terminal else 5):
+                shown, now = times[-1], f"  return {np.mean(recent):.1f}" if recent else ""
+                line = f"{step:,} of {total:,} steps ({step / total:.0%})  {speed:,.0f} steps/s  "
+                line += f"{(total - step) / speed:,.0f} s left{now}"
+                print(line, end="   \r" if terminal and step < total else "\n", flush=True)
+            due = args.checkpoint_every and (iteration + 1) % args.checkpoint_every == 0
+            if due or step == total or STOP:
+                writer.flush()
+                run |= {"optimizer": optimizer.state_dict(), "carry": carry}
+                save_checkpoint(run_dir, args, agent, run | {"envs": envs.get_attr("snapshot")})
+            if STOP:
+                raise KeyboardInterrupt(f"stopped after {step:,} steps; --resume {run_dir}")
+    except Exception as error:
+        what = str(error) if isinstance(error, Fault) else repr(error)
+        last = f"last checkpoint: {checkpoint}" if checkpoint.exists() else "no checkpoint yet"
+        raise Fault(f"after {step:,} steps: {what}; {last}") from error
 
     envs.close()
-    state = {"args": asdict(args), "agent": agent.state_dict(), "global_step": total}
-    torch.save(state, run_dir / "checkpoint.pt")
     log(evaluate(agent, args, run_dir / "videos" if args.capture_video else None), total)
-    mean, std, tail = (logged[f"eval/return_{key}"] for key in ("mean", "std", "cvar"))
-    line = f"evaluation of {args.eval_episodes} episodes: return {mean:.1f} +- {std:.1f}, "
-    print(f"{line}CVaR_{args.cvar_alpha:g} {tail:.1f}; saved {run_dir / 'checkpoint.pt'}")
+    print(f"saved {checkpoint}")
     table = {k: v if isinstance(v, int | float) else str(v) for k, v in asdict(args).items()}
-    for summary in hparams(table, {"eval/return_mean": mean}):
-        writer.file_writer.add_summary(summary)
+    for entry in hparams(table, {"eval/return_mean": logged["eval/return_mean"]}):
+        writer.file_writer.add_summary(entry)
     writer.close()
     return logged
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line: a user's mistake costs one line on stderr and exit code 2."""
-    args = tyro.cli(Args, args=argv)
+    """Command line. One line on stderr, and exit code 2 for a user's mistake, 1 for a fault.
+    With --resume and --evaluate the flags are those of the run, few of which may change."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: STOP.append(number))
+    free = "total_timesteps resume evaluate eval_episodes eval_every checkpoint_every capture_video"
     try:
-        train(args)
-    except UsageError as error:
+        args = tyro.cli(Args, args=argv)
+        require(not (args.resume and args.evaluate), "--resume and --evaluate exclude each other")
+        if path := args.resume or args.evaluate:
+            agent, stored = load_agent(path, args.cuda)
+            args = tyro.cli(Args, args=argv, default=stored)
+            changed = [
+                k for k, v in asdict(stored).items() if asdict(args)[k] != v and k not in free
+            ]
+            message = f"{', '.join(changed)}: not as in {path}; only these may differ: {free}"
+            require(not changed, message)
+        if args.evaluate:
+            video_dir = Path(args.evaluate).parent / "videos" if args.capture_video else None
+            evaluate(agent, args, video_dir)
+        else:
+            train(args)
+    except (UsageError, Fault, KeyboardInterrupt) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit({UsageError: 2, Fault: 1}.get(type(error), 130))
 
 
 if __name__ == "__main__":

@@ -39,12 +39,12 @@ def make_run(script: ModuleType, env: str, **flags: Any) -> SimpleNamespace:
     """Agent, environments and carry as `train` makes them, with lively heads and statistics."""
     args = small_args(script, env, **flags)
     torch.manual_seed(3)
-    agent = script.build_agent(args)
+    agent = script.Agent(args)
     with torch.no_grad():  # fresh heads are nearly constant: every test would pass
         for p in agent.parameters():
             p.add_(0.3 * torch.randn_like(p))
     agent.obs_moments.update(torch.randn(50, agent.obs_moments.mean.numel()) * 3 + 1)
-    agent.return_moments.update(torch.randn(50) * 20 + 30)
+    agent.dist.moments.update(torch.randn(50) * 20 + 30)
     envs = script.make_envs(args, args.num_envs)
     obs = torch.as_tensor(envs.reset(seed=args.seed)[0].copy())
     state = agent.initial_state(args.num_envs)

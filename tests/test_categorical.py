@@ -292,7 +292,7 @@ def test_moving_statistics_are_logged_as_the_jump_they_are():
     """Outputs stay; old means are kept in the new units; the jump of decoded means is reported."""
     run = make_run(script, "Counter", num_atoms=21)
     prepare(run)
-    moments = run.agent.return_moments
+    moments = run.agent.dist.moments
     before = (moments.mean.clone(), moments.std.clone())
     batch = prepare(run)
     outputs = run.agent.critic(batch.obs, batch.critic_state, batch.episode_start)
@@ -310,8 +310,8 @@ def test_moving_statistics_are_logged_as_the_jump_they_are():
 def test_the_share_outside_is_that_of_what_the_critics_train_on():
     """Returns in the thousands are inside the support once the statistics have taken them in."""
     run = make_run(script, "Counter", num_atoms=21)
-    run.agent.return_moments.mean += 1e5
-    run.agent.return_moments.count.zero_()  # the first update replaces these statistics
+    run.agent.dist.moments.mean += 1e5
+    run.agent.dist.moments.count.zero_()  # the first update replaces these statistics
     prepare(run)
     assert run.metrics["value/outside_support"] < 0.1
 

@@ -35,7 +35,7 @@ def values(agent, observations):
     start = torch.zeros(len(obs), 1, dtype=torch.bool)
     outputs = agent.critic(obs, agent.initial_state(1), start)
     mean = agent.dist.mean(agent.dist.reduce_twins(outputs))
-    return agent.return_moments.denormalize(mean)[:, 0].tolist()
+    return agent.dist.moments.denormalize(mean)[:, 0].tolist()
 
 
 def test_constant_reward(script, tmp_path):
@@ -95,7 +95,7 @@ def test_predicted_spread_is_that_of_the_return(script, tmp_path):
     start = torch.zeros(10, 1, dtype=torch.bool)
     with torch.no_grad():
         outputs = agent.dist.reduce_twins(agent.critic(obs, agent.initial_state(1), start))
-    std = agent.dist.describe(outputs, 0.05)["std"][:, 0] * agent.return_moments.std
+    std = agent.dist.describe(outputs, 0.05)["std"][:, 0] * agent.dist.moments.std
     for t in (0, 5, 9):
         expected = sum(0.81**k for k in range(10 - t)) ** 0.5
         assert float(std[t]) == pytest.approx(expected, rel=0.1)

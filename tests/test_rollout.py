@@ -80,7 +80,7 @@ def test_a_second_look_gives_ratio_one_and_the_old_values(script, env, seq_len):
     """With unchanged weights the batch reproduces the rollout, through resets and statistics."""
     run = make_run(script, env, **sequences(script, seq_len))
     prepare(run)
-    moments = run.agent.return_moments
+    moments = run.agent.dist.moments
     old_mean, old_std = moments.mean.clone(), moments.std
     batch = prepare(run)  # the second rollout starts from a carried state
     actions = run.agent.actor.actions
@@ -138,7 +138,7 @@ def test_the_value_pass_equals_single_steps(script, env, seq_len):
     assert_close(features, here, rtol=1e-5, atol=1e-5)
     alive = ~rollout.terminated
     assert_close(next_features[alive], after[alive], rtol=1e-5, atol=1e-5)
-    assert_close(critic.values(features), torch.stack([head(here) for head in critic.heads]))
+    assert_close(critic.decode(features), torch.stack([head(here) for head in critic.heads]))
     assert len(states) == 12 // run.args.chunk_len
     assert torch.equal(states[0], before.critic_state)
 
@@ -149,7 +149,7 @@ def test_advantages_and_targets_follow_from_the_values(script, norm_adv):
     run = make_run(script, "Counter", norm_adv=norm_adv, gamma=0.9, gae_lambda=0.8)
     prepare(run)
     before = run.carry
-    mean, std = float(run.agent.return_moments.mean), float(run.agent.return_moments.std)
+    mean, std = float(run.agent.dist.moments.mean), float(run.agent.dist.moments.std)
     rollout = roll(run)
     see = run.agent.normalize_obs
     seen = type(rollout)(**vars(rollout))
@@ -157,7 +157,7 @@ def test_advantages_and_targets_follow_from_the_values(script, norm_adv):
     with torch.no_grad():
         critic = run.agent.critic
         *features, _, _ = critic.over_rollout(seen, before.critic_state, run.args.chunk_len)
-        outputs, next_outputs = (critic.values(x) for x in features)
+        outputs, next_outputs = (critic.decode(x) for x in features)
         decode = run.agent.dist.mean
         values = decode(outputs).amin(0).double().numpy() * std + mean  # the smaller critic
         next_values = decode(next_outputs).amin(0).double().numpy() * std + mean
@@ -197,8 +197,8 @@ def test_advantages_and_targets_follow_from_the_values(script, norm_adv):
     assert float(metrics["losses/explained_variance"]) == pytest.approx(variance, abs=1e-3)
     assert float(metrics["data/truncated_fraction"]) == pytest.approx(2 / 12, abs=0.1)
     if script is distributional_ppo_lstm:  # one sample; test_categorical.py has the other encoding
-        decoded = batch.targets[..., 0].double() * run.agent.return_moments.std
-        decoded = decoded + run.agent.return_moments.mean
+        decoded = batch.targets[..., 0].double() * run.agent.dist.moments.std
+        decoded = decoded + run.agent.dist.moments.mean
         np.testing.assert_allclose(decoded, returns, rtol=1e-4, atol=1e-3)
 
 
@@ -209,7 +209,7 @@ def test_moving_statistics_change_no_prediction(norm_returns):
     run = make_run(script, "Counter", norm_returns=norm_returns)
     prepare(run)
     rollout = roll(run)
-    moments = run.agent.return_moments
+    moments = run.agent.dist.moments
     obs = run.agent.normalize_obs(rollout.obs)
     look = (obs, run.carry.critic_state, rollout.episode_start)
     before = moments.denormalize(run.agent.critic(*look).double())
@@ -231,7 +231,7 @@ def test_rewards_times_ten_leave_the_normalised_problem_as_it_is(script):
     batches = []
     for scale in (1.0, 10.0):
         run = make_run(script, "Counter", num_critics=2)
-        moments = run.agent.return_moments
+        moments = run.agent.dist.moments
         moments.mean, moments.var = scale * moments.mean, scale**2 * moments.var
         rollout = roll(run)
         rollout.rewards = scale * rollout.rewards
@@ -249,7 +249,7 @@ def test_minibatches_are_a_shuffled_partition_of_the_sequences(script):
     orders = []
     for _ in range(2):
         seen = []
-        for mb in script.minibatches(batch, 3):
+        for mb in script.minibatches(batch, 3, 1):
             assert mb.advantages.shape == (run.args.chunk_len, columns // 3)
             for j in range(columns // 3):
                 same = (mb.obs[:, j, None] == batch.obs).all(-1).all(0)

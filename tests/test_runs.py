@@ -123,21 +123,21 @@ def test_a_loaded_agent_scores_like_the_saved_one(script, tmp_path):
 def test_evaluation_counts_episodes_fairly(script, tmp_path):
     """5 episodes in 4 environments; each environment's lengths are 3, 5, 2, 3, ..."""
     args = small_args(script, "Counter", eval_episodes=5)
-    result = script.evaluate(script.build_agent(args), args)
+    result = script.evaluate(script.Agent(args), args)
     assert result["eval/length_mean"] == pytest.approx((4 * 3 + 5) / 5)
 
 
 def test_evaluation_cuts_a_task_without_end(script):
     """An episode that never ends is cut at 10,000 steps."""
     args = small_args(script, "Endless", num_envs=1, num_minibatches=1, eval_episodes=1)
-    result = script.evaluate(script.build_agent(args), args)
+    result = script.evaluate(script.Agent(args), args)
     assert result["eval/length_mean"] == 10_000
 
 
 def test_evaluation_statistics(script):
     """Mean, population std and CVaR of returns 3 + ... of the counting environment."""
     args = small_args(script, "Counter", eval_episodes=4, cvar_alpha=0.5, num_minibatches=1)
-    agent = script.build_agent(args)
+    agent = script.Agent(args)
     result = script.evaluate(agent, args)
     envs = [script.make_env(args) for _ in range(4)]
     totals = []

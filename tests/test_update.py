@@ -50,7 +50,7 @@ def test_every_parameter_learns(script, env):
 def test_twin_heads_start_apart(script):
     """Equal twins would stay equal: they see the same targets."""
     run = make_run(script, "VectorDiscrete")
-    agent = script.build_agent(run.args)
+    agent = script.Agent(run.args)
     one, two = (dict(head.named_parameters()) for head in agent.critic.heads)
     weights = [key for key in one if "weight" in key]
     assert len(weights) == 2
@@ -66,7 +66,7 @@ def test_metrics_are_means_over_the_minibatches(run, vf_clip):
     torch.manual_seed(5)
     rows, shares = [], []
     for _ in range(args.update_epochs):
-        for mb in script.minibatches(batch, args.num_minibatches):
+        for mb in script.minibatches(batch, args.num_minibatches, 1):
             params = agent.actor(mb.obs, mb.actor_state, mb.episode_start)
             policy = agent.actor.actions.distribution(params)
             ratio = (policy.log_prob(mb.actions) - mb.log_probs).exp()
@@ -270,7 +270,7 @@ def test_statistics_take_in_targets_and_values():
     """Merged moments of what the rollout gave, by NumPy; the count is capped."""
     script = distributional_ppo_lstm
     run = make_run(script, "Counter")
-    agent, moments = run.agent, run.agent.return_moments
+    agent, moments = run.agent, run.agent.dist.moments
     prepare(run)
     roll(run)
     run.before = run.carry
@@ -303,7 +303,7 @@ def test_values_outside_of_a_gradient_never_reach_the_actor(run):
 
 def test_initial_weights_are_orthogonal(script):
     """Gains: 1 for the LSTM, 0.01 for the policy, 0.1 for value outputs, sqrt(2) elsewhere."""
-    agent = script.build_agent(make_run(script, "VectorDiscrete").args)
+    agent = script.Agent(make_run(script, "VectorDiscrete").args)
     gains = {"lstm": 1.0, "actor.head": 0.01}
     gains |= {f"critic.heads.{c}.2": 0.1 for c in range(2)}
     for name, p in agent.named_parameters():
