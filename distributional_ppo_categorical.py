@@ -541,8 +541,8 @@ class ActionDistribution(nn.Module):
         message = f"--env-id: action space {space} is not supported; supported are Discrete, "
         message += "MultiDiscrete, MultiBinary and Box of floats"
         require(isinstance(space, Discrete | MultiDiscrete | MultiBinary), message)
-        size = getattr(space, "nvec", 2 if isinstance(space, MultiBinary) else space.n)
-        sizes = torch.as_tensor(np.full(space.shape, size)).reshape(-1, 1)
+        size = 2 if isinstance(space, MultiBinary) else getattr(space, "n", None)
+        sizes = torch.as_tensor(np.full(space.shape, getattr(space, "nvec", size))).reshape(-1, 1)
         padding = -1e9 * (torch.arange(int(sizes.max())) >= sizes)  # (P, largest part)
         self.register_buffer("padding", padding, persistent=False)
         self.num_outputs = padding.numel()
