@@ -53,6 +53,7 @@ VELOCITIES = {  # zeroed in the velocity-free tasks of rl-baselines3-zoo, such a
 }  # fmt: skip
 LOG_STD_RANGE = (-5.0, 2.0)  # of Gaussian actions: std from 0.0067 to 7.4
 STOP: list[int] = []  # SIGTERM or Ctrl-C came: end after this iteration, with a checkpoint
+Tensors = tuple[Tensor, ...]
 
 
 class UsageError(ValueError):
@@ -63,7 +64,7 @@ class Fault(RuntimeError):
     """A run cannot go on: what, where, what to try; exit code 1."""
 
 
-def require(condition: bool, message: str) -> None:
+def require(condition: Any, message: str) -> None:
     """Raise `UsageError` unless the condition holds."""
     if not condition:
         raise UsageError(message)
@@ -154,13 +155,13 @@ class Args:
         require(self.num_iterations > 0, message)
         message = f"--num-minibatches {self.num_minibatches}: must divide the rollout, {size}"
         require(self.batch_size % self.num_minibatches == 0, message)
+        fixed = self.cvar_weight > 0 or self.cvar_alpha == 1
         message = f"--cvar-limit {self.cvar_limit}: excludes --cvar-weight > 0 and --cvar-alpha 1"
-        neutral = self.cvar_weight == 0 and self.cvar_alpha < 1
-        require(self.cvar_limit is None or neutral, message)
-        message = "--capture-video: moviepy is missing; pip install moviepy"
-        require(not self.capture_video or find_spec("moviepy") is not None, message)
-        message = "--cuda: torch sees no GPU here; leave the flag out to use the CPU"
-        require(not self.cuda or torch.cuda.is_available(), message)
+        require(self.cvar_limit is None or not fixed, message)
+        video = not self.capture_video or find_spec("moviepy")
+        require(video, "--capture-video: moviepy is missing; pip install moviepy")
+        gpu = not self.cuda or torch.cuda.is_available()
+        require(gpu, "--cuda: torch sees no GPU here; leave the flag out to use the CPU")
 
 
 # ---------------------------------------------------------------------------- advantages and policy
@@ -171,11 +172,10 @@ def gae(
     """Generalized advantage estimation with correct time limits: advantages A and returns A + V.
         delta_t = r_t + gamma * (1 - terminated_t) * V(s'_t) - V(s_t)
         A_t     = delta_t + gamma * lambda * (1 - (terminated_t or truncated_t)) * A_{t+1}
-    rewards, values, next_values (T, N), or (T, N, R) for R reward terms; terminated, truncated
-    (T, N) bool; both at once means terminated. s'_t is the true successor: the final observation
-    where an episode ended. Either end cuts the recursion, or else the next episode's rewards leak
-    across a time limit. Raises ValueError for entries that are not finite.
-    Source: Schulman et al. 2016, eq. 16; time limits: Pardo et al. 2018."""
+    All (T, N), or (T, N, R) for R reward terms with masks (T, N). s'_t is the true successor: the
+    final observation where an episode ended; both ends at once are a termination. Either end cuts
+    the recursion: the next episode's rewards must not leak across a time limit. Raises ValueError
+    for entries that are not finite. Source: Schulman et al. 2016, eq. 16; Pardo et al. 2018."""
     for name, x in (("rewards", rewards), ("values", values), ("next_values", next_values)):
         if bad := int((~torch.isfinite(x)).sum()):
             raise ValueError(f"gae: {bad} of {x.numel()} {name} are not finite")
@@ -191,8 +191,8 @@ def gae(
 
 def normalize_advantages(advantages: Tensor, eps: float = 1e-8) -> Tensor:
     """(A - mean) / (std + eps), population std over all entries.
-    eps is added without a branch on std, which would be discontinuous. All zeros for constant input
-    and for one element: subtracting the first entry first makes these exact."""
+    No branch on std, which would be discontinuous. Constant input gives zeros, exactly: that is why
+    the first entry is subtracted first."""
     shifted = advantages - advantages.flatten()[0]
     centered = shifted - shifted.mean()
     return centered / (centered.square().mean().sqrt() + eps)
@@ -206,15 +206,13 @@ def explained_variance(predictions: Tensor, targets: Tensor) -> Tensor:
     return 1 - (targets - predictions).var(correction=0) / variance
 
 
-def clipped_policy_loss(
-    log_ratio: Tensor, advantages: Tensor, clip_coef: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def clipped_policy_loss(log_ratio: Tensor, advantages: Tensor, clip_coef: float) -> Tensors:
     """PPO's clipped surrogate; loss, approx_kl and clip fraction, scalars, from (B,) inputs.
         r = exp(clamp(log_ratio, -20, 20)),  log_ratio = log pi_new(a|s) - log pi_old(a|s)
         loss = -mean(min(r * A, clip(r, 1 - eps, 1 + eps) * A))
         approx_kl = mean((r - 1) - log r)                 in nats, >= 0 (Schulman's k3 estimator)
         clip fraction = mean(|r - 1| > eps)
-    r itself is not clamped ahead of the minimum: that would remove the gradient at r >> 1, A < 0.
+    r itself is not clamped: that would remove the gradient at r >> 1, A < 0.
     Source: Schulman et al. 2017, eq. 7."""
     log_ratio = log_ratio.clamp(-20, 20)
     ratio = log_ratio.exp()
@@ -230,8 +228,7 @@ def entropy_loss(
     entropy: Tensor, ent_coef: float, min_entropy: float, penalty_coef: float
 ) -> Tensor:
     """-ent_coef * mean(H) + penalty_coef * relu(min_entropy - mean(H)), a scalar.
-    The only way of entropy into the total loss. `entropy` (B,) in nats. That of Gaussian actions
-    may be negative: a floor of 0 is not neutral, which is why the penalty is off by default."""
+    entropy (B,) in nats; that of Gaussians may be negative, so that a floor of 0 is not neutral."""
     mean = entropy.mean()
     return -ent_coef * mean + penalty_coef * torch.relu(min_entropy - mean)
 
@@ -247,17 +244,15 @@ def empirical_cvar(returns: Tensor, alpha: float) -> float:
     return float((mass * returns.sort().values).sum() / (alpha * len(returns)))
 
 
-def update_dual(
-    dual: float, returns: Tensor, limit: float | None, alpha: float, learning_rate: float
-) -> float:
+def update_dual(dual: float, returns: Tensor, limit: float, alpha: float, lr: float) -> float:
     """Dual variable of the constraint CVaR_alpha(episode returns) >= limit after one step.
-        lambda <- max(0, lambda + learning_rate * (limit - CVaR_alpha) / std)
-    Free of units. Unchanged without a limit, below 20 returns (n,) and where they do not vary.
+        lambda <- max(0, lambda + lr * (limit - CVaR_alpha) / std)
+    Free of units. Unchanged below 20 returns (n,) and where they do not vary.
     Source: Chow & Ghavamzadeh 2014; Ray et al. 2019."""
     std = float(returns.std(correction=0))
-    if limit is None or len(returns) < 20 or std == 0:
+    if len(returns) < 20 or std == 0:
         return dual
-    return max(0.0, dual + learning_rate * (limit - empirical_cvar(returns, alpha)) / std)
+    return max(0.0, dual + lr * (limit - empirical_cvar(returns, alpha)) / std)
 
 
 # ---------------------------------------------------------------------------------- running moments
@@ -274,8 +269,7 @@ class RunningMoments(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
     @property
-    def std(self) -> Tensor:
-        """sqrt(var + 1e-8), the one scale of `normalize` and `denormalize`."""
+    def std(self) -> Tensor:  # the one scale of `normalize` and `denormalize`
         return (self.var + 1e-8).sqrt()
 
     @torch.no_grad()
@@ -289,12 +283,10 @@ class RunningMoments(nn.Module):
         self.mean = self.mean + (1 - past) * delta
         self.count = (self.count + len(x)).clamp(max=self.max_count)
 
-    def normalize(self, x: Tensor) -> Tensor:
-        """(x - mean) / std, in the dtype of x."""
+    def normalize(self, x: Tensor) -> Tensor:  # keeps the dtype
         return ((x - self.mean) / self.std).to(x.dtype)
 
-    def denormalize(self, z: Tensor) -> Tensor:
-        """std * z + mean, in the dtype of z; the inverse of `normalize`."""
+    def denormalize(self, z: Tensor) -> Tensor:  # the inverse
         return (z * self.std + self.mean).to(z.dtype)
 
 
@@ -422,9 +414,9 @@ def cvar_advantages_categorical(
 
 
 class ValueDistribution(nn.Module):
-    """What the rest of the script asks of a value distribution; here, probabilities of atoms.
-    `outputs` (..., K) of a critic are logits. `support` (K,) are the atoms, in returns normalised
-    by `moments`; results are in the task's units."""
+    """What the script asks of a value distribution: probabilities of the atoms `support` (K,).
+    Critics' `outputs` (..., K) are logits; atoms are normalised by `moments`; results are in the
+    task's units."""
 
     def __init__(self, args: Args) -> None:
         super().__init__()
@@ -435,8 +427,7 @@ class ValueDistribution(nn.Module):
         atoms = torch.linspace(args.v_min, args.v_max, args.num_atoms)
         self.register_buffer("support", atoms, persistent=False)
 
-    def mean(self, outputs: Tensor) -> Tensor:
-        """Mean of the distribution, (...)."""
+    def mean(self, outputs: Tensor) -> Tensor:  # (..., K) -> (...)
         return self.moments.denormalize(outputs.softmax(-1) @ self.support)
 
     def describe(self, outputs: Tensor) -> dict[str, Tensor]:
@@ -449,9 +440,8 @@ class ValueDistribution(nn.Module):
 
     def reduce_twins(self, outputs: Tensor) -> Tensor:
         """One distribution from those of C critics, (C, ..., K) -> (..., K), by `twin_reduce`.
-        min: the critic with the smaller mean; mean: the average of the probabilities; min_quantile:
-        the elementwise maximum of the CDFs, which is more pessimistic. As logits.
-        Source: Fujimoto et al. 2018 (min)."""
+        min: of the means (Fujimoto et al. 2018); mean: of the probabilities; min_quantile: the
+        elementwise maximum of the CDFs, which is more pessimistic. As logits."""
         if len(outputs) == 1:
             return outputs[0]
         if self.args.twin_reduce == "min":
@@ -463,10 +453,8 @@ class ValueDistribution(nn.Module):
         cdf = probs.cumsum(-1).amax(0)
         return cdf.diff(dim=-1, prepend=torch.zeros_like(cdf[..., :1])).clamp(min=1e-30).log()
 
-    def sample_returns(self, next_outputs: Tensor, *facts: Any) -> tuple[Tensor, Tensor]:
-        """SR(lambda) targets (T, N, J) from the distributions at s'_t, and their weights.
-        facts: rewards, terminated, truncated, gamma, gae_lambda."""
-        rewards, *facts = facts
+    def sample_returns(self, rewards: Tensor, next_outputs: Tensor, *facts: Any) -> Tensors:
+        """SR(lambda) targets (T, N, J), given what `sr_lambda_probs` takes, and their weights."""
         atoms = self.moments.denormalize(self.support)
         return sr_lambda_atoms(rewards, next_outputs.softmax(-1), atoms, *facts)[::-1]
 
@@ -478,7 +466,7 @@ class ValueDistribution(nn.Module):
 
     def encode_targets(
         self, outputs: Tensor, targets: Tensor, weights: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, dict]:
         """Weighted targets (T, N, J) as `loss` wants them, and metrics of this kind alone.
         Here probabilities (T, N, K); the share of mass beyond the outermost atoms."""
         args, z, x = self.args, self.support, self.moments.normalize(targets)
@@ -489,10 +477,10 @@ class ValueDistribution(nn.Module):
         encoded = (weights[..., None] * hl_gauss(x, z, sigma)).sum(-2)
         return encoded, {"value/outside_support": outside}
 
-    def loss(self, outputs: Tensor, targets: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(self, outputs: Tensor, targets: Tensor, old: Tensor) -> Tensors:
         """Losses of C critics, (C, ...), and which of them value clipping changed, 0 or 1.
-        outputs (C, ..., K); targets (..., K), encoded, never clipped; old (C, ..., 1), kept by
-        `carry_statistics`: each critic is clipped around its own."""
+        outputs (C, ..., K) and old means (C, ..., 1): each is clipped around its own; targets
+        (..., K) never are."""
         loss = categorical_cross_entropy(targets, outputs)
         if self.args.vf_clip == "none":
             return loss, torch.zeros_like(loss)
@@ -502,9 +490,7 @@ class ValueDistribution(nn.Module):
         changed = ((clipped - probs).abs() > 1e-5).any(-1)
         return clipped_value_loss(loss, loss_clipped), changed.to(loss.dtype)
 
-    def carry_statistics(
-        self, heads: nn.ModuleList, outputs: Tensor, samples: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def carry_statistics(self, heads: nn.ModuleList, outputs: Tensor, samples: Tensor) -> Tensors:
         """Take in samples of the returns and adapt the heads in the same moment (PopArt). Returns
         what these now give for `outputs` (C, ..., K), and the old values (C, ..., 1) to clip
         around. Probabilities of fixed atoms cannot be rescaled: the outputs stay, their decoded
@@ -526,10 +512,9 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
 
 class ActionDistribution(nn.Module):
     """Distribution of actions given the actor's outputs, for every supported action space.
-    Box: diagonal Gaussian whose log-std does not depend on the state; samples are unbounded, only
-    what the environment receives is clipped. Params: mean and log-std (..., 2, A).
-    Discrete, MultiDiscrete, MultiBinary: P independent categorical parts (of two for MultiBinary).
-    Params: logits (..., P, largest part), where smaller parts are padded with -1e9."""
+    Box: diagonal Gaussian, log-std independent of the state; only what the environment receives is
+    clipped. Params: mean and log-std (..., 2, A). Discrete, MultiDiscrete, MultiBinary: P
+    categorical parts. Params: logits (..., P, largest part), smaller parts padded with -1e9."""
 
     def __init__(self, space: gym.Space, log_std_init: float) -> None:
         super().__init__()
@@ -547,8 +532,7 @@ class ActionDistribution(nn.Module):
         self.register_buffer("padding", padding, persistent=False)
         self.num_outputs = padding.numel()
 
-    def forward(self, outputs: Tensor) -> Tensor:
-        """Params from the actor's outputs (..., num_outputs)."""
+    def forward(self, outputs: Tensor) -> Tensor:  # the actor's (..., num_outputs) -> params
         if self.log_std is None:
             return outputs.unflatten(-1, self.padding.shape) + self.padding
         self.log_std.data.clamp_(*LOG_STD_RANGE)  # a projection: the gradient does not vanish
@@ -589,21 +573,18 @@ class Body(nn.Module):
         self.num_features, self.state_size = args.hidden_size, 0
         self.heads = nn.ModuleList()
 
-    def decode(self, features: Tensor) -> Tensor:
-        """Outputs of all heads, (..., F) -> (heads, ..., outputs)."""
+    def decode(self, features: Tensor) -> Tensor:  # (..., F) -> (heads, ..., outputs)
         return torch.stack([head(features) for head in self.heads])
 
     def forward(self, obs: Tensor, state: Tensor, episode_start: Tensor) -> Tensor:
         """Outputs for obs (L, N, D)."""
         return self.decode(self.encoder(obs))
 
-    def step(self, obs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def step(self, obs: Tensor, state: Tensor) -> Tensors:
         """One step: obs (N, D), state (2, N, 0) -> features (N, F), state."""
         return self.encoder(obs), state
 
-    def over_rollout(
-        self, rollout: SimpleNamespace, state: Tensor, chunk_len: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def over_rollout(self, rollout: SimpleNamespace, state: Tensor, chunk_len: int) -> Tensors:
         """Features of every s_t and every true successor s'_t of a rollout.
         Returns features, next_features (T, N, F), the states (T, 2, N, 0), and the state. The
         successor is the next row but for the ends of episodes and of the rollout."""
@@ -634,15 +615,13 @@ class Agent(nn.Module):
         self.obs_moments = RunningMoments((obs_dim,))
         self.to("cuda" if args.cuda else "cpu")
 
-    def initial_state(self, num_envs: int) -> Tensor:
-        """Zero state (2, N, H) of the actor or of the critic."""
+    def initial_state(self, num_envs: int) -> Tensor:  # (2, N, H), of actor or critic
         return self.dist.support.new_zeros(2, num_envs, self.actor.state_size)
 
-    def normalize_obs(self, obs: Tensor) -> Tensor:
-        """Observations as the networks see them."""
+    def normalize_obs(self, obs: Tensor) -> Tensor:  # as the networks see them
         return self.obs_moments.normalize(obs).clamp(-10, 10) if self.norm_obs else obs
 
-    def policy(self, obs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def policy(self, obs: Tensor, state: Tensor) -> Tensors:
         """One step: raw obs (N, D), state (2, N, H) -> params of the actions (N, ...), state."""
         features, state = self.actor.step(self.normalize_obs(obs), state)
         return self.actions(self.actor.decode(features)[0]), state
@@ -651,9 +630,8 @@ class Agent(nn.Module):
     def act(
         self, obs: np.ndarray, state: Tensor | None = None, deterministic: bool = True
     ) -> tuple[np.ndarray, Tensor]:
-        """Act outside of training: action(s) for `env.step`, and the state for the next call.
-        obs (D,) or (N, D) as environments of `make_env` give them; state None opens an episode;
-        deterministic: the mode of the policy, otherwise a sample."""
+        """Action(s) for `env.step` and the next state; obs (D,) or (N, D) as `make_env` gives them.
+        state None opens an episode; deterministic: the mode of the policy, otherwise a sample."""
         batch = torch.as_tensor(np.atleast_2d(obs), device=self.dist.support.device).float()
         state = self.initial_state(len(batch)) if state is None else state
         params, state = self.policy(batch, state)
@@ -664,12 +642,11 @@ class Agent(nn.Module):
 # ------------------------------------------------------------------------- environments and rollout
 class Snapshot(gym.Wrapper):
     """The outermost wrapper: `snapshot` reads and sets the whole state of an environment.
-    These are the attributes of every layer, RNG and MuJoCo's state included, as bytes. The layers
-    themselves are not pickled: EzPickle would build a fresh environment in silence. Reading gives
-    None where that lurks deeper or an attribute cannot be pickled (Box2D). Functions stay."""
+    These are the attributes of every layer, RNG and MuJoCo's state included, as bytes; EzPickle
+    would build a fresh environment in silence. None where that lurks deeper or where an attribute
+    cannot be pickled (Box2D)."""
 
-    def layers(self) -> Iterator[dict[str, Any]]:
-        """Attributes of this wrapper, of those inside of it, and of the task."""
+    def layers(self) -> Iterator[dict[str, Any]]:  # attributes, from here to the task
         layer = vars(self)
         while layer:
             yield layer
@@ -677,8 +654,7 @@ class Snapshot(gym.Wrapper):
 
     @property
     def snapshot(self) -> bytes | None:
-        """State of all layers."""
-        skip = ("env", "spec", "_ezpickle_args", "_ezpickle_kwargs")
+        skip = ("env", "spec", "_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs")
         layers = [{k: x[k] for k in x if not (k in skip or callable(x[k]))} for x in self.layers()]
         try:
             state = pickle.dumps(layers)
@@ -740,11 +716,10 @@ def collect_rollout(
     envs: gym.vector.VectorEnv, agent: Agent, carry: Carry, num_steps: int, chunk_len: int
 ) -> tuple[SimpleNamespace, Carry]:
     """Act for `num_steps` steps. Only the actor runs; no statistics move.
-    Returns the carry and a rollout of obs, next_obs (T, N, D), raw s_t and true successor s'_t;
-    episode_start, terminated, truncated (T, N) bool; rewards (T, N); actions as sampled and the
-    params of their distribution (T, N, ...); actor_state (chunks, 2, N, H) ahead of each training
-    sequence; episodes that ended, as (step t, return, length). Raises `Fault` for an observation or
-    a reward that is not finite."""
+    Returns the carry and a rollout: obs, next_obs (T, N, D), raw s_t and true successor s'_t;
+    episode_start, terminated, truncated (T, N) bool; rewards (T, N); actions and the params of
+    their distribution (T, N, ...); actor_state (chunks, 2, N, H) ahead of each training sequence;
+    episodes that ended (step, return, length). Raises `Fault` for what is not finite."""
     obs, start, state, critic_state = carry
     rows, states, episodes = [], [], []
     for t in range(num_steps):
@@ -782,12 +757,11 @@ def prepare_batch(
     agent: Agent, rollout: SimpleNamespace, carry: Carry, args: Args, cvar_weight: float = 0.0
 ) -> tuple[SimpleNamespace, Carry, dict[str, Tensor]]:
     """Values, advantages and targets of a rollout; return statistics and value heads move.
-    The order matters: decode everything with the old statistics, take in the targets, rescale the
-    heads in the same moment, express the old values in the new units (van Hasselt et al. 2016). The
-    critics' own values are taken in as well: the scale of targets alone falls to 1e-4 where they do
-    not vary, which puts a critic that is not there yet thousands of standard deviations away.
-    Returns the batch, whose tensors (L, M, ...) and states (2, M, H) have the training sequence on
-    axis 1; the carry with the critics' state after the rollout; metrics."""
+    The order matters: decode with the old statistics, take in the targets, rescale the heads in the
+    same moment, express old values in the new units (van Hasselt et al. 2016). The values are taken
+    in, too: where returns do not vary, targets alone let the scale fall to 1e-4, thousands of which
+    a critic may be away. Returns the batch, tensors (L, M, ...) and states (2, M, H) with training
+    sequences on axis 1; the carry with the critics' state; metrics."""
     dist, seen = agent.dist, copy.copy(rollout)
     seen.obs, seen.next_obs = map(agent.normalize_obs, (rollout.obs, rollout.next_obs))
     passed = agent.critic.over_rollout(seen, carry.critic_state, args.chunk_len)
@@ -801,7 +775,7 @@ def prepare_batch(
     raw, returns = gae(rollout.rewards, values, next_values, *ends, args.gae_lambda)  # (T, N)
     targets, weights = returns[..., None], torch.ones_like(returns[..., None])  # (T, N, J = 1)
     if args.value_target == "sr_lambda":
-        facts = (next_reduced, rollout.rewards, *ends, args.gae_lambda)
+        facts = (rollout.rewards, next_reduced, *ends, args.gae_lambda)
         targets, weights = dist.sample_returns(*facts)
     if cvar_weight > 0 and args.cvar_alpha < 1:
         risk = dist.risk_advantages(targets, weights, reduced)
@@ -860,8 +834,8 @@ def update(
 ) -> dict[str, float]:
     """Train on one rollout for `update_epochs` epochs, fewer where the policy moves too far.
     The exact KL(old || new) of a minibatch is tested ahead of its step; the first one larger than
-    `target_kl` ends the update. Returns metrics: means over the minibatches evaluated, also the one
-    that ended the update; `grad/*` over the steps taken. Raises `Fault` if one is not finite."""
+    `target_kl` ends the update. Returns means over the minibatches evaluated, that one included;
+    `grad/*` over the steps taken. Raises `Fault` for what is not finite."""
     nets, rows, norms = (agent.actor, agent.critic), [], []
     for mb in minibatches(batch, args.num_minibatches, args.update_epochs):
         params = agent.actions(agent.actor(mb.obs, mb.actor_state, mb.episode_start)[0])
@@ -929,8 +903,8 @@ def load_agent(path: str | Path, cuda: bool = False) -> tuple[Agent, Args]:
 
 def save_checkpoint(run_dir: Path, args: Args, agent: Agent, run: dict[str, Any]) -> None:
     """Write `checkpoint.pt`: flags, weights and normalisers, and what else an exact resume needs.
-    That is `run` with the states of all RNGs, pickled: only --resume opens it. A kill at any
-    instant leaves the previous checkpoint or this one: written beside it, synced, renamed."""
+    That is `run` and all RNGs, pickled: only --resume opens it. A kill at any instant leaves the
+    previous checkpoint or this one: written beside it, synced, renamed."""
     rngs = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
     rngs += [torch.cuda.get_rng_state_all()] if args.cuda else []
     content = {"args": {**asdict(args), "resume": ""}, "agent": agent.state_dict()}
@@ -944,8 +918,8 @@ def save_checkpoint(run_dir: Path, args: Args, agent: Agent, run: dict[str, Any]
 
 def evaluate(agent: Agent, args: Args, video_dir: Path | None = None) -> dict[str, float]:
     """Returns of `eval_episodes` fresh episodes with the mode of the policy, statistics frozen.
-    Each environment plays a fixed number of episodes, so that short ones are not preferred. Seeds
-    are apart from those of training. Tasks without a time limit are cut at 10,000 steps."""
+    Each environment plays a fixed number, so that short ones are not preferred, with seeds apart
+    from training's. Tasks without a time limit are cut at 10,000 steps."""
     num_envs = 1 if video_dir else min(args.num_envs, args.eval_episodes)  # one films them all
     envs = make_envs(args, num_envs, video_dir=video_dir, step_limit=10_000)
     left = np.array([len(range(i, args.eval_episodes, num_envs)) for i in range(num_envs)])
@@ -961,21 +935,19 @@ def evaluate(agent: Agent, args: Args, video_dir: Path | None = None) -> dict[st
         state = state * torch.as_tensor(~done, device=state.device)[:, None]
     envs.close()
     returns, lengths = torch.tensor(episodes, dtype=torch.float64).T
-    facts = returns.mean(), returns.std(correction=0), lengths.mean()
-    mean, std, length, tail = *map(float, facts), empirical_cvar(returns, args.cvar_alpha)
-    print(f"evaluation of {args.eval_episodes} episodes: return {mean:.1f} +- {std:.1f}, "
-          f"CVaR_{args.cvar_alpha:g} {tail:.1f}", flush=True)  # fmt: skip
-    tags = ("return_mean", "return_std", "length_mean", "return_cvar")
-    return {f"eval/{tag}": x for tag, x in zip(tags, (mean, std, length, tail))}
+    mean, std, length = map(float, (returns.mean(), returns.std(correction=0), lengths.mean()))
+    tail = empirical_cvar(returns, args.cvar_alpha)
+    told = f"return {mean:.1f} +- {std:.1f}, CVaR_{args.cvar_alpha:g} {tail:.1f}"
+    print(f"evaluation of {args.eval_episodes} episodes: {told}", flush=True)
+    result = {"return_mean": mean, "return_std": std, "return_cvar": tail, "length_mean": length}
+    return {f"eval/{key}": value for key, value in result.items()}
 
 
 # ----------------------------------------------------------------------------------------- training
 def make_run_dir(args: Args) -> Path:
     """Create <run_dir>/<env_id>__<exp_name>__<seed>__<time> with flags, versions and source."""
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__".replace("/", "_").replace(":", "_")
-    path, source = Path(args.run_dir, f"{name}{int(time.time())}"), Path(__file__).resolve()
-    while path.exists():  # runs started in the same second
-        path = path.with_name(f"{path.name}_")
+    path, source = Path(args.run_dir, f"{name}{time.time_ns() // 1000}"), Path(__file__).resolve()
     try:
         path.mkdir(parents=True)
     except OSError as error:
@@ -994,8 +966,7 @@ def train(args: Args) -> dict[str, Any]:
     once it has written one after `STOP`."""
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(args.seed)
+    _ = random.seed(args.seed), np.random.seed(args.seed), torch.manual_seed(args.seed)
     agent = load_agent(args.resume, args.cuda)[0] if args.resume else Agent(args)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
     envs = make_envs(args, args.num_envs)
@@ -1051,16 +1022,16 @@ def train(args: Args) -> dict[str, Any]:
                 agent.obs_moments.update(rollout.obs)
             for t, episode_return, length in rollout.episodes:
                 at = step + (t + 1) * args.num_envs
-                log(
-                    {"charts/episodic_return": episode_return, "charts/episodic_length": length}, at
-                )
+                ended = {"episodic_return": episode_return, "episodic_length": length}
+                log({f"charts/{key}": value for key, value in ended.items()}, at)
                 recent[:] = [*recent[-99:], episode_return]
             step += args.batch_size
             if recent:
                 metrics["charts/recent_returns"] = returns = torch.tensor(recent).double()
                 metrics["cvar/empirical"] = empirical_cvar(returns, args.cvar_alpha)
-                limit = (args.cvar_limit, args.cvar_alpha, args.cvar_dual_lr)
-                run["dual"] = update_dual(run["dual"], returns, *limit)
+                if args.cvar_limit is not None:
+                    limit = (args.cvar_limit, args.cvar_alpha, args.cvar_dual_lr)
+                    run["dual"] = update_dual(run["dual"], returns, *limit)
             run |= {"iteration": iteration + 1, "seconds": times[-1] - began}
             speed = step / run["seconds"]
             metrics |= {"charts/SPS": speed, "charts/learning_rate": learning_rate}
@@ -1108,9 +1079,8 @@ def main(argv: list[str] | None = None) -> None:
         if path := args.resume or args.evaluate:
             agent, stored = load_agent(path, args.cuda)
             args = tyro.cli(Args, args=argv, default=stored)
-            changed = [
-                k for k, v in asdict(stored).items() if asdict(args)[k] != v and k not in free
-            ]
+            old, new = asdict(stored), asdict(args)
+            changed = [k for k in old if new[k] != old[k] and k not in free.split()]
             message = f"{', '.join(changed)}: not as in {path}; only these may differ: {free}"
             require(not changed, message)
         if args.evaluate:

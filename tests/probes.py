@@ -5,6 +5,9 @@ Run one with `env_id="probes:ConstantReward-v0"`: gymnasium imports this module 
 
 from __future__ import annotations
 
+import os
+import threading
+
 import gymnasium as gym
 import numpy as np
 from gymnasium.spaces import Box, Dict, Discrete, Graph, MultiBinary, MultiDiscrete, Text, Tuple
@@ -179,6 +182,126 @@ class Staggered(Counter):
         return super().reset(seed=seed, options=options)
 
 
+class Walk(Probe):
+    """A random walk that actions push; the reward is where it stands. 9 steps."""
+
+    length = 9
+
+    def reset(self, *, seed=None, options=None):
+        """At 0."""
+        self.place = [0.0]
+        return super().reset(seed=seed, options=options)
+
+    def observe(self):
+        """The place."""
+        return np.array(self.place, np.float32)
+
+    def pay(self, action):
+        """Push and drift; the place."""
+        self.place[0] += 0.3 * int(action) - 0.15 + 0.1 * self.np_random.standard_normal()
+        return self.place[0]
+
+
+class Locked(Walk):
+    """Holds what pickle refuses."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+
+class Simulator(gym.utils.EzPickle):
+    """Pickled as the arguments it was made with: a copy stands at 0 without an error."""
+
+    def __init__(self):
+        super().__init__()
+        self.place = [0.0]
+
+
+class Simulated(Walk):
+    """Keeps its place in such an object."""
+
+    def __init__(self):
+        self.simulator = Simulator()
+
+    @property
+    def place(self):
+        """Of the simulator."""
+        return self.simulator.place
+
+    @place.setter
+    def place(self, place):
+        self.simulator.place = place
+
+
+class Handlers(Walk):
+    """Keeps its methods in a table: in a copy of the table they belong to a copy of the task."""
+
+    def __init__(self):
+        self.moves = {0: self.left, 1: self.right}
+
+    def left(self):
+        """Push."""
+        self.place = [self.place[0] - 0.15 + 0.1 * self.np_random.standard_normal()]
+
+    def right(self):
+        """Push."""
+        self.place = [self.place[0] + 0.15 + 0.1 * self.np_random.standard_normal()]
+
+    def pay(self, action):
+        """By way of the table."""
+        self.moves[int(action)]()
+        return self.place[0]
+
+
+class Faulty(Probe):
+    """7-step episodes until environment 1 of a run with seed 1 fails in its 30th step.
+
+    With 12 steps to a rollout that is step 5 of the third one. Kinds of faults: "observation",
+    "reward", "error", "death" of the process; "reset": the observation that opens the episode after
+    step 28; "opening", "construction": an error ahead of all steps; "evaluation": an error in
+    evaluation episodes alone.
+    """
+
+    length = 7
+
+    def __init__(self, fault):
+        self.fault, self.steps = fault, 0
+        if fault == "construction":
+            raise RuntimeError("the simulator broke")
+
+    def reset(self, *, seed=None, options=None):
+        """Open an episode."""
+        if seed is not None:
+            self.seed = seed
+        if self.fault == "opening" or (self.fault == "evaluation" and self.seed > 1_000_000):
+            raise RuntimeError("the simulator broke")
+        obs, info = super().reset(seed=seed, options=options)
+        return obs + (np.nan if self.due("reset", 28) else 0), info
+
+    def due(self, fault, at=30):
+        """Now is the time."""
+        return self.fault == fault and self.steps == at and self.seed == 2
+
+    def step(self, action):
+        """Advance or fail."""
+        self.steps += 1
+        if self.due("error"):
+            raise RuntimeError("the simulator broke")
+        if self.due("death"):
+            os._exit(3)
+        obs, reward, *rest = super().step(action)
+        obs = obs + (np.nan if self.due("observation") else 0)
+        return obs, reward + (np.inf if self.due("reward") else 0), *rest
+
+    def observe(self):
+        """The step."""
+        return np.full(1, self.t / 7, np.float32)
+
+    def pay(self, action):
+        """A little noise."""
+        return 0.1 * self.np_random.standard_normal()
+
+
 class Spaces(gym.Env):
     """Any spaces: random observations, actions checked against the space, 7-step episodes."""
 
@@ -214,7 +337,11 @@ ACTIONS = {
 }
 SIMPLE = (ConstantReward, ObservationValue, Discounting, ActionReward, ActionAndObservation)
 gym.register("Endless-v0", TimeLimit)
-for probe in (*SIMPLE, RandomReward, Memory, Counter, Staggered):
+WALKS = (Walk, Locked, Simulated, Handlers)
+FAULTS = ("observation", "reward", "error", "death", "reset", "opening", "construction")
+for fault in (*FAULTS, "evaluation"):
+    gym.register(f"Faulty{fault.title()}-v0", Faulty, kwargs={"fault": fault})
+for probe in (*SIMPLE, RandomReward, Memory, Counter, Staggered, *WALKS):
     gym.register(f"{probe.__name__}-v0", probe)
 gym.register("TimeLimit-v0", TimeLimit, max_episode_steps=5)
 gym.register("RealEnd-v0", RealEnd, max_episode_steps=5)

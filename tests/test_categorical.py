@@ -227,34 +227,64 @@ def test_reduction_of_twins_by_hand(mode, expected):
 def test_description_by_hand():
     """0.2, 0.5, 0.3 at 0, 1, 2 of five atoms: mean 1.1, variance 0.2 * 1.21 + 0.005 + 0.243."""
     probs = torch.tensor([[1e-9, 0.2, 0.5, 0.3, 1e-9]])
-    facts = distribution().describe(probs.log(), 0.4)
-    # p10: half of bin 0; p50: 0.3 of 0.5 into bin 1; p90: 0.2 of 0.3 into bin 2; CVaR 0.2 / 0.4
-    expected = {"p10": 0, "p50": 0.5 + 0.6, "p90": 1.5 + 2 / 3, "std": 0.49**0.5, "cvar": 0.5}
+    dist = distribution(cvar_alpha=0.4)
+    # p10: half of bin 0; p50: 0.3 of 0.5 into bin 1; p90: 0.2 of 0.3 into bin 2; VaR: 0.2 of 0.5
+    # into bin 1; CVaR 0.2 / 0.4
+    expected = {"p10": 0, "p50": 0.5 + 0.6, "p90": 1.5 + 2 / 3, "var": 0.5 + 0.4, "cvar": 0.5}
+    expected |= {"std": 0.49**0.5}
+    facts = dist.describe(probs.log())
     assert {k: float(v) for k, v in facts.items()} == pytest.approx(expected, abs=1e-5)
-    assert float(distribution().mean(probs.log())) == pytest.approx(1.1)
+    assert float(dist.mean(probs.log())) == pytest.approx(1.1)
+    dist.moments.mean.fill_(10.0)  # the same in the units of returns of mean 10 and std 2
+    dist.moments.var.fill_(4.0)
+    facts = dist.describe(probs.log())
+    expected = {k: 2 * x + (0 if k == "std" else 10) for k, x in expected.items()}
+    assert {k: float(v) for k, v in facts.items()} == pytest.approx(expected, abs=1e-4)
+    assert float(dist.mean(probs.log())) == pytest.approx(12.2)
 
 
 def test_share_outside_of_the_support():
     """-1.5 and 3.5 and 9 of six targets; the edges are inside."""
     targets = torch.tensor([-1.5, -1.0, 3.0, 3.5, 9.0, 0.0])[:, None]
-    metrics = distribution().metrics(torch.zeros(2, 6, 5), targets)
+    outputs, dist = torch.zeros(2, 6, 5), distribution()
+    _, metrics = dist.encode_targets(outputs, targets, torch.ones(6, 1))
     assert float(metrics["value/outside_support"]) == 0.5
+    samples, weights = torch.tensor([[-1.5, 2.0, 9.0]]), torch.tensor([[0.25, 0.7, 0.05]])
+    _, metrics = dist.encode_targets(outputs, samples, weights)
+    assert float(metrics["value/outside_support"]) == pytest.approx(0.3)
+    dist.moments.mean.fill_(9.0)  # -10.5, -7, 0: only the last is inside
+    _, metrics = dist.encode_targets(outputs, samples, weights)
+    assert float(metrics["value/outside_support"]) == pytest.approx(0.95)
 
 
 def test_encodings():
-    """two_hot as the function; hl_gauss with sigma in bin widths, here 1.0."""
+    """two_hot as the function; hl_gauss with sigma in bin widths, bins of 2; samples mixed."""
     targets = torch.tensor([[0.3], [2.2]])
-    dist = distribution(target_encoding="two_hot")
-    assert torch.equal(dist.encode_targets(targets), two_hot(targets[:, 0], dist.support))
-    dist = distribution(target_encoding="hl_gauss", hl_gauss_sigma=0.6, v_max=7.0)  # bins of 2
-    assert_close(dist.encode_targets(targets), hl_gauss(targets[:, 0], dist.support, 1.2))
+    one = (torch.zeros(2, 2, 5), targets, torch.ones(2, 1))
+    pairs, weights = torch.tensor([[0.3, 1.6], [2.2, -0.4]]), torch.tensor([[0.2, 0.8], [0.5, 0.5]])
+    kinds = {
+        "two_hot": (distribution(target_encoding="two_hot"), two_hot),
+        "hl_gauss": (
+            distribution(target_encoding="hl_gauss", hl_gauss_sigma=0.6, v_max=7.0),
+            lambda x, z: hl_gauss(x, z, 1.2),
+        ),
+    }
+    for dist, encode in kinds.values():
+        z = dist.support
+        assert_close(dist.encode_targets(*one)[0], encode(targets[:, 0], z))
+        for mean, std in ((0.0, 1.0), (10.0, 2.0)):  # targets come in the task's units
+            dist.moments.mean.fill_(mean)
+            dist.moments.var.fill_(std**2)
+            encoded, _ = dist.encode_targets(one[0], std * pairs + mean, weights)
+            parts = [encode(pairs[:, j], z) * weights[:, j, None] for j in (0, 1)]
+            assert_close(encoded, sum(parts), rtol=1e-5, atol=1e-6)
 
 
 def test_loss_with_and_without_clipping():
     """Per sample and critic the larger of two; clipped around each critic's own old mean."""
     outputs, old = torch.randn(2, 3, 4, 5), 1 + 0.5 * torch.randn(2, 3, 4, 1)
     dist = distribution(vf_clip="mean_only", vf_clip_coef=0.2)
-    targets = dist.encode_targets(torch.randn(3, 4, 1))
+    targets, _ = dist.encode_targets(outputs, torch.randn(3, 4, 1), torch.ones(3, 4, 1))
     plain, nothing = distribution().loss(outputs, targets, old)
     loss, changed = dist.loss(outputs, targets, old)
     assert nothing.sum() == 0
@@ -282,7 +312,8 @@ def test_a_far_target_still_pulls_towards_the_edge():
     for encoding in ("two_hot", "hl_gauss"):
         dist = distribution(target_encoding=encoding)
         logits = torch.zeros(1, 1, 5, requires_grad=True)
-        targets = dist.encode_targets(torch.tensor([[1000.0]]))
+        far = (torch.tensor([[1000.0]]), torch.ones(1, 1))
+        targets, _ = dist.encode_targets(logits.detach(), *far)
         dist.loss(logits, targets, torch.zeros(1, 1, 1))[0].sum().backward()
         assert int(logits.grad.argmin()) == 4
         assert logits.grad[0, 0, 4] < -0.3
@@ -296,7 +327,7 @@ def test_moving_statistics_are_logged_as_the_jump_they_are():
     before = (moments.mean.clone(), moments.std.clone())
     batch = prepare(run)
     outputs = run.agent.critic(batch.obs, batch.critic_state, batch.episode_start)
-    mean = run.agent.dist.mean(outputs)
+    mean = outputs.softmax(-1) @ run.agent.dist.support
     was = mean * before[1] + before[0]
     now = mean * moments.std + moments.mean
     assert float(run.metrics["norm/value_shift"]) == pytest.approx(

@@ -63,19 +63,37 @@ def test_one_critic_is_its_own_reduction(mode):
 def test_description_of_a_uniform_distribution():
     """Quantiles of U(0, 10) at K = 5 are 1 3 5 7 9: F^-1(tau) = 10 tau, linear, so exact."""
     outputs = torch.tensor([[[9.0, 1.0, 5.0, 3.0, 7.0]]])
-    facts = distribution(num_quantiles=5).describe(outputs, 0.3)
+    dist = distribution(num_quantiles=5, cvar_alpha=0.3)
+    facts = dist.describe(outputs)
     # std of the five: sqrt((16 + 4 + 0 + 4 + 16) / 5) = sqrt(8); CVaR_0.3 = 10 * 0.15
-    expected = {"p10": 1.0, "p50": 5.0, "p90": 9.0, "std": 8**0.5, "cvar": 1.5}
+    expected = {"p10": 1.0, "p50": 5.0, "p90": 9.0, "var": 3.0, "std": 8**0.5, "cvar": 1.5}
     assert {k: float(v) for k, v in facts.items()} == pytest.approx(expected)
     assert all(v.shape == (1, 1) for v in facts.values())
+    assert float(dist.mean(outputs)) == pytest.approx(5)
+    dist.moments.mean.fill_(100.0)  # the same in the units of returns of mean 100 and std 2
+    dist.moments.var.fill_(4.0)
+    facts = dist.describe(outputs)
+    expected = {k: 2 * x + (0 if k == "std" else 100) for k, x in expected.items()}
+    assert {k: float(v) for k, v in facts.items()} == pytest.approx(expected)
+    assert float(dist.mean(outputs)) == pytest.approx(110)
 
 
 def test_crossing_fraction_counts_neighbours_in_the_wrong_order():
     """0 1 5 none; 4 2 3 one; 3 2 4 one; 1 6 -1 one: 3 of 8. Equal neighbours do not cross."""
-    metrics = distribution(num_quantiles=3).metrics(TWINS, torch.zeros(2, 1))
+    dist, one = distribution(num_quantiles=3), torch.ones(4, 1)
+    _, metrics = dist.encode_targets(TWINS, torch.zeros(2, 1), one[:2])
     assert float(metrics["value/crossing_fraction"]) == 3 / 8
-    metrics = distribution(num_quantiles=3).metrics(torch.ones(2, 4, 3), torch.zeros(4, 1))
+    _, metrics = dist.encode_targets(torch.ones(2, 4, 3), torch.zeros(4, 1), one)
     assert float(metrics["value/crossing_fraction"]) == 0
+
+
+def test_targets_are_trained_on_in_normalised_returns():
+    """Samples of returns of mean 100 and std 2, as they are but for that."""
+    dist, samples = distribution(num_quantiles=3), torch.tensor([[100.0, 104.0], [97.0, 101.0]])
+    dist.moments.mean.fill_(100.0)
+    dist.moments.var.fill_(4.0)
+    encoded, _ = dist.encode_targets(TWINS, samples, torch.full((2, 2), 0.5))
+    assert_close(encoded, torch.tensor([[0.0, 2.0], [-1.5, 0.5]]))
 
 
 def reference_loss(q: list, target: float, kappa: float) -> float:
@@ -173,7 +191,7 @@ def test_default_flags_learn_quantiles_and_not_expectiles():
     coverage = (sample <= q.detach()).float().mean(0)
     assert_close(coverage, dist.support, rtol=0, atol=0.02)
     worst = sample.flatten().sort().values[:200].mean()  # 5 % of 4000
-    assert float(dist.describe(q.detach(), 0.05)["cvar"]) == pytest.approx(float(worst), rel=0.05)
+    assert float(dist.describe(q.detach())["cvar"]) == pytest.approx(float(worst), rel=0.05)
 
 
 def test_equal_means_are_the_first_critic_s():

@@ -34,8 +34,7 @@ def values(agent, observations):
     obs = agent.normalize_obs(torch.tensor(observations, dtype=torch.float32)[:, None])
     start = torch.zeros(len(obs), 1, dtype=torch.bool)
     outputs = agent.critic(obs, agent.initial_state(1), start)
-    mean = agent.dist.mean(agent.dist.reduce_twins(outputs))
-    return agent.dist.moments.denormalize(mean)[:, 0].tolist()
+    return agent.dist.mean(agent.dist.reduce_twins(outputs))[:, 0].tolist()
 
 
 def test_constant_reward(script, tmp_path):
@@ -95,7 +94,7 @@ def test_predicted_spread_is_that_of_the_return(script, tmp_path):
     start = torch.zeros(10, 1, dtype=torch.bool)
     with torch.no_grad():
         outputs = agent.dist.reduce_twins(agent.critic(obs, agent.initial_state(1), start))
-    std = agent.dist.describe(outputs, 0.05)["std"][:, 0] * agent.dist.moments.std
+    std = agent.dist.describe(outputs)["std"][:, 0]
     for t in (0, 5, 9):
         expected = sum(0.81**k for k in range(10 - t)) ** 0.5
         assert float(std[t]) == pytest.approx(expected, rel=0.1)
@@ -130,7 +129,7 @@ def test_without_memory_the_cue_is_lost(tmp_path, monkeypatch):
 
 def forget(script, monkeypatch):
     """Zero the LSTM state ahead of every step."""
-    unroll, step = script.unroll_lstm, script.Actor.step
+    unroll, step = script.unroll_lstm, script.Body.step
 
     def unroll_without_state(lstm, inputs, state, episode_start):
         zero = tuple(torch.zeros_like(s) for s in state)
@@ -140,4 +139,4 @@ def forget(script, monkeypatch):
         return step(self, obs, torch.zeros_like(state))
 
     monkeypatch.setattr(script, "unroll_lstm", unroll_without_state)
-    monkeypatch.setattr(script.Actor, "step", step_without_state)
+    monkeypatch.setattr(script.Body, "step", step_without_state)

@@ -83,15 +83,17 @@ def test_a_second_look_gives_ratio_one_and_the_old_values(script, env, seq_len):
     moments = run.agent.dist.moments
     old_mean, old_std = moments.mean.clone(), moments.std
     batch = prepare(run)  # the second rollout starts from a carried state
-    actions = run.agent.actor.actions
-    params = run.agent.actor(batch.obs, batch.actor_state, batch.episode_start)
+    actions = run.agent.actions
+    outputs = run.agent.actor(batch.obs, batch.actor_state, batch.episode_start)
+    params = actions(outputs[0])
     log_prob = actions.distribution(params).log_prob(batch.actions)
     assert batch.episode_start[run.args.chunk_len > 1 :].any()  # episodes begin in mid-rollout
     assert_close((log_prob - batch.log_probs).exp(), torch.ones_like(log_prob), rtol=0, atol=1e-5)
     outputs = run.agent.critic(batch.obs, batch.critic_state, batch.episode_start)
     old = batch.old.movedim(2, 0)
     if script.__name__ == CATEGORICAL:  # atoms stay: the old means alone are in the new units
-        outputs = (run.agent.dist.mean(outputs)[..., None] * old_std + old_mean).float()
+        means = outputs.softmax(-1) @ run.agent.dist.support
+        outputs = (means[..., None] * old_std + old_mean).float()
         old = moments.denormalize(old)
     assert_close(outputs, old, rtol=1e-5, atol=1e-4 if script.__name__ == CATEGORICAL else 1e-5)
 
@@ -158,10 +160,11 @@ def test_advantages_and_targets_follow_from_the_values(script, norm_adv):
         critic = run.agent.critic
         *features, _, _ = critic.over_rollout(seen, before.critic_state, run.args.chunk_len)
         outputs, next_outputs = (critic.decode(x) for x in features)
-        decode = run.agent.dist.mean
+        normalised = script.ValueDistribution(run.args)  # its own statistics have not moved
+        decode = normalised.mean
         values = decode(outputs).amin(0).double().numpy() * std + mean  # the smaller critic
         next_values = decode(next_outputs).amin(0).double().numpy() * std + mean
-        facts = run.agent.dist.describe(run.agent.dist.reduce_twins(outputs), run.args.cvar_alpha)
+        facts = normalised.describe(normalised.reduce_twins(outputs))
         twins = decode(outputs).double() * std + mean
     batch, _, metrics = script.prepare_batch(run.agent, rollout, run.carry, run.args)
     for tag, key in (("value/p10", "p10"), ("value/p50", "p50"), ("value/p90", "p90"),
@@ -246,10 +249,12 @@ def test_minibatches_are_a_shuffled_partition_of_the_sequences(script):
     run = make_run(script, "Counter", num_envs=6, num_minibatches=3, **sequences(script, 4))
     batch = prepare(run)
     columns = batch.advantages.shape[1]
+    parts = list(script.minibatches(batch, 3, 2))  # two epochs
+    assert len(parts) == 6
     orders = []
-    for _ in range(2):
+    for epoch in (parts[:3], parts[3:]):
         seen = []
-        for mb in script.minibatches(batch, 3, 1):
+        for mb in epoch:
             assert mb.advantages.shape == (run.args.chunk_len, columns // 3)
             for j in range(columns // 3):
                 same = (mb.obs[:, j, None] == batch.obs).all(-1).all(0)

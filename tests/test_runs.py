@@ -18,7 +18,7 @@ losses/policy_loss losses/value_loss losses/entropy losses/approx_kl losses/clip
 losses/explained_variance
 value/bias value/std_predicted value/std_target value/clip_fraction value/p10 value/p50 value/p90
 twin/loss_1 twin/loss_2 twin/abs_difference twin/critic1_is_min
-cvar/predicted cvar/empirical
+cvar/predicted cvar/empirical cvar/coverage cvar/weight cvar/lambda
 norm/return_mean norm/return_std norm/value_shift
 adv/mean_raw adv/std_raw adv/abs_max
 policy/kl_exact policy/kl_max policy/ratio_mean policy/ratio_std
@@ -32,7 +32,7 @@ OF_ITS_OWN = {
     "distributional_ppo_lstm": ["value/crossing_fraction"],
     "distributional_ppo_categorical": ["value/outside_support"],
 }
-HISTOGRAMS = ["charts/recent_returns", "value/predicted_returns"]
+HISTOGRAMS = ["charts/recent_returns", "value/predicted_returns", "value/realised_returns"]
 TIMED = {"charts/SPS", "time/rollout", "time/values", "time/update", "run_dir"}
 
 

@@ -61,23 +61,24 @@ def test_twin_heads_start_apart(script):
 def test_metrics_are_means_over_the_minibatches(run, vf_clip):
     """Reported numbers recomputed from each minibatch, the weights standing still."""
     script, args, agent, batch = run.script, run.args, run.agent, run.batch
+    batch.targets = batch.targets.clone()
+    batch.targets[:, 0] += 3  # one sequence with a large loss: no minibatch has the mean
     metrics, _ = run_update(run, learning_rate=0.0, ent_coef=0.01, vf_clip=vf_clip)
     args.vf_clip = vf_clip
     torch.manual_seed(5)
     rows, shares = [], []
-    for _ in range(args.update_epochs):
-        for mb in script.minibatches(batch, args.num_minibatches, 1):
-            params = agent.actor(mb.obs, mb.actor_state, mb.episode_start)
-            policy = agent.actor.actions.distribution(params)
-            ratio = (policy.log_prob(mb.actions) - mb.log_probs).exp()
-            loss = -(ratio * mb.advantages).mean()  # ratios are 1: nothing is clipped
-            outputs = agent.critic(mb.obs, mb.critic_state, mb.episode_start)
-            old = torch.stack([mb.old[:, :, 0], mb.old[:, :, 1]])  # each critic's own
-            losses, clipped = agent.dist.loss(outputs, mb.targets, old)
-            v_losses = losses.flatten(1).mean(1)
-            shares.append(float(clipped.mean()))
-            row = [loss, v_losses.mean(), *v_losses, policy.entropy().mean()]
-            rows.append(torch.stack(row).detach())
+    for mb in script.minibatches(batch, args.num_minibatches, args.update_epochs):
+        params = agent.actions(agent.actor(mb.obs, mb.actor_state, mb.episode_start)[0])
+        policy = agent.actions.distribution(params)
+        ratio = (policy.log_prob(mb.actions) - mb.log_probs).exp()
+        loss = -(ratio * mb.advantages).mean()  # ratios are 1: nothing is clipped
+        outputs = agent.critic(mb.obs, mb.critic_state, mb.episode_start)
+        old = torch.stack([mb.old[:, :, 0], mb.old[:, :, 1]])  # each critic's own
+        losses, clipped = agent.dist.loss(outputs, mb.targets, old)
+        v_losses = losses.flatten(1).mean(1)
+        shares.append(float(clipped.mean()))
+        row = [loss, v_losses.mean(), *v_losses, policy.entropy().mean()]
+        rows.append(torch.stack(row).detach())
     assert len(rows) == 4
     means = torch.stack(rows).mean(0).tolist()
     tags = ["losses/policy_loss", "losses/value_loss", "twin/loss_1", "twin/loss_2"]
@@ -112,9 +113,8 @@ def test_gradient_norms_are_those_of_the_loss(script):
     run.args.max_grad_norm = 0.05  # below the norm of either part
     batch = prepare(run)
     agent, args = run.agent, run.args
-    policy = agent.actor.actions.distribution(
-        agent.actor(batch.obs, batch.actor_state, batch.episode_start)
-    )
+    params = agent.actions(agent.actor(batch.obs, batch.actor_state, batch.episode_start)[0])
+    policy = agent.actions.distribution(params)
     ratio = (policy.log_prob(batch.actions) - batch.log_probs).exp()
     outputs = agent.critic(batch.obs, batch.critic_state, batch.episode_start)
     losses, _ = agent.dist.loss(outputs, batch.targets, batch.old.movedim(2, 0))
@@ -160,8 +160,8 @@ def test_with_an_early_stop_all_environments_still_get_used(script):
     used = set()
     original = script.minibatches
 
-    def watch(batch, num_minibatches):
-        for i, mb in enumerate(original(batch, num_minibatches)):
+    def watch(batch, number, epochs):
+        for i, mb in enumerate(original(batch, number, epochs)):
             if i == 0:  # the minibatch that makes the one step
                 first = run.agent.normalize_obs(run.rollout.obs)[:, :, 0]
                 used.add(int((first[0] - mb.obs[0, 0, 0]).abs().argmin()))
@@ -266,8 +266,10 @@ def test_a_single_critic_runs_and_has_no_twin(script):
     assert metrics["twin/loss_1"] == metrics["twin/loss_2"]
 
 
-def test_statistics_take_in_targets_and_values():
-    """Merged moments of what the rollout gave, by NumPy; the count is capped."""
+@pytest.mark.parametrize("value_target", ["lambda_return", "sr_lambda"])
+def test_statistics_take_in_targets_and_values(value_target):
+    """Merged moments of what the rollout gave, written out; the count is capped.
+    Mean and spread of a target's samples stand for all of them: the moments are the same."""
     script = distributional_ppo_lstm
     run = make_run(script, "Counter")
     agent, moments = run.agent, run.agent.dist.moments
@@ -280,15 +282,22 @@ def test_statistics_take_in_targets_and_values():
     targets = batch.targets[..., 0].double() * std + mean
     raw, _ = flip(run, "norm_adv", False)
     values = targets - raw.advantages.double()
-    both = torch.cat((targets.flatten(), values.flatten()))
-    n = len(both)
+    run.args.value_target = value_target
+    torch.manual_seed(8)  # sr_lambda draws
+    batch, _ = flip(run, "norm_returns", False)
+    samples = batch.targets.double() * std + mean  # (L, M, J)
+    assert samples.shape[-1] == (1 if value_target == "lambda_return" else 7)
+    n = 4 * values.numel()  # two for the target and two for the value of every step
+    torch.manual_seed(8)
     script.prepare_batch(agent, copy.copy(run.rollout), run.before, run.args)
-    expected_mean = (count * mean + float(both.sum())) / (count + n)
-    square = count * (var + mean**2) + float(both.square().sum())
+    both, squares = samples + values[..., None], samples.square() + values[..., None].square()
+    expected_mean = (count * mean + n * float(both.mean()) / 2) / (count + n)
+    square = count * (var + mean**2) + n * float(squares.mean()) / 2
     expected_var = square / (count + n) - expected_mean**2
     assert float(moments.mean) == pytest.approx(expected_mean, rel=1e-5)
     assert float(moments.var) == pytest.approx(expected_var, rel=1e-4)
-    assert moments.max_count == 20 * run.args.batch_size
+    assert float(moments.count) == count + n
+    assert moments.max_count == 40 * run.args.batch_size
 
 
 def test_values_outside_of_a_gradient_never_reach_the_actor(run):
@@ -304,7 +313,7 @@ def test_values_outside_of_a_gradient_never_reach_the_actor(run):
 def test_initial_weights_are_orthogonal(script):
     """Gains: 1 for the LSTM, 0.01 for the policy, 0.1 for value outputs, sqrt(2) elsewhere."""
     agent = script.Agent(make_run(script, "VectorDiscrete").args)
-    gains = {"lstm": 1.0, "actor.head": 0.01}
+    gains = {"lstm": 1.0, "actor.heads": 0.01}
     gains |= {f"critic.heads.{c}.2": 0.1 for c in range(2)}
     for name, p in agent.named_parameters():
         if "bias" in name:
@@ -329,8 +338,8 @@ def test_every_term_of_the_loss_goes_the_right_way(run):
         )
 
     def policy(agent):
-        params = agent.actor(batch.obs, batch.actor_state, batch.episode_start)
-        return agent.actor.actions.distribution(params)
+        outputs = agent.actor(batch.obs, batch.actor_state, batch.episode_start)
+        return agent.actions.distribution(agent.actions(outputs[0]))
 
     assert (losses(agent) < losses(run.agent)).all()
     entropy = float(policy(run.agent).entropy().mean().detach())

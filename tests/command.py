@@ -1,0 +1,84 @@
+"""Runs through the command line: in this process, or in one that may be killed."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from conftest import SCRIPTS
+
+TESTS = Path(__file__).resolve().parent
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Handlers of signals and the wish to stop end with the block."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, handlers):
+        signal.signal(number, handler)
+    for name in SCRIPTS:
+        importlib.import_module(name).STOP.clear()
+
+
+def words(args: Any) -> list[str]:
+    """The command line of these flags: those that are not at their default."""
+    line = []
+    for field in fields(args):
+        value, name = getattr(args, field.name), field.name.replace("_", "-")
+        if value == field.default:
+            continue
+        if isinstance(value, bool):
+            line.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            values = value if isinstance(value, tuple) else (value,)
+            line += [f"--{name}", *map(str, values)]
+    return line
+
+
+def run_main(script: ModuleType, capsys: pytest.CaptureFixture, line: list[str]) -> tuple:
+    """Exit code, standard output and standard error of `main`."""
+    capsys.readouterr()
+    try:
+        script.main(line)
+        code = 0
+    except SystemExit as stop:
+        code = stop.code
+    return code, *capsys.readouterr()
+
+
+def start(script: ModuleType, directory: Path, line: list[str]) -> subprocess.Popen:
+    """A process of its own, in a group of its own; output goes to `out` and `err` there."""
+    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    with (directory / "out").open("w") as out, (directory / "err").open("w") as err:
+        return subprocess.Popen(
+            [sys.executable, script.__file__, *line], stdout=out, stderr=err, cwd=directory,
+            env=os.environ | {"PYTHONPATH": path}, start_new_session=True,
+        )  # fmt: skip
+
+
+def await_file(process: subprocess.Popen, directory: Path, pattern: str) -> Path:
+    """The first file of that pattern, as soon as it is there."""
+    for _ in range(6000):
+        if found := sorted(directory.glob(pattern)):
+            return found[0]
+        assert process.poll() is None, (directory / "err").read_text()
+        time.sleep(0.01)
+    raise TimeoutError(pattern)
+
+
+def next_second() -> None:
+    """Wait for the clock: names of event files of one second sort by the process alone."""
+    time.sleep(1.01 - time.time() % 1)
