@@ -624,7 +624,7 @@ class Agent(nn.Module):
     def policy(self, obs: Tensor, state: Tensor) -> Tensors:
         """One step: raw obs (N, D), state (2, N, H) -> params of the actions (N, ...), state."""
         features, state = self.actor.step(self.normalize_obs(obs), state)
-        return self.actions(self.actor.decode(features)[0]), state
+        return self.actions(self.actor.heads[0](features)), state
 
     @torch.no_grad()
     def act(
@@ -681,7 +681,9 @@ def make_env(args: Args, video_dir: Path | None = None, step_limit: int | None =
             env = gym.wrappers.RecordVideo(env, str(video_dir), episode_trigger=lambda _: True)
         if step_limit and env.spec.max_episode_steps is None:
             env = gym.wrappers.TimeLimit(env, step_limit)
-        space, env = env.observation_space, gym.wrappers.FlattenObservation(env)
+        space = env.observation_space
+        if not isinstance(space, Box) or len(space.shape) != 1:
+            env = gym.wrappers.FlattenObservation(env)
     except (gym.error.Error, ImportError, NotImplementedError) as error:
         raise UsageError(f"--env-id {args.env_id}: {error}") from error
     message = f"--env-id {args.env_id}: observation space {space} cannot be flattened"
@@ -711,7 +713,7 @@ class Carry(NamedTuple):
     critic_state: Tensor  # (2, N, H) ahead of it
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def collect_rollout(
     envs: gym.vector.VectorEnv, agent: Agent, carry: Carry, num_steps: int, chunk_len: int
 ) -> tuple[SimpleNamespace, Carry]:
@@ -722,6 +724,7 @@ def collect_rollout(
     episodes that ended (step, return, length). Raises `Fault` for what is not finite."""
     obs, start, state, critic_state = carry
     rows, states, episodes = [], [], []
+    scalars = np.empty((3, num_steps, len(obs)), np.float32)
     for t in range(num_steps):
         if t % chunk_len == 0:
             states.append(state)
@@ -740,15 +743,16 @@ def collect_rollout(
             i = int(valid.argmin())
             place = f"step {t} of the rollout, environment {i}: not finite; check the task"
             raise Fault(f"observation {array[i]}, reward {rewards[i]}, {place}")
-        scalars = torch.from_numpy(np.stack((rewards, terminated, truncated), dtype=np.float32))
-        rows.append((obs, successor, start, actions, params, scalars))
+        scalars[:, t] = rewards, terminated, truncated
+        rows.append((obs, successor, start, actions, params))
         obs, start = next_obs, torch.as_tensor(done, device=obs.device)
-    *columns, scalars = (torch.stack(x) for x in zip(*rows))
-    rewards, terminated, truncated = scalars.to(obs.device).unbind(1)
-    rollout = SimpleNamespace(episodes=episodes, actor_state=torch.stack(states), rewards=rewards)
-    rollout.obs, rollout.next_obs, rollout.episode_start, rollout.actions, rollout.params = columns
-    rollout.terminated, rollout.truncated = terminated.bool(), truncated.bool()
-    return rollout, Carry(obs, start, state, critic_state)
+    with torch.inference_mode(False):  # copies, which autograd accepts
+        names = ("obs", "next_obs", "episode_start", "actions", "params")
+        rollout = SimpleNamespace(**{k: torch.stack(x) for k, x in zip(names, zip(*rows))})
+        rollout.rewards, *ends = torch.from_numpy(scalars).to(obs.device)
+        rollout.terminated, rollout.truncated = (x.bool() for x in ends)
+        rollout.actor_state, rollout.episodes = torch.stack(states), episodes
+        return rollout, Carry(obs.clone(), start.clone(), state.clone(), critic_state)
 
 
 # ------------------------------------------------------------------------------------------- update
@@ -836,7 +840,7 @@ def update(
     The exact KL(old || new) of a minibatch is tested ahead of its step; the first one larger than
     `target_kl` ends the update. Returns means over the minibatches evaluated, that one included;
     `grad/*` over the steps taken. Raises `Fault` for what is not finite."""
-    nets, rows, norms = (agent.actor, agent.critic), [], []
+    nets, rows, norms = [[*net.parameters()] for net in (agent.actor, agent.critic)], [], []
     for mb in minibatches(batch, args.num_minibatches, args.update_epochs):
         params = agent.actions(agent.actor(mb.obs, mb.actor_state, mb.episode_start)[0])
         policy = agent.actions.distribution(params)
@@ -865,9 +869,9 @@ def update(
             break
         optimizer.zero_grad()
         loss.backward()
-        norm = torch.stack([get_total_norm([p.grad for p in net.parameters()]) for net in nets])
+        norm = torch.stack([get_total_norm([p.grad for p in net]) for net in nets])
         norms.append(torch.stack((norm.norm(), *norm)))
-        clip_grads_with_norm_(agent.parameters(), args.max_grad_norm, norms[-1][0])
+        clip_grads_with_norm_((*nets[0], *nets[1]), args.max_grad_norm, norms[-1][0])
         optimizer.step()
 
     table, steps = torch.stack(rows), torch.stack(norms or [torch.zeros(3)])

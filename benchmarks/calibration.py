@@ -177,15 +177,287 @@ for name, process in PROCESSES.items():
     if f"{name}-v0" not in gym.registry:
         gym.register(f"{name}-v0", process, max_episode_steps=5 if name == "time_limit" else None)
 
-# ------------------------------------------------------------------------------------------ the grid
+# ----------------------------------------------------------------------------------------- the grid
 RECOMMENDED = {
     LSTM: "--value-target sr_lambda --kappa 0 --num-quantiles 51 --twin-reduce mean",
-    CATEGORICAL: "--value-target sr_lambda --target-encoding two_hot --num-atoms 101 "
-    "--twin-reduce mean",
+    CATEGORICAL: "--value-target sr_lambda --target-encoding two_hot --twin-reduce mean",
 }
-BASE = (  # a long annealed run: the noise of a quantile falls with the episodes averaged over
-    "--num-envs 16 --num-steps 40 --total-timesteps 128000 --num-minibatches 4 --update-epochs 2 "
-    "--learning-rate 3e-3 --gae-lambda 0.95 --hidden-size 32 --ent-coef 0 --eval-episodes 1 "
-    "--checkpoint-every 0 "
+BASE = (  # large rollouts: the return statistics of the last ten must stand still at the end
+    "--num-envs 16 --num-steps 160 --total-timesteps 102400 --num-minibatches 16 "
+    "--update-epochs 2 --learning-rate 2e-3 --gae-lambda 0.95 --hidden-size 32 --ent-coef 0 "
+    "--eval-episodes 1 --checkpoint-every 0 "
 )
-WIDTH = {LSTM: "--lstm-hidden-size 16 ", CATEGORICAL: ""}
+WIDTH = {LSTM: "--lstm-hidden-size 16 --seq-len 40 ", CATEGORICAL: ""}
+PENDULUM = "--gamma 0.9 --gae-lambda 0.95 --num-steps 200 --num-minibatches 8 --ent-coef 0 "
+HOPPER = (
+    "--total-timesteps 500000 --gamma 0.99 --gae-lambda 0.95 --num-steps 256 --num-minibatches 8 "
+    "--learning-rate 5e-4 --ent-coef 0 "
+)
+REAL = {"CartPoleNoVel-v1": "", "Pendulum-v1": PENDULUM, "Hopper-v5": HOPPER}
+REDUCE = {"min": "--twin-reduce min", "mean": "--twin-reduce mean", "single": "--num-critics 1"}
+FIGURES = ("w1", "std", "cvar05", "cvar25", "decile")  # each with its floor
+FIELDS = (
+    "task", "script", "variant", "seed", "seconds", "mean", *FIGURES,
+    *(f"{figure}_floor" for figure in FIGURES), "coverage", "bias", "curve",
+)  # fmt: skip
+Cell = tuple[str, str, str, str, range]  # task, script, variant, flags, seeds
+
+
+def cells() -> list[Cell]:
+    """The grid, what is judged first."""
+    small, real, grid = [], [], []
+    for task, process in PROCESSES.items():
+        start = f"{BASE}--gamma {process.gamma} "
+        for script in (CATEGORICAL, LSTM):
+            flags = start + WIDTH[script]
+            seeds = range(1, 4 if task in JUDGED else 2)
+            small.append((task, script, "recommended", flags + RECOMMENDED[script], seeds))
+            for target in ("lambda_return", "sr_lambda"):
+                for kind in (0, 0.1, 1) if script == LSTM else ("two_hot", "hl_gauss"):
+                    for number in (21, 32, 51):
+                        kappa = f"--kappa {kind} --num-quantiles {number}"
+                        encoding = f"--target-encoding {kind} --num-atoms {number}"
+                        own = kappa if script == LSTM else encoding
+                        told = f"kappa {kind}" if script == LSTM else kind
+                        line = f"{flags}--value-target {target} --twin-reduce mean {own}"
+                        grid.append((task, script, f"{target}, {told}, K {number}", line, [1]))
+    for task, flags in REAL.items():
+        for script in (LSTM, CATEGORICAL):
+            short = " --seq-len 32 " if task == "Hopper-v5" and script == LSTM else " "
+            for name, reduce in REDUCE.items():
+                line = f"{flags}{short}{RECOMMENDED[script]} {reduce} --eval-episodes 10"
+                real.append((task, script, name, line, [1]))
+    return [*small, *sorted(grid, key=lambda cell: "K 32" not in cell[2]), *real]
+
+
+# ------------------------------------------------------------------------------------- measurements
+
+
+def measure(module: ModuleType, agent: Any, args: Any, truth: np.ndarray) -> dict[str, Any]:
+    """Figures of the prediction at the start state, and of the floor: errors relative to the truth.
+
+    w1: Wasserstein-1 distance over the std; std: relative error; cvar: error over the distance of
+    the true CVaR from the mean (no division by a CVaR near 0); decile: largest error of coverage.
+    """
+    import torch
+
+    env, dist = module.make_env(args), agent.dist
+    obs = agent.normalize_obs(torch.as_tensor(env.reset(seed=0)[0])[None, None])
+    with torch.no_grad():
+        outputs = agent.critic(obs, agent.initial_state(1), torch.ones(1, 1, dtype=torch.bool))
+        outputs = dist.reduce_twins(outputs)[0].double()  # (1, K)
+    if module.__name__ == LSTM:
+        taus = (np.arange(outputs.shape[1]) + 0.5) / outputs.shape[1]
+        both = [dist.moments.denormalize(outputs), torch.tensor(np.quantile(truth, taus))[None]]
+        curves = [extend(taus, x[0].sort().values.numpy()) for x in both]
+        tails = [[float(module.cvar(x, alpha)) for alpha in (0.05, 0.25)] for x in both]
+    else:
+        atoms = dist.moments.denormalize(dist.support.double())
+        width = atoms[1] - atoms[0]
+        edges = torch.cat((atoms[:1] - width, atoms)) + width / 2
+        mass = torch.full((1, FINE), 1 / FINE, dtype=torch.float64)
+        floor = module.project_categorical(mass, torch.tensor(truth)[None], atoms)
+        both = [outputs.softmax(-1), floor]
+        curves = [np.interp(LEVELS, np.append(0, x[0].cumsum(0)), edges) for x in both]
+        tails = [[float(module.cvar_categorical(x, atoms, a)) for a in (0.05, 0.25)] for x in both]
+    result = {"mean": (curves[0].mean() - truth.mean()) / truth.std()}
+    for end, curve, tail in zip(("", "_floor"), curves, tails):
+        result[f"w1{end}"] = np.abs(curve - truth).mean() / truth.std()
+        result[f"std{end}"] = curve.std() / truth.std() - 1
+        for alpha, value in zip((0.05, 0.25), tail):
+            true = truth[: int(alpha * FINE)].mean()
+            result[f"cvar{100 * alpha:02.0f}{end}"] = (value - true) / (truth.mean() - true)
+        nominal = np.arange(1, 10) / 10
+        place = np.interp(nominal, LEVELS, curve)  # of tied returns any share may be below
+        low, high = (np.searchsorted(truth, place + e) / FINE for e in (-1e-3, 1e-3))
+        result[f"decile{end}"] = np.maximum(low - nominal, nominal - high).clip(min=0).max()
+    shown = " ".join(f"{x:.4g}" for x in curves[0][SHOWN])
+    return {k: round(float(v), 5) for k, v in result.items()} | {"curve": shown}
+
+
+def extend(taus: np.ndarray, points: np.ndarray) -> np.ndarray:
+    """The piecewise linear quantile function of `cvar`, linear beyond both ends, at LEVELS."""
+    left = np.clip(np.searchsorted(taus, LEVELS) - 1, 0, len(taus) - 2)
+    share = (LEVELS - taus[left]) / (taus[left + 1] - taus[left])
+    return points[left] + share * (points[left + 1] - points[left])
+
+
+def measure_real(module: ModuleType, agent: Any, args: Any, episodes: int = 64) -> dict[str, float]:
+    """Mean absolute error of the coverage of the predicted deciles, and bias of the value.
+
+    The sampled policy plays on beyond time limits until rewards no longer count (gamma^k < 1e-3);
+    only steps within the limit are scored. Bias: mean of V - return, over the std of the returns.
+    """
+    import torch
+
+    envs = module.make_envs(args, episodes)
+    for env in envs.envs:
+        while not isinstance(env, gym.wrappers.TimeLimit):
+            env = env.env
+        scored, env._max_episode_steps = env.spec.max_episode_steps, 10**9
+    obs, _ = envs.reset(seed=2_000_000 + args.seed)
+    torch.manual_seed(args.seed)
+    state, alive, rows = agent.initial_state(episodes), np.ones(episodes, bool), []
+    for _ in range(scored + int(np.log(1e-3) / np.log(args.gamma))):
+        action, state = agent.act(obs, state, deterministic=False)
+        seen = obs.copy()
+        obs, reward, terminated, _, _ = envs.step(action)
+        rows.append((seen, alive, reward * alive))
+        alive = alive & ~terminated
+        if not alive.any():
+            break
+    envs.close()
+    seen, alive, returns = (np.array(x) for x in zip(*rows))
+    for t in reversed(range(len(returns) - 1)):
+        returns[t] += args.gamma * returns[t + 1]
+    with torch.no_grad():
+        inputs = agent.normalize_obs(torch.as_tensor(seen[:scored]))
+        start = torch.zeros(inputs.shape[:2], dtype=torch.bool)
+        start[0] = True
+        outputs = agent.dist.reduce_twins(
+            agent.critic(inputs, agent.initial_state(episodes), start)
+        )
+        if module.__name__ == LSTM:
+            z, facts, quantile = agent.dist.moments.denormalize(outputs), (), module.value_at_risk
+        else:
+            facts = (agent.dist.moments.denormalize(agent.dist.support),)
+            z, quantile = outputs.softmax(-1), module.categorical_quantile
+        mask, truth, errors = alive[:scored], returns[:scored], []
+        for level in np.arange(1, 10) / 10:
+            below = truth < quantile(z, *facts, float(level)).numpy()
+            errors.append(abs(below[mask].mean() - level))
+        value = agent.dist.mean(outputs).numpy()
+    bias = (value - truth)[mask].mean() / truth[mask].std()
+    return {"coverage": round(np.mean(errors), 4), "bias": round(bias, 4)}
+
+
+def run_one(cell: Cell, seed: int) -> dict[str, Any]:
+    """Train and measure one cell."""
+    task, script, variant, flags, _ = cell
+    module = importlib.import_module(script)
+    env_id = f"calibration:{task}-v0" if task in PROCESSES else task
+    with tempfile.TemporaryDirectory() as top, contextlib.redirect_stdout(io.StringIO()):
+        line = ["--env-id", env_id, "--seed", str(seed), "--run-dir", top]
+        words = dict(zip(flags.split()[::2], flags.split()[1::2]))  # the last of each flag counts
+        began = time.time()
+        metrics = module.train(
+            module.tyro.cli(module.Args, args=line + [w for item in words.items() for w in item])
+        )
+        seconds = round(time.time() - began, 1)
+        agent, args = module.load_agent(metrics["run_dir"])
+    row = {"task": task, "script": script, "variant": variant, "seed": seed, "seconds": seconds}
+    if task in REAL:
+        return row | measure_real(module, agent, args)
+    return row | measure(module, agent, args, PROCESSES[task].truth())
+
+
+def read_rows() -> list[dict[str, str]]:
+    """Rows of the CSV, if there is one."""
+    path = RESULTS / "calibration.csv"
+    return list(csv.DictReader(path.open())) if path.exists() else []
+
+
+def run_missing(only: list[str], seeds: list[int]) -> None:
+    """Every cell without a row; `only` names tasks, scripts or parts of variants, all to match."""
+    sys.path.insert(0, str(HERE.parent))
+    done = {(r["task"], r["script"], r["variant"], r["seed"]) for r in read_rows()}
+    path = RESULTS / "calibration.csv"
+    for cell in cells():
+        for seed in seeds or cell[4]:
+            wanted = all(any(word in part for part in cell[:3]) for word in only)
+            if not wanted or (*cell[:3], str(seed)) in done:
+                continue
+            row = run_one(cell, seed)
+            new = not path.exists()
+            with path.open("a", newline="") as file:
+                writer = csv.DictWriter(file, FIELDS)
+                if new:
+                    writer.writeheader()
+                writer.writerow(row)
+            print({k: v for k, v in row.items() if k != "curve"}, flush=True)
+
+
+# ------------------------------------------------------------------------------------------- report
+def reached(row: dict[str, float]) -> bool:
+    """The goals of the judged processes."""
+    near = row["w1"] <= row["w1_floor"] + 0.03 and abs(row["std"]) <= 0.05
+    return near and abs(row["cvar05"]) <= 0.08 and row["decile"] <= row["decile_floor"] + 0.02
+
+
+def report() -> None:
+    """Tables in results/calibration.md and on stdout, the figure in results/calibration.png."""
+    groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    order = {cell[:3]: i for i, cell in enumerate(cells())}
+    for row in read_rows():
+        groups.setdefault((row["task"], row["script"], row["variant"]), []).append(row)
+    small = [
+        "Errors at the start state, percent, with the representation floor in brackets; means of",
+        "absolute errors over seeds, of signed ones for std and CVaR. Seeds that reach all goals.",
+        "",
+        "| process | script | flags | W1 / std | std | CVaR 0.05 | CVaR 0.25 | deciles | reached |",
+        "|" + "---|" * 9,
+    ]
+    real = [
+        "| task | script | critics | coverage error | bias / std |", "|" + "---|" * 5
+    ]  # fmt: skip
+    for key in sorted(groups, key=lambda k: (list({**PROCESSES, **REAL}).index(k[0]), order[k])):
+        task, script, variant = key[0], key[1].split("_")[-1], key[2]
+        if task in REAL:
+            facts = [np.mean([float(r[x]) for r in groups[key]]) for x in ("coverage", "bias")]
+            real.append(f"| {task} | {script} | {variant} | {facts[0]:.3f} | {facts[1]:+.3f} |")
+            continue
+        rows = [{k: float(r[k]) for f in FIGURES for k in (f, f"{f}_floor")} for r in groups[key]]
+        figures = []
+        for figure in FIGURES:
+            sign = "+" if figure in ("std", "cvar05", "cvar25") else ""
+            mean, floor = (100 * np.mean([r[x] for r in rows]) for x in (figure, f"{figure}_floor"))
+            figures.append(f"{mean:{sign}.1f} ({floor:{sign}.1f})")
+        passed = f"{sum(map(reached, rows))} of {len(rows)}" if task in JUDGED else "no goal"
+        small.append("| " + " | ".join((task, script, variant, *figures, passed)) + " |")
+    text = "\n".join((*small, "", *real)) + "\n"
+    (RESULTS / "calibration.md").write_text(text)
+    print(text)
+    draw(groups)
+
+
+def draw(groups: dict[tuple[str, ...], list[dict[str, str]]]) -> None:
+    """Predicted quantile functions over the truth, a panel for each process."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 5, figsize=(14, 3.6), constrained_layout=True)
+    shown = (
+        (LSTM, "recommended", "C0", "quantiles, recommended flags"),
+        (CATEGORICAL, "recommended", "C2", "categorical, recommended flags"),
+        (LSTM, "sr_lambda, kappa 1, K 32", "C1", "quantiles, kappa 1"),
+        (LSTM, "lambda_return, kappa 0, K 32", "C3", "quantiles, lambda_return"),
+    )
+    for panel, (task, process) in zip(axes, PROCESSES.items()):
+        truth = process.truth()[SHOWN]
+        panel.plot(LEVELS[SHOWN], truth, color="0.75", lw=6, label="truth")
+        for script, variant, colour, label in shown:
+            for row in groups.get((task, script, variant), [])[:1]:
+                curve = np.array(row["curve"].split(), float)
+                panel.plot(LEVELS[SHOWN], curve, color=colour, lw=1.5, label=label)
+        panel.set(title=task.replace("_", " "), xlabel="probability of a smaller return")
+    axes[0].set_ylabel("discounted return")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    figure.savefig(RESULTS / "calibration.png", dpi=130)
+
+
+def main() -> None:
+    """Parse, run, report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--report", action="store_true", help="only rebuild tables and figure")
+    parser.add_argument("--only", nargs="*", default=[], help="tasks, scripts, parts of variants")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[], help="seeds to run")
+    args = parser.parse_args()
+    if not args.report:
+        run_missing(args.only, args.seeds)
+    report()
+
+
+if __name__ == "__main__":
+    main()

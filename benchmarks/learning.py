@@ -30,21 +30,43 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 LSTM, CATEGORICAL = "distributional_ppo_lstm", "distributional_ppo_categorical"
+SB3 = "stable_baselines3_ppo"
 FOLLOWED = ("norm/return_std", "norm/value_shift", "value/outside_support")
-PENDULUM = "--gamma 0.9 --gae-lambda 0.95 --num-steps 200 --num-minibatches 8 --ent-coef 0"
+PENDULUM_NOVEL = "--gamma 0.9 --gae-lambda 0.95 --num-steps 200 --num-minibatches 8 --ent-coef 0"
 MOUNTAIN = (
     "--total-timesteps 300000 --gamma 0.999 --gae-lambda 0.95 --num-envs 16 --num-steps 500 "
     "--seq-len 250 --num-minibatches 16 --update-epochs 10 --log-std-init 2 --ent-coef 0"
 )
+PENDULUM = (
+    "--total-timesteps 100000 --gamma 0.9 --gae-lambda 0.95 --num-steps 256 "
+    "--num-minibatches 32 --update-epochs 10"
+)
+ACROBOT = "--total-timesteps 500000 --gamma 0.99 --gae-lambda 0.95"
+LUNAR = "--total-timesteps 1000000 --gamma 0.999 --gae-lambda 0.98"
+MUJOCO = (
+    "--total-timesteps 1000000 --num-steps 256 --num-minibatches 32 --update-epochs 10 "
+    "--learning-rate 3e-4 --gamma 0.99 --gae-lambda 0.95 --log-std-init -0.5 --target-kl 0.02"
+)
+# training return, mean of 20 episodes, at which a task counts as learnt
+THRESHOLDS = {"CartPoleNoVel-v1": 475, "CartPole-v1": 475, "Acrobot-v1": -100, "Pendulum-v1": -200}
+THRESHOLDS |= {"HalfCheetah-v5": 3000, "Hopper-v5": 2000, "Walker2d-v5": 2000}
 # (script, task, variant, flags beyond --env-id, seeds)
 GRID = [
     (LSTM, "CartPoleNoVel-v1", "default", "", range(1, 11)),
     (LSTM, "CartPoleNoVel-v1", "no_memory", "", range(1, 4)),
-    (LSTM, "PendulumNoVel-v1", "default", PENDULUM, range(1, 4)),
-    (LSTM, "MountainCarContinuousNoVel-v0", "default", MOUNTAIN, range(1, 4)),
-    (LSTM, "popgym:popgym-RepeatFirstEasy-v0", "default", "", range(1, 4)),
-    (LSTM, "popgym:popgym-RepeatPreviousEasy-v0", "default", "", range(1, 4)),
+    (LSTM, "PendulumNoVel-v1", "default", PENDULUM_NOVEL, range(1, 11)),
+    (LSTM, "MountainCarContinuousNoVel-v0", "default", MOUNTAIN, range(1, 11)),
+    (LSTM, "popgym:popgym-RepeatFirstEasy-v0", "default", "", range(1, 6)),
+    (LSTM, "popgym:popgym-RepeatPreviousEasy-v0", "default", "", range(1, 6)),
     (CATEGORICAL, "CartPole-v1", "default", "", range(1, 11)),
+    (CATEGORICAL, "Pendulum-v1", "default", PENDULUM, range(1, 6)),
+    (CATEGORICAL, "Acrobot-v1", "default", ACROBOT, range(1, 6)),
+    (CATEGORICAL, "HalfCheetah-v5", "default", MUJOCO, range(1, 4)),
+    (CATEGORICAL, "Hopper-v5", "default", MUJOCO, range(1, 4)),
+    (CATEGORICAL, "Walker2d-v5", "default", MUJOCO, range(1, 4)),
+    (SB3, "CartPole-v1", "default", "--total-timesteps 50000", range(1, 4)),
+    (SB3, "Pendulum-v1", "default", "--total-timesteps 100000", range(1, 4)),
+    (SB3, "Acrobot-v1", "default", "--total-timesteps 500000", range(1, 4)),
 ]
 
 
@@ -57,18 +79,18 @@ def forget(module: ModuleType) -> None:
     """The control without memory: the LSTM state is zero ahead of every step, everywhere."""
     import torch
 
-    unroll, step = module.unroll_lstm, module.Actor.step
+    unroll, step = module.unroll_lstm, module.Body.step
 
     def unroll_without_state(lstm, inputs, state, episode_start):
         zero = tuple(torch.zeros_like(s) for s in state)
         return unroll(lstm, inputs, zero, torch.ones_like(episode_start))
 
     module.unroll_lstm = unroll_without_state
-    module.Actor.step = lambda self, obs, state: step(self, obs, torch.zeros_like(state))
+    module.Body.step = lambda self, obs, state: step(self, obs, torch.zeros_like(state))
 
 
-def run_one(script: str, task: str, variant: str, flags: str, seed: int) -> None:
-    """Train one seed in this process and write its two files."""
+def run_ours(script: str, task: str, variant: str, flags: str, seed: int) -> tuple[list, dict]:
+    """Train one seed: (step, return) of every episode, and what is kept beside it."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     sys.path.insert(0, str(HERE.parent))
@@ -77,27 +99,50 @@ def run_one(script: str, task: str, variant: str, flags: str, seed: int) -> None
         forget(module)
     with tempfile.TemporaryDirectory() as top:
         line = ["--env-id", task, "--seed", str(seed), "--run-dir", top, *flags.split()]
-        began = time.time()
         metrics = module.train(module.tyro.cli(module.Args, args=line))
-        wall = time.time() - began
         events = EventAccumulator(metrics["run_dir"], {"scalars": 0})
         events.Reload()
         points = [(p.step, round(p.value, 4)) for p in events.Scalars("charts/episodic_return")]
         present = [tag for tag in FOLLOWED if tag in metrics]
         followed = {tag: [p.value for p in events.Scalars(tag)] for tag in present}
         told = json.loads(Path(metrics["run_dir"], "args.json").read_text())
-    keep = ("eval/", "charts/SPS")
-    result = {k: round(v, 4) for k, v in metrics.items() if k.startswith(keep)}
-    summary = {tag: {"mean": np.mean(v), "max": np.max(v)} for tag, v in followed.items()}
-    machine = {"cores": os.cpu_count(), "machine": platform.machine()}
     told["args"]["run_dir"] = "runs"
-    meta = {
-        "result": result,
-        "wall_seconds": round(wall, 1),
-        **machine,
-        "over_run": summary,
-        **told,
-    }
+    result = {k: round(v, 4) for k, v in metrics.items() if k.startswith(("eval/", "charts/SPS"))}
+    over_run = {tag: {"mean": np.mean(v), "max": np.max(v)} for tag, v in followed.items()}
+    return points, {"result": result, "over_run": over_run, **told}
+
+
+def run_peer(task: str, flags: str, seed: int) -> tuple[list, dict]:
+    """SB3's PPO with its defaults, evaluated like ours: 50 episodes, mode of the policy."""
+    import stable_baselines3 as sb3
+    import torch
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.evaluation import evaluate_policy
+    from stable_baselines3.common.monitor import load_results
+
+    torch.set_num_threads(1)
+    steps = int(flags.split()[-1])
+    with tempfile.TemporaryDirectory() as top:
+        model = sb3.PPO("MlpPolicy", make_vec_env(task, 1, seed, monitor_dir=top), seed=seed)
+        model.learn(steps)
+        table = load_results(top)
+        points = list(zip(table["l"].cumsum().tolist(), table["r"].tolist()))
+    fresh = make_vec_env(task, 1, seed + 1_000_000)
+    returns, _ = evaluate_policy(model, fresh, 50, return_episode_rewards=True)
+    result = {"eval/return_mean": np.mean(returns), "eval/return_std": np.std(returns)}
+    versions = {"stable_baselines3": sb3.__version__, "torch": torch.__version__}
+    return points, {"result": result, "args": {"total_timesteps": steps}, "versions": versions}
+
+
+def run_one(script: str, task: str, variant: str, flags: str, seed: int) -> None:
+    """Train one seed in this process and write its two files."""
+    began = time.time()
+    if script == SB3:
+        points, told = run_peer(task, flags, seed)
+    else:
+        points, told = run_ours(script, task, variant, flags, seed)
+    machine = {"cores": os.cpu_count(), "machine": platform.machine()}
+    meta = {"wall_seconds": round(time.time() - began, 1), **machine, **told}
     path = folder(script, task, variant)
     path.mkdir(parents=True, exist_ok=True)
     (path / f"seed{seed}.json").write_text(json.dumps(meta, indent=1))
@@ -132,6 +177,27 @@ def curve(path: Path, grid: np.ndarray) -> np.ndarray:
     return np.array([returns[max(0, e - 20) : e].mean() if e else np.nan for e in ends])
 
 
+def iqm(scores: np.ndarray) -> float:
+    """Interquartile mean: of what is left without the lowest and the highest quarter."""
+    cut = len(scores) // 4
+    return float(np.sort(scores)[cut : len(scores) - cut].mean())
+
+
+def interval(scores: np.ndarray) -> np.ndarray:
+    """Bootstrap 95 % interval of the interquartile mean over seeds."""
+    draws = np.random.default_rng(0).choice(scores, (10_000, len(scores)))
+    return np.percentile([iqm(draw) for draw in draws], [2.5, 97.5])
+
+
+def first_step(path: Path, threshold: float | None) -> float:
+    """Step at which the mean of the last 20 training episodes reaches the threshold."""
+    steps, returns = np.loadtxt(path, delimiter=",", skiprows=1, ndmin=2).T
+    if threshold is None or len(returns) < 20:
+        return np.inf
+    means = np.convolve(returns, np.ones(20) / 20, "valid")
+    return steps[19 + (means >= threshold).argmax()] if (means >= threshold).any() else np.inf
+
+
 def report() -> None:
     """README's table on stdout and results/learning.md, its figure in results/learning.png."""
     import matplotlib
@@ -140,20 +206,23 @@ def report() -> None:
     import matplotlib.pyplot as plt
 
     lines = [
-        "| task | variant | steps | seeds | evaluation return: mean | worst, best seed | seconds |",
-        "|---|---|---|---|---|---|---|",
+        "| script | task | variant | steps | seeds | mean | IQM, 95 % interval | worst, best "
+        "| steps to threshold | seconds |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    cells = []
     for script, task, variant, _, _ in GRID:
-        metas = sorted(folder(script, task, variant).glob("seed*.json"))
-        if metas:
-            cells.append((task.split(":")[-1], variant, [json.loads(m.read_text()) for m in metas]))
-    for task, variant, runs in cells:
-        scores = [r["result"]["eval/return_mean"] for r in runs]
-        seconds = np.median([r["wall_seconds"] for r in runs])
-        steps = runs[0]["args"]["total_timesteps"]
-        best = f"{min(scores):.2f}, {max(scores):.2f}"
-        row = (task, variant, f"{steps:,}", len(runs), f"{np.mean(scores):.2f}", best, seconds)
+        where, name = folder(script, task, variant), task.split(":")[-1]
+        runs = [json.loads(path.read_text()) for path in sorted(where.glob("seed*.json"))]
+        if not runs:
+            continue
+        scores = np.array([r["result"]["eval/return_mean"] for r in runs])
+        low, high = interval(scores)
+        needed = [first_step(path, THRESHOLDS.get(name)) for path in where.glob("seed*.csv")]
+        reached = f"{np.median(needed):,.0f}" if np.isfinite(np.median(needed)) else "-"
+        row = (script, name, variant, f"{runs[0]['args']['total_timesteps']:,}", len(runs))
+        row += (f"{scores.mean():.1f}", f"{iqm(scores):.1f} ({low:.1f} to {high:.1f})")
+        row += (f"{scores.min():.1f}, {scores.max():.1f}", reached)
+        row += (f"{np.median([r['wall_seconds'] for r in runs]):.0f}",)
         lines.append("| " + " | ".join(str(x) for x in row) + " |")
     text = "\n".join(lines) + "\n"
     (RESULTS / "learning.md").write_text(text)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
+from command import undisturbed
 from helpers import small_args
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -140,3 +144,183 @@ def test_help_explains_every_flag(script, capsys):
     assert "--anneal-lr, --no-anneal-lr" in text
     for field in dataclasses.fields(script.Args):
         assert (f"--{field.name.replace('_', '-')}" in text) == field.init, field.name
+
+
+BAD_MORE = [
+    ("--num-envs 2.5", "num-envs", "int"),
+    ("--num-envs many", "num-envs", "int"),
+    ("--num-steps 0", "num-steps 0", "[1, "),
+    ("--torch-threads -2", "torch-threads -2", "[1, "),
+    ("--eval-episodes -1", "eval-episodes -1", "[1, "),
+    ("--checkpoint-every -1", "checkpoint-every -1", "[0, "),
+    ("--hidden-size -64", "hidden-size -64", "[1, "),
+    ("--seed 1.5", "seed", "int"),
+    ("--seed 4294967296", "seed 4294967296", "[0, "),
+    ("--total-timesteps 0", "total-timesteps 0", "rollout"),
+    ("--total-timesteps -512", "total-timesteps -512", "rollout"),
+    ("--learning-rate -1e-3", "learning-rate -0.001", "finite"),
+    ("--learning-rate inf", "learning-rate inf", "finite"),
+    ("--learning-rate fast", "learning-rate", "float"),
+    ("--clip-coef -0.2", "clip-coef -0.2", "finite"),
+    ("--clip-coef inf", "clip-coef inf", "finite"),
+    ("--max-grad-norm 0", "max-grad-norm 0", "finite"),
+    ("--max-grad-norm -1", "max-grad-norm -1", "finite"),
+    ("--target-kl -0.01", "target-kl -0.01", "finite"),
+    ("--target-kl nan", "target-kl nan", "finite"),
+    ("--vf-clip-coef nan", "vf-clip-coef nan", "finite"),  # unused by default: checked all the same
+    ("--vf-coef inf", "vf-coef inf", "finite"),
+    ("--ent-coef nan", "ent-coef nan", "finite"),
+    ("--min-entropy-penalty inf", "min-entropy-penalty inf", "finite"),
+    ("--min-entropy -inf", "min-entropy -inf", "finite"),
+    ("--gamma nan", "gamma nan", "[0, 1]"),
+    ("--gamma -0.1", "gamma -0.1", "[0, 1]"),
+    ("--gae-lambda 1.5", "gae-lambda 1.5", "[0, 1]"),
+    ("--cvar-alpha 1.5", "cvar-alpha 1.5", "[0.001, 1]"),
+    ("--cvar-alpha nan", "cvar-alpha nan", "[0.001, 1]"),
+    ("--cvar-alpha 0.0001", "cvar-alpha 0.0001", "[0.001, 1]"),
+    ("--cvar-weight -0.1", "cvar-weight -0.1", "[0, 1]"),
+    ("--cvar-weight 1.1", "cvar-weight 1.1", "[0, 1]"),
+    ("--cvar-limit nan", "cvar-limit nan", "finite"),
+    ("--cvar-limit inf", "cvar-limit inf", "finite"),
+    ("--cvar-limit 10 --cvar-alpha 1", "cvar-limit 10", "cvar-alpha 1"),
+    ("--cvar-limit 10 --cvar-weight 0.5", "cvar-limit 10", "cvar-weight"),
+    ("--cvar-dual-lr 0", "cvar-dual-lr 0", "finite"),
+    ("--log-std-init -6", "log-std-init -6", "[-5, 2]"),
+    ("--log-std-init nan", "log-std-init nan", "[-5, 2]"),
+    ("--num-minibatches -2", "num-minibatches -2", "[1, "),
+    ("--num-envs 3 --num-minibatches 5", "num-minibatches 5", "divide"),
+    ("--value-target monte_carlo", "value-target", "sr_lambda"),
+    ("--activation gelu", "activation", "relu"),
+    ("--vf-clip all", "vf-clip", "mean_only"),
+    ("--masked-obs 0 9", "masked-obs 9", "0..3"),
+    ("--masked-obs first", "masked-obs", "int"),
+    ("--env-id CartPole-v99", "CartPole-v99", "CartPole"),
+    ("--env-id Pendulun-v1", "Pendulun", "Pendulum"),
+    ("--env-id AcrobotNoVel-v1", "AcrobotNoVel", "Acrobot"),
+    ("--env-id probes:Nothing-v0", "Nothing", "exist"),
+    ("--env-id :CartPole-v1", "env-id", ":CartPole-v1"),
+    ("--env-id a,b", "env-id", "a,b"),
+    ("--env-id probes:FaultyConstruction-v0", "FaultyConstruction", "the simulator broke"),
+    ("--resume no/such/run", "no/such/run", "no such file"),
+    ("--evaluate no/such/checkpoint.pt", "no/such/checkpoint.pt", "no such file"),
+    ("--resume one --evaluate two", "resume", "evaluate exclude each other"),
+    ("--no-such-flag", "no-such-flag", "help"),
+    ("--gamma", "gamma", "expected 1 argument"),
+]
+BAD_CATEGORICAL = [
+    ("--num-atoms 1", "num-atoms 1", "[2, "),
+    ("--hl-gauss-sigma 0", "hl-gauss-sigma 0", "[0.1, 100]"),
+    ("--hl-gauss-sigma nan", "hl-gauss-sigma nan", "[0.1, 100]"),
+    ("--v-min 5", "v-min 5.0", "v_min < v_max"),
+    ("--v-min 6 --v-max -6", "v-max -6.0", "v_min < v_max"),
+    ("--v-max inf", "v-max inf", "finite"),
+    ("--v-min nan", "v-min nan", "finite"),
+    ("--target-encoding one_hot", "target-encoding", "two_hot"),
+    ("--vf-clip per_quantile", "vf-clip", "mean_only"),
+]
+
+
+def check_bad(script, capsys, tmp_path, line, parts):
+    """Exit code 2, a few lines with these parts on stderr, nothing on stdout, nothing written."""
+    before = sorted(tmp_path.rglob("*"))
+    with undisturbed(), pytest.raises(SystemExit) as stop:
+        script.main(["--run-dir", str(tmp_path / "runs"), *line])
+    out, err = capsys.readouterr()
+    assert (stop.value.code, out) == (2, "")
+    text = " ".join(err.replace("│", " ").split())
+    assert [part for part in parts if part not in text] == [], text
+    assert "Traceback" not in text
+    assert len(err) < 3000
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(("line", "flag", "bound"), BAD_MORE)
+def test_more_bad_input_costs_one_line(script, capsys, tmp_path, monkeypatch, line, flag, bound):
+    """Flag and value, then the bound or the remedy."""
+    monkeypatch.chdir(tmp_path)
+    check_bad(script, capsys, tmp_path, line.split(), (flag, bound))
+
+
+@pytest.mark.parametrize(("line", "flag", "bound"), BAD_CATEGORICAL)
+def test_bad_input_of_the_categorical_script(capsys, tmp_path, monkeypatch, line, flag, bound):
+    """Flags that the feed-forward script has alone."""
+    import distributional_ppo_categorical as script
+
+    monkeypatch.chdir(tmp_path)
+    check_bad(script, capsys, tmp_path, line.split(), (flag, bound))
+
+
+@pytest.mark.parametrize("env_id", ["HalfCheetah-v5", "LunarLander-v3"])
+def test_a_missing_extra_is_named_with_its_install_line(
+    script, capsys, tmp_path, monkeypatch, env_id
+):
+    """pip install of the extra, quoted for any shell."""
+    for name in [*sys.modules]:
+        if name.startswith(("gymnasium.envs.mujoco", "gymnasium.envs.box2d")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "mujoco", None)
+    monkeypatch.setitem(sys.modules, "Box2D", None)
+    extra = "mujoco" if "Cheetah" in env_id else "box2d"
+    parts = ("--env-id", env_id, "pip install", f"gymnasium[{extra}]")
+    check_bad(script, capsys, tmp_path, ["--env-id", env_id], parts)
+
+
+FOREIGN = {
+    "empty": b"",
+    "a text": b"import this\n" * 50,
+    "a picture": b"\x89PNG\r\n\x1a\n" + bytes(100),
+    "a tensor": torch.ones(3),
+    "a list": [1, 2],
+    "weights": {"model": {"weight": torch.ones(2)}},
+    "no flags": {"args": {}, "agent": {}},
+    "flags that are none": {"args": None, "agent": {}},
+}
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--evaluate"])
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_foreign_checkpoints_are_refused(script, capsys, tmp_path, flag, kind):
+    """Anything that is not a checkpoint of the script: one line that names the file."""
+    path, content = tmp_path / "checkpoint.pt", FOREIGN[kind]
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    check_bad(script, capsys, tmp_path, [flag, str(tmp_path)], (str(path), "script"))
+
+
+def train_tiny(script, tmp_path):
+    """Path of the checkpoint of a small run."""
+    args = small_args(script, "Walk", total_timesteps=48, run_dir=str(tmp_path / "made"))
+    return Path(script.train(args)["run_dir"], "checkpoint.pt")
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--evaluate"])
+def test_damaged_and_foreign_checkpoints_of_a_run(script, capsys, tmp_path, flag):
+    """Cut anywhere, without its weights, with other sizes, with a bad flag, of the sibling."""
+    path = train_tiny(script, tmp_path)
+    whole, content = path.read_bytes(), torch.load(path, weights_only=True)
+    capsys.readouterr()
+    for size in (0, 1, 1000, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        check_bad(script, capsys, tmp_path, [flag, str(path.parent)], (str(path),))
+    weights = dict(content["agent"])
+    weights.popitem()
+    spoilt = [
+        {key: value for key, value in content.items() if key != "agent"},
+        content | {"agent": weights},
+        content | {"args": content["args"] | {"hidden_size": 7}},
+        content | {"args": content["args"] | {"gamma": 2.0}},
+        content | {"args": content["args"] | {"num_envs": "four"}},
+    ]
+    for other in spoilt:
+        torch.save(other, path)
+        check_bad(script, capsys, tmp_path, [flag, str(path.parent)], ())
+    path.write_bytes(whole)
+    names = ("distributional_ppo_lstm", "distributional_ppo_categorical")
+    (sibling,) = (importlib.import_module(name) for name in names if name != script.__name__)
+    check_bad(sibling, capsys, tmp_path, [flag, str(path.parent)], ("another script", str(path)))
+
+
+def test_resume_wants_a_run_directory(script, capsys, tmp_path):
+    """The file inside of it is not enough to go on."""
+    path = train_tiny(script, tmp_path)
+    capsys.readouterr()
+    check_bad(script, capsys, tmp_path, ["--resume", str(path)], (str(path), "director"))

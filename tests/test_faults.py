@@ -1,0 +1,271 @@
+"""What stops a run: one message with what, where and what to try; the last checkpoint stays."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from command import run_main, start, undisturbed, words
+from conftest import SCRIPTS
+from helpers import make_run, prepare, small_args
+
+
+@pytest.fixture(autouse=True)
+def _undisturbed(tmp_path, monkeypatch):
+    """No handler of signals outlives a test."""
+    monkeypatch.chdir(tmp_path)
+    with undisturbed():
+        yield
+
+
+def flags_for(script, tmp_path, env, **flags):
+    """Flags of a tiny run that would last 5 iterations, with a checkpoint after each."""
+    flags = {"total_timesteps": 240, "checkpoint_every": 1, **flags}
+    return small_args(script, env, run_dir=str(tmp_path / "runs"), **flags)
+
+
+def last_checkpoint(script, err, tmp_path, iterations):
+    """The path is in the message, the file loads, and nothing in it is spoilt."""
+    (path,) = (tmp_path / "runs").glob("*/checkpoint.pt")
+    assert f"last checkpoint: {path}" in err
+    agent, _ = script.load_agent(path)
+    assert torch.load(path, weights_only=True)["global_step"] == iterations * 48
+    assert all(x.isfinite().all() for x in agent.state_dict().values())
+
+
+def check_fault(script, capsys, tmp_path, line, parts, iterations=2, expected=1):
+    """Exit code 1 and one line on stderr with these parts."""
+    code, _, err = run_main(script, capsys, line)
+    assert code == expected, err
+    for part in parts:
+        assert re.search(part, err), (part, err)
+    assert "Traceback" not in err
+    assert len(err.splitlines()) == 1
+    if iterations:
+        last_checkpoint(script, err, tmp_path, iterations)
+
+
+WHERE = ["after 96 steps", "environment", "step 5 of the rollout", "check the task"]
+INSTANT = {
+    "Observation": ["observation", "nan", "not finite", "environment 1", *WHERE],
+    "Reward": ["reward", "inf", "not finite", "environment 1", *WHERE],
+    "Error": ["RuntimeError", "the simulator broke", *WHERE],
+}
+
+
+@pytest.mark.parametrize("kind", INSTANT)
+def test_a_fault_of_the_task_stops_the_run(script, capsys, tmp_path, kind):
+    """What failed, where, what to try; the checkpoint of the second iteration stays."""
+    args = flags_for(script, tmp_path, f"Faulty{kind}")
+    check_fault(script, capsys, tmp_path, words(args), INSTANT[kind])
+
+
+@pytest.mark.parametrize("kind", ["Observation", "Reward"])
+def test_a_fault_in_another_process_is_the_same(script, capsys, tmp_path, kind):
+    """--async-envs: the same message."""
+    args = flags_for(script, tmp_path, f"Faulty{kind}", async_envs=True, num_envs=2)
+    parts = ["after 48 steps", *INSTANT[kind][:4], *WHERE[2:]]
+    code, _, err = run_main(script, capsys, words(args))
+    assert code == 1
+    assert [part for part in parts if part not in err] == []
+    last_checkpoint(script, err, tmp_path, 1)
+
+
+def test_an_episode_that_opens_with_nan_stops_the_run(script, capsys, tmp_path):
+    """Not only the observations of steps are looked at: none may reach the normalisers."""
+    args = flags_for(script, tmp_path, "FaultyReset")
+    parts = [
+        "after 96 steps",
+        "observation",
+        "nan",
+        "not finite",
+        "environment 1",
+        "check the task",
+    ]
+    check_fault(script, capsys, tmp_path, words(args), parts)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("Opening", 1), ("Construction", 2)])
+def test_a_task_that_never_starts(script, capsys, tmp_path, kind, expected):
+    """An environment that raises when it is first reset or, a mistake in the flags, when made."""
+    args = flags_for(script, tmp_path, f"Faulty{kind}")
+    parts = ["environment|--env-id", "the simulator broke"]
+    check_fault(script, capsys, tmp_path, words(args), parts, 0, expected)
+
+
+def test_a_fault_in_the_last_evaluation(script, capsys, tmp_path):
+    """The run is over and saved: exit code 1, and the path of the checkpoint. --evaluate alike."""
+    args = flags_for(script, tmp_path, "FaultyEvaluation")
+    parts = ["RuntimeError", "the simulator broke"]
+    check_fault(script, capsys, tmp_path, words(args), parts, iterations=5)
+    (path,) = (tmp_path / "runs").glob("*/checkpoint.pt")
+    check_fault(script, capsys, tmp_path, ["--evaluate", str(path)], parts, iterations=0)
+
+
+@pytest.mark.parametrize(("name", "kind"), list(zip(SCRIPTS, ["Death", "Error"])))
+def test_a_process_that_dies_or_raises(tmp_path, name, kind):
+    """--async-envs, one process ends or fails in mid-run: the same line, and the run exits."""
+    script = importlib.import_module(name)
+    args = flags_for(script, tmp_path, f"Faulty{kind}", async_envs=True)
+    process = start(script, tmp_path, words(args))
+    assert process.wait(60) == 1
+    err = (tmp_path / "err").read_text()
+    (line,) = (x for x in err.splitlines() if x.startswith("error: "))
+    assert [part for part in WHERE if part not in line] == [], line
+    assert ("the simulator broke" in line) == (kind == "Error")
+    last_checkpoint(script, line, tmp_path, 2)
+
+
+def poison(script, monkeypatch, iteration, act):
+    """Do that to agent and optimizer ahead of the update of an iteration, counted from 0."""
+    update, calls = script.update, []
+
+    def update_poisoned(agent, optimizer, *rest):
+        calls.append(agent)
+        if len(calls) == iteration + 1:
+            act(agent, optimizer)
+        return update(agent, optimizer, *rest)
+
+    monkeypatch.setattr(script, "update", update_poisoned)
+
+
+REMEDY = ["not finite", "smaller --learning-rate", "--max-grad-norm", "after 96 steps"]
+
+
+def test_a_loss_that_is_not_finite(script, monkeypatch, capsys, tmp_path):
+    """A huge step in the third iteration: the minibatch after it has no finite loss."""
+    args = flags_for(script, tmp_path, "VectorBox")
+
+    def leap(agent, optimizer):
+        optimizer.param_groups[0]["lr"] = 1e30
+
+    poison(script, monkeypatch, 2, leap)
+    parts = ["loss of minibatch 1 of the update", *REMEDY]
+    check_fault(script, capsys, tmp_path, words(args), parts)
+
+
+def test_a_weight_that_is_not_finite(script, monkeypatch, capsys, tmp_path):
+    """The first minibatch sees it."""
+    args = flags_for(script, tmp_path, "VectorBox")
+
+    def spoil(agent, optimizer):
+        agent.critic.heads[1][0].weight.data[0, 0] = torch.inf
+
+    poison(script, monkeypatch, 2, spoil)
+    parts = ["loss of minibatch 0 of the update", *REMEDY]
+    check_fault(script, capsys, tmp_path, words(args), parts)
+
+
+@pytest.mark.parametrize("minibatch", [0, 3])
+def test_a_gradient_that_is_not_finite(script, monkeypatch, capsys, tmp_path, minibatch):
+    """Its minibatch is named, not what came of it in the next one."""
+    args = flags_for(script, tmp_path, "VectorBox")
+
+    def spoil(agent, optimizer):
+        seen = []
+
+        def explode(gradient):
+            seen.append(gradient)
+            return gradient * (torch.inf if len(seen) == minibatch + 1 else 1)
+
+        agent.actor.heads[0].bias.register_hook(explode)
+
+    poison(script, monkeypatch, 2, spoil)
+    parts = [f"gradient of minibatch {minibatch} of the update", *REMEDY]
+    check_fault(script, capsys, tmp_path, words(args), parts)
+
+
+def test_a_finite_update_raises_nothing(script):
+    """No false alarm."""
+    run = make_run(script, "VectorBox")
+    batch = prepare(run)
+    script.update(run.agent, run.optimizer, batch, run.args, 0.01)
+
+
+def test_a_fault_ahead_of_the_first_checkpoint(script, capsys, tmp_path):
+    """There is none to name, and the message says so."""
+    args = flags_for(script, tmp_path, "FaultyError", checkpoint_every=0)
+    parts = ["after 96 steps", "the simulator broke", "no checkpoint yet"]
+    check_fault(script, capsys, tmp_path, words(args), parts, iterations=0)
+
+
+def test_a_fault_that_is_gone_does_not_spoil_the_resume(script, monkeypatch, capsys, tmp_path):
+    """Whatever happened, the run goes on from its last checkpoint as if it had not."""
+    args = flags_for(script, tmp_path, "VectorBox")
+    with monkeypatch.context() as patch:
+        poison(script, patch, 2, lambda agent, optimizer: agent.actor.heads[0].bias.data.mul_(1e39))
+        assert run_main(script, capsys, words(args))[0] == 1
+    (directory,) = (tmp_path / "runs").iterdir()
+    assert run_main(script, capsys, ["--resume", str(directory)])[0] == 0
+    whole = script.train(args)["run_dir"]
+    one, two = (script.load_agent(path)[0].state_dict() for path in (directory, whole))
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_an_unwritable_run_dir_costs_one_line(script, monkeypatch, capsys, tmp_path):
+    """A file in the way, or no permission: exit code 2 ahead of any training."""
+    steps = []
+    monkeypatch.setattr(script, "collect_rollout", lambda *_: steps.append(1))
+    (tmp_path / "file").write_text("")
+    args = flags_for(script, tmp_path, "VectorBox")
+    line = ["--run-dir", str(tmp_path / "file")]
+    code, _, err = run_main(script, capsys, words(args) + line)
+    assert code == 2
+    for part in ("--run-dir", str(tmp_path / "file"), "Not a directory", "choose another"):
+        assert part in err
+
+    def refuse(path, *args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", refuse)
+        code, _, err = run_main(script, capsys, words(args))
+    assert code == 2
+    for part in ("--run-dir", str(tmp_path / "runs"), "Permission denied", "choose another"):
+        assert part in err
+    assert "Traceback" not in err
+    assert len(err.splitlines()) == 1
+    assert steps == []
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_full_disk_at_the_start_costs_one_line(script, monkeypatch, capsys, tmp_path):
+    """The directory can be made, its files cannot be written."""
+
+    def refuse(path, *args, **kwargs):
+        raise OSError(28, "No space left on device", str(path))
+
+    args = flags_for(script, tmp_path, "VectorBox")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", refuse)
+        code, _, err = run_main(script, capsys, words(args))
+    assert code in (1, 2)
+    assert "No space left" in err
+    assert "Traceback" not in err
+
+
+def test_runs_of_the_same_second_do_not_share_a_directory(script, monkeypatch, tmp_path):
+    """The same flags at once: as many directories; one that exists already is never taken."""
+    args = flags_for(script, tmp_path, "VectorBox")
+    paths = {script.make_run_dir(args) for _ in range(5)}
+    assert len(paths) == 5
+    mkdir = Path.mkdir
+
+    def lose_the_race(path, *args, **kwargs):
+        if path not in paths and path.parent == tmp_path / "runs":
+            mkdir(path)  # another run was faster
+            paths.add(path)
+        mkdir(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", lose_the_race)
+    for _ in range(2):
+        try:
+            path = script.make_run_dir(args)
+        except script.UsageError:
+            continue
+        assert list(path.iterdir())
+    for path in paths:
+        assert (path / "args.json").exists() or not list(path.iterdir())

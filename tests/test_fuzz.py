@@ -1,0 +1,156 @@
+"""Random flags: valid ones train, invalid ones give the clean error."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from command import run_main, undisturbed
+from probes import ACTIONS, OBSERVATIONS
+
+VALUES = {
+    "--seed": ("0", "1", "12345", "4294967295"),
+    "--torch-deterministic": ("", None),
+    "--exp-name": ("trial", "a b", "x" * 60),
+    "--eval-episodes": ("1", "2", "5"),
+    "--eval-every": ("0", "1", "7"),
+    "--checkpoint-every": ("0", "1", "2"),
+    "--hidden-size": ("1", "5", "16"),
+    "--activation": ("tanh", "relu"),
+    "--log-std-init": ("-5", "-0.5", "2"),
+    "--norm-obs": ("", None),
+    "--learning-rate": ("1e-12", "1e-5", "1e-3", "0.05"),
+    "--anneal-lr": ("", None),
+    "--gamma": ("0", "0.5", "0.99", "1"),
+    "--gae-lambda": ("0", "0.5", "0.95", "1"),
+    "--update-epochs": ("1", "2", "3"),
+    "--norm-adv": ("", None),
+    "--clip-coef": ("1e-6", "0.2", "5"),
+    "--ent-coef": ("0", "0.01", "1"),
+    "--ent-coef-final": ("None", "0", "0.1"),
+    "--min-entropy": ("-3", "0", "2"),
+    "--min-entropy-penalty": ("0", "0.5"),
+    "--vf-coef": ("0", "0.5", "2"),
+    "--max-grad-norm": ("1e-3", "0.5", "100"),
+    "--target-kl": ("None", "1e-6", "0.01", "10"),
+    "--num-critics": ("1", "2"),
+    "--twin-reduce": ("min", "mean", "min_quantile"),
+    "--norm-returns": ("", None),
+    "--vf-clip-coef": ("1e-3", "0.2", "10"),
+    "--value-target": ("lambda_return", "sr_lambda"),
+    "--cvar-alpha": ("0.001", "0.05", "0.5", "1"),
+    "--cvar-weight": ("0", "0.3", "1"),
+    "--cvar-dual-lr": ("0.001", "1"),
+}
+OWN = {
+    "distributional_ppo_lstm": {
+        "--lstm-hidden-size": ("1", "3", "12"),
+        "--num-quantiles": ("1", "2", "9"),
+        "--kappa": ("0", "0.1", "1"),
+        "--vf-clip": ("none", "per_quantile", "mean_only", "mean_and_variance"),
+    },
+    "distributional_ppo_categorical": {
+        "--num-atoms": ("2", "3", "21"),
+        "--v-min": ("-5", "-0.5"),
+        "--v-max": ("0.5", "20"),
+        "--target-encoding": ("two_hot", "hl_gauss"),
+        "--hl-gauss-sigma": ("0.1", "0.75", "100"),
+        "--vf-clip": ("none", "mean_only"),
+    },
+}
+TASKS = [f"probes:{obs}{action}-v0" for obs in OBSERVATIONS for action in ACTIONS]
+TASKS += ["CartPole-v1", "CartPoleNoVel-v1", "Pendulum-v1", "probes:Staggered-v0"]
+WRONG = {
+    **dict.fromkeys(("--seed", "--eval-every", "--checkpoint-every"), ("-1", "0.5", "nan", "x")),
+    **dict.fromkeys(
+        ("--num-envs", "--num-steps", "--num-minibatches", "--hidden-size", "--update-epochs",
+         "--eval-episodes", "--torch-threads"), ("0", "-3", "1.5", "inf", ""),
+    ),
+    **dict.fromkeys(
+        ("--learning-rate", "--clip-coef", "--max-grad-norm", "--target-kl", "--vf-clip-coef",
+         "--cvar-dual-lr"), ("0", "-1", "nan", "inf", "-inf", "much"),
+    ),
+    **dict.fromkeys(("--gamma", "--gae-lambda", "--cvar-weight"), ("-0.01", "1.01", "nan", "inf")),
+    **dict.fromkeys(("--ent-coef", "--vf-coef", "--min-entropy-penalty"), ("-1", "nan", "inf")),
+    **dict.fromkeys(("--twin-reduce", "--activation", "--vf-clip", "--value-target"), ("", "Mean")),
+    "--cvar-alpha": ("0", "0.0009", "1.1", "nan"), "--log-std-init": ("-5.1", "2.1", "nan"),
+    "--env-id": ("", "CartPole", "probes:", "probes:Nothing-v0", "nowhere:CartPole-v1", "../x-v0"),
+    "--masked-obs": ("-1", "999", "x"), "--num-critics": ("0", "3"), "--norm": ("1",),
+    "--resume": ("nowhere",), "--evaluate": ("nowhere",), "--cvar-limit": ("nan", "inf"),
+}  # fmt: skip
+
+
+def draw_flags(script, draw):
+    """A consistent set of flags: a dict from flag to text, or to None for its negation."""
+    name = script.__name__
+    rng = random.Random(f"{name} {draw}")
+    num_envs, num_steps = rng.choice((1, 2, 3, 4)), rng.choice((2, 4, 6, 12))
+    chunk = 1
+    flags = {"--num-envs": num_envs, "--num-steps": num_steps, "--env-id": rng.choice(TASKS)}
+    if "lstm" in name:
+        chunk = rng.choice([n for n in (0, 1, 2, 3, 4, 6) if not n or num_steps % n == 0])
+        flags["--seq-len"], chunk = chunk, chunk or num_steps
+    columns = num_envs * num_steps // chunk
+    flags["--num-minibatches"] = rng.choice([n for n in range(1, 13) if columns % n == 0])
+    batch = num_envs * num_steps
+    flags["--total-timesteps"] = 2 * batch + rng.randrange(batch)
+    for flag, values in (VALUES | OWN[name]).items():
+        if rng.random() < 0.4:
+            flags[flag] = rng.choice(values)
+    if rng.random() < 0.3:
+        flags |= {"--cvar-limit": rng.choice(("-50", "0", "20.5")), "--cvar-weight": "0"}
+        flags["--cvar-alpha"] = "0.1"
+    if rng.random() < 0.3:
+        flags["--masked-obs"] = rng.choice(("0", "0 1", "2"))
+    wrong = rng.choice([*WRONG]) if rng.random() < 0.4 else ""
+    if wrong:
+        flags[wrong] = rng.choice(WRONG[wrong])
+    return flags, wrong, 2 * batch
+
+
+def command_line(flags):
+    """Words; an empty text is a flag without a value, None its negation."""
+    line = []
+    for flag, value in flags.items():
+        if value is None:
+            line.append(f"--no-{flag[2:]}")
+        elif flag == "--exp-name":
+            line += [flag, value]
+        else:
+            line += [flag, *str(value).split()]
+    return line
+
+
+def check_draw(script, capsys, tmp_path, monkeypatch, draw):
+    """Two iterations and a checkpoint, or exit code 2 and a short message with the flag."""
+    monkeypatch.chdir(tmp_path)
+    flags, wrong, steps = draw_flags(script, draw)
+    line = command_line(flags)
+    with undisturbed():
+        code, _, err = run_main(script, capsys, ["--run-dir", "runs", *line])
+    assert "Traceback" not in err
+    if not wrong:
+        assert (code, err) == (0, ""), " ".join(line)
+        (path,) = tmp_path.glob("runs/*/checkpoint.pt")
+        assert torch.load(path, weights_only=True)["global_step"] == steps
+        return
+    assert code == 2, " ".join(line)
+    text = " ".join(err.replace("│", " ").split())
+    name = "nowhere" if wrong in ("--resume", "--evaluate") else wrong[2:]
+    assert name in text, text
+    assert len(err) < 3000
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("draw", range(15))
+def test_random_flags(script, capsys, tmp_path, monkeypatch, draw):
+    """15 draws for each script."""
+    check_draw(script, capsys, tmp_path, monkeypatch, draw)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draw", range(15, 265))
+def test_many_random_flags(script, capsys, tmp_path, monkeypatch, draw):
+    """250 more for each script."""
+    check_draw(script, capsys, tmp_path, monkeypatch, draw)

@@ -1,0 +1,473 @@
+"""A run that was stopped goes on as if nothing had happened; evaluation of a checkpoint."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import random
+import signal
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from command import await_file, next_second, run_main, start, undisturbed, words
+from conftest import SCRIPTS
+from helpers import small_args
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+TASKS = {
+    "CartPole": {"env_id": "CartPole-v1", "num_envs": 3, "num_steps": 14, "num_minibatches": 3},
+    "Pendulum": {"env_id": "Pendulum-v1", "num_envs": 2, "num_steps": 50, "anneal_lr": False},
+    "HalfCheetah": {"env_id": "HalfCheetah-v5", "num_envs": 2, "eval_episodes": 1},
+    "spaces": {"env_id": "probes:NestedBox-v0"},
+    "processes": {"env_id": "probes:Staggered-v0", "async_envs": True, "num_envs": 2},
+    "sequences": {"env_id": "probes:Memory-v0", "seq_len": 4},
+    "sr_lambda": {"env_id": "CartPole-v1", "value_target": "sr_lambda", "num_steps": 24},
+    "limit": {"env_id": "CartPole-v1", "num_steps": 60, "cvar_limit": 100.0, "cvar_alpha": 0.5},
+    "weight": {"env_id": "probes:Walk-v0", "cvar_weight": 0.4, "vf_clip": "mean_only"},
+}
+AFRESH = "episodes start afresh"
+
+
+@pytest.fixture(autouse=True)
+def _undisturbed(tmp_path, monkeypatch):
+    """No handler of signals outlives a test; the simulator's log lands with the run."""
+    monkeypatch.chdir(tmp_path)
+    with undisturbed():
+        yield
+
+
+def flags_for(script, tmp_path, iterations, **flags):
+    """Flags of a tiny run of so many iterations."""
+    flags |= {"run_dir": str(tmp_path / "runs"), "total_timesteps": 10**6}
+    args = small_args(script, "", **flags)
+    return replace(args, total_timesteps=iterations * args.batch_size)
+
+
+def timeless(metrics):
+    """Metrics that depend on neither the clock nor the directory."""
+    clocks = ("time/", "charts/SPS", "run_dir")
+    return {k: v for k, v in metrics.items() if not k.startswith(clocks)}
+
+
+def stopped(script, monkeypatch, args, iterations):
+    """Train until a signal comes in that iteration; the run directory."""
+    update, calls = script.update, []
+
+    def update_and_stop(*facts):
+        calls.append(facts)
+        if len(calls) == iterations:
+            script.STOP.append(signal.SIGTERM)
+        return update(*facts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "update", update_and_stop)
+        with pytest.raises(KeyboardInterrupt, match="--resume") as stop:
+            script.train(args)
+    script.STOP.clear()
+    assert len(calls) == iterations
+    return Path(str(stop.value).split("--resume ")[1])
+
+
+def resumed(script, monkeypatch, directory, *line):
+    """Metrics of `main` with --resume."""
+    seen, train = [], script.train
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "train", lambda args: seen.append(train(args)))
+        script.main(["--resume", str(directory), *line])
+    return seen[0]
+
+
+def contents(directory):
+    """All that a checkpoint holds but for clocks, flags and the environments' bytes."""
+    saved = torch.load(Path(directory) / "checkpoint.pt", weights_only=True)
+    run, rngs = pickle.loads(saved["run"])
+    keys = ("iteration", "dual", "recent", "optimizer", "carry")
+    kept = {key: run[key] for key in keys} | {"logged": timeless(run["logged"])}
+    return {"agent": saved["agent"], "step": saved["global_step"], "run": kept, "rngs": rngs}
+
+
+def assert_same(one, two, where=""):
+    """Equal to the last bit, in all parts."""
+    assert type(one) is type(two), where
+    if isinstance(one, dict):
+        assert one.keys() == two.keys(), where
+        one, two = [*one.items()], [*two.items()]
+    if isinstance(one, list | tuple):
+        assert len(one) == len(two), where
+        for i, (a, b) in enumerate(zip(one, two)):
+            assert_same(a, b, f"{where}/{a[0] if isinstance(a, tuple) and a else i}")
+    else:
+        array = isinstance(one, torch.Tensor | np.ndarray)
+        assert np.array_equal(one, two) if array else one == two, where
+
+
+def scalars(directory):
+    """What TensorBoard shows: (step, value) of every scalar but for timings."""
+    accumulator = EventAccumulator(str(directory), {"scalars": 0, "histograms": 0})
+    accumulator.Reload()
+    tags = accumulator.Tags()
+    curves = {tag: accumulator.Scalars(tag) for tag in tags["scalars"]}
+    curves |= {tag: accumulator.Histograms(tag) for tag in tags["histograms"]}
+    return timeless(
+        {tag: [(p.step, getattr(p, "value", None)) for p in c] for tag, c in curves.items()}
+    )
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_stop_and_resume_change_no_bit(script, tmp_path, monkeypatch, task):
+    """5 iterations equal 2, stop, resume, 3: metrics, weights, normalisers, optimizer, RNGs."""
+    if task == "HalfCheetah":
+        pytest.importorskip("mujoco", reason="HalfCheetah needs gymnasium[mujoco]")
+    args = flags_for(script, tmp_path, 5, **TASKS[task])
+    whole = script.train(args)
+    directory = stopped(script, monkeypatch, args, 2)
+    assert contents(directory)["run"]["iteration"] == 2
+    again = resumed(script, monkeypatch, directory)
+    assert again["run_dir"] == str(directory)
+    assert_same(timeless(again), timeless(whole))
+    assert_same(contents(directory), contents(whole["run_dir"]))
+    assert whole["grad/norm"] > 0
+    if task == "limit":
+        assert whole["cvar/lambda"] > 0
+
+
+def test_an_episode_goes_on_where_it_stopped(script, tmp_path, monkeypatch, capsys):
+    """The first observation after a resume is the one that the stopped run would have acted on."""
+    args = flags_for(script, tmp_path, 3, env_id="Pendulum-v1", num_envs=2)
+    directory = stopped(script, monkeypatch, args, 1)
+    expected = contents(directory)["run"]["carry"]
+    seen, collect = [], script.collect_rollout
+
+    def look(envs, agent, carry, *rest):
+        seen.append((carry, envs.get_attr("state"), envs.get_attr("_elapsed_steps")))
+        return collect(envs, agent, carry, *rest)
+
+    monkeypatch.setattr(script, "collect_rollout", look)
+    resumed(script, monkeypatch, directory)
+    carry, states, elapsed = seen[0]
+    assert_same(tuple(carry), tuple(expected))
+    for (angle, speed), obs in zip(states, carry.obs):
+        assert obs.tolist() == pytest.approx([np.cos(angle), np.sin(angle), speed], abs=1e-6)
+    assert elapsed == (12, 12)
+    assert AFRESH not in capsys.readouterr().out
+
+
+def test_a_run_may_be_stopped_after_every_iteration(script, tmp_path, monkeypatch):
+    """Four resumes of one iteration each are one run."""
+    args = flags_for(script, tmp_path, 4, env_id="CartPole-v1")
+    whole = script.train(args)
+    directory = stopped(script, monkeypatch, args, 1)
+    for _ in range(3):
+        assert stopped(script, monkeypatch, replace(args, resume=str(directory)), 1) == directory
+    last = resumed(script, monkeypatch, directory)  # nothing is left but the evaluation
+    assert_same(timeless(last), timeless(whole))
+    assert_same(contents(directory)["agent"], contents(whole["run_dir"])["agent"])
+
+
+@pytest.mark.parametrize("env", ["Locked", "Simulated"])
+def test_a_state_that_cannot_be_saved_is_said_to_be_lost(
+    script, tmp_path, monkeypatch, capsys, env
+):
+    """One line; all episodes open at the resumed step; the run ends well."""
+    args = flags_for(script, tmp_path, 4, env_id=f"probes:{env}-v0")
+    directory = stopped(script, monkeypatch, args, 2)
+    capsys.readouterr()
+    seen, collect = [], script.collect_rollout
+
+    def look(envs, agent, carry, *rest):
+        seen.append(carry)
+        return collect(envs, agent, carry, *rest)
+
+    monkeypatch.setattr(script, "collect_rollout", look)
+    metrics = resumed(script, monkeypatch, directory)
+    lines = [line for line in capsys.readouterr().out.splitlines() if AFRESH in line]
+    assert len(lines) == 1
+    assert len(seen) == 2
+    assert seen[0].episode_start.all()
+    assert (seen[0].obs == 0).all()
+    assert contents(directory)["run"]["iteration"] == 4
+    assert np.isfinite(metrics["eval/return_mean"])
+
+
+def test_a_state_with_references_to_itself_is_not_copied_in_silence(
+    script, tmp_path, monkeypatch, capsys
+):
+    """A table of bound methods, copied, moves a copy of the task. Exact, or said to be lost."""
+    args = flags_for(script, tmp_path, 4, env_id="probes:Handlers-v0")
+    whole = script.train(args)
+    directory = stopped(script, monkeypatch, args, 2)
+    capsys.readouterr()
+    again = resumed(script, monkeypatch, directory)
+    assert AFRESH in capsys.readouterr().out or timeless(again) == timeless(whole)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_tensorboard_shows_no_gap_and_no_duplicate(script, tmp_path, monkeypatch, lost):
+    """Every tag has the points of the uninterrupted run, `lost` iterations after the checkpoint."""
+    flags = {"env_id": "CartPole-v1", "eval_every": 1, "checkpoint_every": 1 + lost}
+    args = flags_for(script, tmp_path, 4, **flags)
+    whole = script.train(args)["run_dir"]
+
+    class Eager(script.SummaryWriter):
+        def add_scalar(self, *point):
+            super().add_scalar(*point)
+            self.flush()  # what the run has lost is on the disk all the same
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "SummaryWriter", Eager)
+        if lost:
+            patch.setattr(script, "evaluate", fail_at(script.evaluate, 3))
+            with pytest.raises(script.Fault):
+                script.train(args)
+            (directory,) = set((tmp_path / "runs").iterdir()) - {Path(whole)}
+        else:
+            directory = stopped(script, monkeypatch, args, 2)
+    assert contents(directory)["run"]["iteration"] == 2
+    assert max(step for step, _ in scalars(directory)["losses/value_loss"]) == 48 * (2 + lost)
+    next_second()
+    resumed(script, monkeypatch, directory)
+    assert scalars(directory) == scalars(whole)
+
+
+def fail_at(function, call):
+    """The same function until that call, counted from 1."""
+    calls = []
+
+    def count(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == call:
+            raise OSError(5, "Input/output error")
+        return function(*args, **kwargs)
+
+    return count
+
+
+def test_a_finished_run_is_not_logged_twice(script, tmp_path, monkeypatch):
+    """Resumed with nothing left to do, it evaluates again to the same end: one point, not two."""
+    metrics = script.train(flags_for(script, tmp_path, 2, env_id="CartPole-v1"))
+    before = scalars(metrics["run_dir"])
+    next_second()
+    assert_same(timeless(resumed(script, monkeypatch, metrics["run_dir"])), timeless(metrics))
+    assert scalars(metrics["run_dir"]) == before
+
+
+def test_total_timesteps_may_grow(script, tmp_path, monkeypatch):
+    """A finished run of 2 iterations goes on to 4, as one of 4 would: nothing is annealed here."""
+    flags = {"env_id": "CartPole-v1", "anneal_lr": False, "ent_coef_final": None, "num_steps": 150}
+    args = flags_for(script, tmp_path, 4, **flags)
+    whole = script.train(args)
+    short = script.train(replace(args, total_timesteps=args.total_timesteps // 2))["run_dir"]
+    next_second()
+    grown = resumed(script, monkeypatch, short, "--total-timesteps", str(args.total_timesteps))
+    assert_same(timeless(grown), timeless(whole))
+    assert_same(contents(short)["agent"], contents(whole["run_dir"])["agent"])
+    assert script.load_agent(short)[1].total_timesteps == args.total_timesteps
+
+
+def test_small_runs_may_grow_by_the_command_line(script, tmp_path, monkeypatch):
+    """Flags count together with those of the run, not with the defaults: 96 steps are enough."""
+    args = flags_for(script, tmp_path, 1, env_id="probes:Walk-v0", anneal_lr=False)
+    directory = script.train(args)["run_dir"]
+    resumed(script, monkeypatch, directory, "--total-timesteps", "96")
+    assert contents(directory)["step"] == 96
+
+
+def test_total_timesteps_may_not_shrink(script, tmp_path, capsys):
+    """Fewer steps than the run has behind it would end it in the past."""
+    directory = script.train(flags_for(script, tmp_path, 20, env_id="probes:Walk-v0"))["run_dir"]
+    line = ["--resume", directory, "--total-timesteps", "600"]
+    code, _, err = run_main(script, capsys, line)
+    assert code == 2
+    assert "total" in err
+
+
+def test_flags_that_change_the_algorithm_are_refused_by_name(script, tmp_path, capsys):
+    """Those that differ are named, those that are as stored or harmless are not."""
+    flags = {"env_id": "probes:Walk-v0", "gamma": 0.9}
+    directory = script.train(flags_for(script, tmp_path, 2, **flags))["run_dir"]
+    before = (Path(directory) / "checkpoint.pt").read_bytes()
+    changes = "--gamma 0.5 --seed 7 --hidden-size 8 --no-norm-obs --eval-episodes 2 --kappa 1"
+    changes = changes.replace("--kappa 1", "") if "categorical" in script.__name__ else changes
+    code, out, err = run_main(script, capsys, ["--resume", directory, *changes.split()])
+    assert (code, out) == (2, "")
+    named = err.split(": not as in")[0]
+    assert [
+        name for name in ("gamma", "seed", "hidden_size", "norm_obs") if name not in named
+    ] == []
+    assert "eval_episodes" not in named
+    assert "total_timesteps" in err
+    assert (Path(directory) / "checkpoint.pt").read_bytes() == before
+    assert run_main(script, capsys, ["--resume", directory, "--gamma", "0.9"])[0] == 0
+
+
+def test_a_failing_write_leaves_the_previous_checkpoint(script, tmp_path, monkeypatch, capsys):
+    """Disk full in the third write: exit code 1, the second checkpoint stays and is named."""
+    args = flags_for(script, tmp_path, 5, env_id="probes:Walk-v0", checkpoint_every=1)
+    save, calls = torch.save, []
+
+    def fill_the_disk(content, file, **options):  # pickle saves tensors by it, too
+        calls.extend(["checkpoint"] * hasattr(file, "name"))
+        if len(calls) == 3:
+            file.write(b"half of a checkpoint")
+            raise OSError(28, "No space left on device")
+        return save(content, file, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", fill_the_disk)
+        code, _, err = run_main(script, capsys, words(args))
+    assert code == 1, err
+    (path,) = (tmp_path / "runs").glob("*/checkpoint.pt")
+    for part in ("No space left", "last checkpoint", str(path)):
+        assert part in err
+    assert "Traceback" not in err
+    assert contents(path.parent)["run"]["iteration"] == 2
+    whole = script.train(args)
+    assert_same(timeless(resumed(script, monkeypatch, path.parent)), timeless(whole))
+
+
+def test_what_a_kill_leaves_behind_does_no_harm(script, tmp_path, monkeypatch):
+    """A half-written checkpoint.tmp is not read, and is gone after the next write."""
+    args = flags_for(script, tmp_path, 3, env_id="probes:Walk-v0")
+    directory = stopped(script, monkeypatch, args, 1)
+    whole = (directory / "checkpoint.pt").read_bytes()
+    (directory / "checkpoint.tmp").write_bytes(whole[: len(whole) // 2])
+    assert script.load_agent(directory)[1] == args
+    resumed(script, monkeypatch, directory)
+    assert not (directory / "checkpoint.tmp").exists()
+    assert contents(directory)["run"]["iteration"] == 3
+
+
+def test_checkpoints_are_synced_before_they_are_renamed(script, tmp_path, monkeypatch):
+    """Written whole beside the previous one, synced, then renamed: in this order."""
+    done, sync, rename = [], os.fsync, Path.replace
+
+    def note_sync(number):
+        done.append(("sync", os.fstat(number).st_size))
+        sync(number)
+
+    def note_rename(path, target):
+        done.append((path.name, Path(target).name))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(Path, "replace", note_rename)
+    args = flags_for(script, tmp_path, 1, env_id="probes:Walk-v0")
+    path = Path(script.train(args)["run_dir"], "checkpoint.pt")
+    size = path.stat().st_size
+    assert done == [("sync", size), ("checkpoint.tmp", "checkpoint.pt")]
+
+
+class Bomb:
+    """Runs code where it is unpickled."""
+
+    def __reduce__(self):
+        return os.mkdir, ("exploded",)
+
+
+@pytest.mark.parametrize("flag", ["--evaluate", "--resume"])
+def test_a_foreign_file_runs_no_code(script, tmp_path, monkeypatch, capsys, flag):
+    """Loading is limited to plain data: a pickle with code in it is refused, exit code 2."""
+    args = flags_for(script, tmp_path, 1, env_id="probes:Walk-v0")
+    directory = Path(script.train(args)["run_dir"])
+    content = torch.load(directory / "checkpoint.pt", weights_only=True)
+    torch.save(content | {"more": Bomb()}, directory / "checkpoint.pt")
+    code, _, err = run_main(script, capsys, [flag, str(directory)])
+    assert code == 2
+    assert "checkpoint.pt" in err
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_evaluation_unpickles_nothing(script, tmp_path, monkeypatch, capsys):
+    """What only --resume needs stays closed: --evaluate and load_agent of a foreign file."""
+    args = flags_for(script, tmp_path, 1, env_id="probes:Walk-v0")
+    directory = Path(script.train(args)["run_dir"])
+    content = torch.load(directory / "checkpoint.pt", weights_only=True)
+    torch.save(content | {"run": pickle.dumps(Bomb())}, directory / "checkpoint.pt")
+    assert run_main(script, capsys, ["--evaluate", str(directory)])[0] == 0
+    script.load_agent(directory)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_evaluation_prints_what_training_ended_with(script, tmp_path, capsys):
+    """The same line for the run directory and for the file; nothing is trained or written."""
+    args = flags_for(script, tmp_path, 2, env_id="CartPoleNoVel-v1", masked_obs=(2,))
+    directory = Path(script.train(args)["run_dir"])
+    (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("evaluation"))
+    before = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
+    for path in (directory, directory / "checkpoint.pt"):
+        assert run_main(script, capsys, ["--evaluate", str(path)]) == (0, line + "\n", "")
+    line = ["--evaluate", str(directory), "--eval-episodes", "5"]
+    code, out, _ = run_main(script, capsys, line)
+    assert code == 0
+    assert out.startswith("evaluation of 5 episodes: return ")
+    assert sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == before
+    code, _, err = run_main(script, capsys, ["--evaluate", str(directory), "--gamma", "0.5"])
+    assert code == 2
+    assert "gamma" in err
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_signal_ends_the_run_with_a_checkpoint(tmp_path, monkeypatch, name):
+    """SIGTERM, and Ctrl-C that reaches all processes: exit code 130, one line; resume ends it."""
+    script, number = importlib.import_module(name), signal.SIGTERM
+    flags = {"env_id": "probes:Walk-v0", "checkpoint_every": 1, "num_envs": 2}
+    if name == SCRIPTS[1]:
+        number, flags = signal.SIGINT, flags | {"async_envs": True}
+    args = flags_for(script, tmp_path, 100_000, **flags)
+    process = start(script, tmp_path, words(args))
+    path = await_file(process, tmp_path, "runs/*/checkpoint.pt")
+    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+    assert process.wait(60) == 130
+    err = (tmp_path / "err").read_text()
+    assert f"--resume {path.parent}" in err
+    assert "stopped after" in err
+    assert "Traceback" not in err
+    iteration = contents(path.parent)["run"]["iteration"]
+    assert f"stopped after {iteration * args.batch_size:,} steps" in err
+    saved = torch.load(path, weights_only=True)
+    saved["args"]["total_timesteps"] = (iteration + 2) * args.batch_size
+    torch.save(saved, path)
+    resumed(script, monkeypatch, path.parent)
+    assert contents(path.parent)["run"]["iteration"] == iteration + 2
+
+
+@pytest.mark.slow
+def test_twenty_kills_at_random_instants(script, tmp_path, monkeypatch, capsys):
+    """Every resume works; metrics and events are those of the run that nobody killed."""
+    flags = {"env_id": "CartPole-v1", "checkpoint_every": 3, "num_envs": 2, "num_steps": 24}
+    args = flags_for(script, tmp_path, 600, **flags)
+    line, instants = words(args), random.Random(0)
+    for kill in range(20):
+        process = start(script, tmp_path, line)
+        if kill == 0:  # there is nothing to resume before the first checkpoint
+            path = await_file(process, tmp_path, "runs/*/checkpoint.pt")
+        elif instants.random() < 0.7:  # after the start, else at any instant of it
+            await_file(process, path.parent, f"events.*.{process.pid}.*")
+        time.sleep(instants.uniform(0, 0.4))
+        process.kill()
+        assert process.wait() == -signal.SIGKILL, (tmp_path / "err").read_text()
+        assert "Traceback" not in (tmp_path / "err").read_text()
+        script.load_agent(path)
+        line = ["--resume", str(path.parent)]
+    survived = contents(path.parent)["run"]["iteration"]
+    assert 0 < survived < args.num_iterations
+    next_second()
+    last = resumed(script, monkeypatch, path.parent)
+    whole = script.train(args)
+    assert_same(timeless(last), timeless(whole))
+    assert_same(contents(path.parent), contents(whole["run_dir"]))
+    assert scalars(path.parent) == scalars(whole["run_dir"])
+
+
+def test_flags_are_stored_as_given(script, tmp_path, monkeypatch):
+    """The checkpoint of a resumed run holds the run's own flags, not the way it was resumed."""
+    args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0", masked_obs=(0,))
+    directory = stopped(script, monkeypatch, args, 1)
+    resumed(script, monkeypatch, directory, "--eval-episodes", "2")
+    _, stored = script.load_agent(directory)
+    assert asdict(stored) == asdict(args) | {"eval_episodes": 2}
