@@ -45,112 +45,26 @@ SHOWN = slice(FINE // 80, FINE, FINE // 40)  # 40 of them, kept in the CSV for t
 
 # ------------------------------------------------------------------------------ processes and truth
 class Process(gym.Env):
-    """Ten N(0, 1) rewards; the observation is the step. Subclasses pay and branch otherwise."""
+    """One of PROCESSES. The observation is the step, plus 5 in the bad branch of `skewed`."""
 
-    action_space = Discrete(1)  # no choice: nothing but the critics learns
-    observation_space = Discrete(11)
-    length, gamma = 10, 0.95
+    action_space, observation_space = Discrete(1), Discrete(11)  # no choice: only critics learn
+
+    def __init__(self, name):
+        self.name = name
+        self.length, _, self.pay, _ = PROCESSES[name]
 
     def reset(self, *, seed=None, options=None):
         """Open an episode."""
         super().reset(seed=seed)
-        self.t, self.lucky = 0, self.np_random.random() < 0.75
-        return self.state(), {}
+        self.t, self.good = 0, self.np_random.random() < 0.75
+        return 0, {}
 
     def step(self, action):
         """Advance; the last of `length` steps terminates."""
-        reward = self.pay()
+        reward = self.pay(self.np_random, self.t, self.good)
         self.t += 1
-        return self.state(), float(reward), self.t == self.length, False, {}
-
-    def state(self):
-        """The step."""
-        return self.t
-
-    def pay(self):
-        """Reward of this step."""
-        return self.np_random.normal()
-
-    @classmethod
-    def truth(cls) -> np.ndarray:
-        """Quantile function of the discounted return at LEVELS."""
-        return mixture((1.0, 0.0, spread(cls.gamma, 10)))
-
-
-class Skewed(Process):
-    """Step 0 leads to a good branch (0.75; four rewards N(1, 0.5)) or a bad one (N(-1, 1))."""
-
-    length = 5
-
-    def state(self):
-        """0, then the step within the branch."""
-        return self.t + 5 * (self.t > 0 and not self.lucky)
-
-    def pay(self):
-        """Nothing at first, then the branch's."""
-        return (self.t > 0) * (self.np_random.normal(1, 0.5) if self.lucky else self.bad())
-
-    def bad(self):
-        """Reward in the bad branch."""
-        return self.np_random.normal(-1, 1)
-
-    @classmethod
-    def truth(cls) -> np.ndarray:
-        """Both branches: gamma times four rewards."""
-        g, mean, std = cls.gamma, (1 - cls.gamma**4) / (1 - cls.gamma), spread(cls.gamma, 4)
-        return mixture((0.75, g * mean, g * 0.5 * std), (0.25, -g * mean, g * std))
-
-
-class HeavyTail(Process):
-    """Five rewards of Student's t with 3 degrees of freedom, of variance 1."""
-
-    length = 5
-
-    def pay(self):
-        """Infinite fourth moment."""
-        return self.np_random.standard_t(3) / 3**0.5
-
-    @classmethod
-    def truth(cls) -> np.ndarray:
-        """Monte Carlo."""
-        rewards = np.random.default_rng(0).standard_t(3, (5, 200 * FINE)) / 3**0.5
-        returns = np.sort(cls.gamma ** np.arange(5) @ rewards)
-        return returns.reshape(FINE, -1).mean(1)
-
-
-class Limited(Process):
-    """N(1, 1) rewards for ever in a single state, cut every five steps: the cut is no death."""
-
-    length, gamma = 0, 0.8  # never terminates
-
-    def state(self):
-        """Always the same."""
-        return 0
-
-    def pay(self):
-        """Noise around 1."""
-        return self.np_random.normal(1, 1)
-
-    @classmethod
-    def truth(cls) -> np.ndarray:
-        """Infinitely many rewards: mean 5, variance 1 / 0.36."""
-        return mixture((1.0, 1 / (1 - cls.gamma), (1 - cls.gamma**2) ** -0.5))
-
-
-class Disaster(Process):
-    """Five rewards of 1; the last one is -19 with probability 0.02."""
-
-    length = 5
-
-    def pay(self):
-        """1, seldom 20 less."""
-        return 1 - 20 * (self.t == 4 and self.np_random.random() < 0.02)
-
-    @classmethod
-    def truth(cls) -> np.ndarray:
-        """Two values."""
-        total = (1 - cls.gamma**5) / (1 - cls.gamma)
-        return mixture((0.02, total - 20 * cls.gamma**4, 0.0), (0.98, total, 0.0))
+        obs = self.t * (self.length > 0) + 5 * (self.name == "skewed" and not self.good)
+        return obs, float(reward), self.t == self.length, False, {}
 
 
 def spread(gamma: float, length: int) -> float:
@@ -168,14 +82,45 @@ def mixture(*parts: tuple[float, float, float]) -> np.ndarray:
     return np.sort(values)
 
 
+def heavy(gamma: float) -> np.ndarray:
+    """The same for five rewards of Student's t with 3 degrees of freedom, by Monte Carlo."""
+    rewards = np.random.default_rng(0).standard_t(3, (5, 200 * FINE)) / 3**0.5
+    return np.sort(gamma ** np.arange(5) @ rewards).reshape(FINE, -1).mean(1)
+
+
+def branches(gamma: float) -> np.ndarray:
+    """The same for the two branches of `skewed`: gamma times four rewards."""
+    mean, std = (1 - gamma**4) / (1 - gamma), spread(gamma, 4)
+    return mixture((0.75, gamma * mean, gamma * 0.5 * std), (0.25, -gamma * mean, gamma * std))
+
+
+def disaster(gamma: float) -> np.ndarray:
+    """The same for two values."""
+    total = (1 - gamma**5) / (1 - gamma)
+    return mixture((0.02, total - 20 * gamma**4, 0.0), (0.98, total, 0.0))
+
+
+# steps (0: never ends), gamma, reward given RNG, step and branch, quantile function given gamma
 PROCESSES = {
-    "gaussian": Process, "skewed": Skewed, "time_limit": Limited, "heavy_tail": HeavyTail,
-    "disaster": Disaster,
+    # five rewards N(0, 1)
+    "gaussian": (5, 0.95, lambda rng, t, good: rng.normal(),
+                 lambda g: mixture((1.0, 0.0, spread(g, 5)))),
+    # step 0 leads to a good branch (probability 0.75), four rewards N(1, 0.5), or to one of N(-1, 1)
+    "skewed": (5, 0.95, lambda rng, t, good: (t > 0) * rng.normal(*((1, 0.5) if good else (-1, 1))),
+               branches),
+    # rewards N(1, 1) for ever in a single state, cut every five steps: the cut is no death
+    "time_limit": (0, 0.8, lambda rng, t, good: rng.normal(1, 1),
+                   lambda g: mixture((1.0, 1 / (1 - g), (1 - g * g) ** -0.5))),
+    # five rewards of infinite fourth moment and variance 1
+    "heavy_tail": (5, 0.95, lambda rng, t, good: rng.standard_t(3) / 3**0.5, heavy),
+    # five rewards of 1, the last one 20 less with probability 0.02
+    "disaster": (5, 0.95, lambda rng, t, good: 1 - 20 * (t == 4 and rng.random() < 0.02), disaster),
 }  # fmt: skip
 JUDGED = ("gaussian", "skewed", "time_limit")  # the others are reported without a goal
-for name, process in PROCESSES.items():
+for name in PROCESSES:
     if f"{name}-v0" not in gym.registry:
-        gym.register(f"{name}-v0", process, max_episode_steps=5 if name == "time_limit" else None)
+        limit = 5 if name == "time_limit" else None
+        gym.register(f"{name}-v0", Process, max_episode_steps=limit, kwargs={"name": name})
 
 # ----------------------------------------------------------------------------------------- the grid
 RECOMMENDED = {
@@ -183,8 +128,8 @@ RECOMMENDED = {
     CATEGORICAL: "--value-target sr_lambda --target-encoding two_hot --twin-reduce mean",
 }
 BASE = (  # large rollouts: the return statistics of the last ten must stand still at the end
-    "--num-envs 16 --num-steps 160 --total-timesteps 102400 --num-minibatches 16 "
-    "--update-epochs 2 --learning-rate 2e-3 --gae-lambda 0.95 --hidden-size 32 --ent-coef 0 "
+    "--num-envs 16 --num-steps 160 --total-timesteps 153600 --num-minibatches 16 "
+    "--update-epochs 2 --learning-rate 3e-3 --gae-lambda 0.95 --hidden-size 32 --ent-coef 0 "
     "--eval-episodes 1 --checkpoint-every 0 "
 )
 WIDTH = {LSTM: "--lstm-hidden-size 16 --seq-len 40 ", CATEGORICAL: ""}
@@ -206,8 +151,8 @@ Cell = tuple[str, str, str, str, range]  # task, script, variant, flags, seeds
 def cells() -> list[Cell]:
     """The grid, what is judged first."""
     small, real, grid = [], [], []
-    for task, process in PROCESSES.items():
-        start = f"{BASE}--gamma {process.gamma} "
+    for task, (_, gamma, _, _) in PROCESSES.items():
+        start = f"{BASE}--gamma {gamma} "
         for script in (CATEGORICAL, LSTM):
             flags = start + WIDTH[script]
             seeds = range(1, 4 if task in JUDGED else 2)
@@ -273,6 +218,12 @@ def measure(module: ModuleType, agent: Any, args: Any, truth: np.ndarray) -> dic
         result[f"decile{end}"] = np.maximum(low - nominal, nominal - high).clip(min=0).max()
     shown = " ".join(f"{x:.4g}" for x in curves[0][SHOWN])
     return {k: round(float(v), 5) for k, v in result.items()} | {"curve": shown}
+
+
+def exact(task: str) -> np.ndarray:
+    """True quantile function at LEVELS."""
+    _, gamma, _, quantiles = PROCESSES[task]
+    return quantiles(gamma)
 
 
 def extend(taus: np.ndarray, points: np.ndarray) -> np.ndarray:
@@ -348,7 +299,7 @@ def run_one(cell: Cell, seed: int) -> dict[str, Any]:
     row = {"task": task, "script": script, "variant": variant, "seed": seed, "seconds": seconds}
     if task in REAL:
         return row | measure_real(module, agent, args)
-    return row | measure(module, agent, args, PROCESSES[task].truth())
+    return row | measure(module, agent, args, exact(task))
 
 
 def read_rows() -> list[dict[str, str]]:
@@ -434,9 +385,8 @@ def draw(groups: dict[tuple[str, ...], list[dict[str, str]]]) -> None:
         (LSTM, "sr_lambda, kappa 1, K 32", "C1", "quantiles, kappa 1"),
         (LSTM, "lambda_return, kappa 0, K 32", "C3", "quantiles, lambda_return"),
     )
-    for panel, (task, process) in zip(axes, PROCESSES.items()):
-        truth = process.truth()[SHOWN]
-        panel.plot(LEVELS[SHOWN], truth, color="0.75", lw=6, label="truth")
+    for panel, task in zip(axes, PROCESSES):
+        panel.plot(LEVELS[SHOWN], exact(task)[SHOWN], color="0.75", lw=6, label="truth")
         for script, variant, colour, label in shown:
             for row in groups.get((task, script, variant), [])[:1]:
                 curve = np.array(row["curve"].split(), float)

@@ -193,7 +193,7 @@ BAD_MORE = [
     ("--activation gelu", "activation", "relu"),
     ("--vf-clip all", "vf-clip", "mean_only"),
     ("--masked-obs 0 9", "masked-obs 9", "0..3"),
-    ("--masked-obs first", "masked-obs", "int"),
+    ("--masked-obs first", "masked-obs", "first"),
     ("--env-id CartPole-v99", "CartPole-v99", "CartPole"),
     ("--env-id Pendulun-v1", "Pendulun", "Pendulum"),
     ("--env-id AcrobotNoVel-v1", "AcrobotNoVel", "Acrobot"),
@@ -205,7 +205,7 @@ BAD_MORE = [
     ("--evaluate no/such/checkpoint.pt", "no/such/checkpoint.pt", "no such file"),
     ("--resume one --evaluate two", "resume", "evaluate exclude each other"),
     ("--no-such-flag", "no-such-flag", "help"),
-    ("--gamma", "gamma", "expected 1 argument"),
+    ("--gamma", "gamma", "Missing value"),
 ]
 BAD_CATEGORICAL = [
     ("--num-atoms 1", "num-atoms 1", "[2, "),

@@ -105,17 +105,26 @@ def test_a_fault_in_the_last_evaluation(script, capsys, tmp_path):
     check_fault(script, capsys, tmp_path, ["--evaluate", str(path)], parts, iterations=0)
 
 
-@pytest.mark.parametrize(("name", "kind"), list(zip(SCRIPTS, ["Death", "Error"])))
-def test_a_process_that_dies_or_raises(tmp_path, name, kind):
-    """--async-envs, one process ends or fails in mid-run: the same line, and the run exits."""
-    script = importlib.import_module(name)
-    args = flags_for(script, tmp_path, f"Faulty{kind}", async_envs=True)
+def test_an_error_in_another_process(script, capsys, tmp_path):
+    """--async-envs: the worker's own words come first, then the same line."""
+    args = flags_for(script, tmp_path, "FaultyError", async_envs=True, num_envs=2)
+    code, _, err = run_main(script, capsys, words(args))
+    assert code == 1
+    (line,) = (x for x in err.splitlines() if x.startswith("error: "))
+    parts = ["after 48 steps", "the simulator broke", *WHERE[1:]]
+    assert [part for part in parts if part not in line] == [], line
+    last_checkpoint(script, line, tmp_path, 1)
+
+
+def test_a_process_that_dies(tmp_path):
+    """--async-envs, one process ends in mid-run: the same line, and the run exits."""
+    script = importlib.import_module(SCRIPTS[0])
+    args = flags_for(script, tmp_path, "FaultyDeath", async_envs=True)
     process = start(script, tmp_path, words(args))
     assert process.wait(60) == 1
     err = (tmp_path / "err").read_text()
     (line,) = (x for x in err.splitlines() if x.startswith("error: "))
     assert [part for part in WHERE if part not in line] == [], line
-    assert ("the simulator broke" in line) == (kind == "Error")
     last_checkpoint(script, line, tmp_path, 2)
 
 

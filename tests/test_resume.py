@@ -279,11 +279,12 @@ def test_small_runs_may_grow_by_the_command_line(script, tmp_path, monkeypatch):
 
 def test_total_timesteps_may_not_shrink(script, tmp_path, capsys):
     """Fewer steps than the run has behind it would end it in the past."""
-    directory = script.train(flags_for(script, tmp_path, 20, env_id="probes:Walk-v0"))["run_dir"]
-    line = ["--resume", directory, "--total-timesteps", "600"]
+    directory = script.train(flags_for(script, tmp_path, 3, env_id="probes:Walk-v0"))["run_dir"]
+    line = ["--resume", directory, "--total-timesteps", "96"]
     code, _, err = run_main(script, capsys, line)
     assert code == 2
-    assert "total" in err
+    for part in ("total-timesteps 96", "144"):
+        assert part in err
 
 
 def test_flags_that_change_the_algorithm_are_refused_by_name(script, tmp_path, capsys):
@@ -358,8 +359,10 @@ def test_checkpoints_are_synced_before_they_are_renamed(script, tmp_path, monkey
     monkeypatch.setattr(Path, "replace", note_rename)
     args = flags_for(script, tmp_path, 1, env_id="probes:Walk-v0")
     path = Path(script.train(args)["run_dir"], "checkpoint.pt")
-    size = path.stat().st_size
-    assert done == [("sync", size), ("checkpoint.tmp", "checkpoint.pt")]
+    written, renamed = done[-2:]
+    assert written == ("sync", path.stat().st_size)
+    assert renamed == ("checkpoint.tmp", "checkpoint.pt")
+    assert [entry[0] for entry in done] == ["sync", "checkpoint.tmp"] * (len(done) // 2)
 
 
 class Bomb:
