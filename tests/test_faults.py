@@ -194,6 +194,17 @@ def test_a_finite_update_raises_nothing(script):
     script.update(run.agent, run.optimizer, batch, run.args, 0.01)
 
 
+def test_an_infinite_divergence_is_no_fault(script):
+    """An action whose probability rounds to 0: loss and gradient are finite, and so is the agent."""
+    run = make_run(script, "VectorDiscrete", norm_adv=False)
+    batch = prepare(run)
+    with torch.no_grad():
+        run.agent.actor.heads[0].bias[0] += 300
+    metrics = script.update(run.agent, run.optimizer, batch, run.args, 0.01)
+    assert metrics["policy/kl_exact"] > 100
+    assert all(p.isfinite().all() for p in run.agent.parameters())
+
+
 def test_a_fault_ahead_of_the_first_checkpoint(script, capsys, tmp_path):
     """There is none to name, and the message says so."""
     args = flags_for(script, tmp_path, "FaultyError", checkpoint_every=0)
