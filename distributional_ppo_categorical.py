@@ -22,6 +22,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import multiprocessing
 import os
 import pickle
 import random
@@ -136,11 +137,11 @@ class Args:
         for low, high, names in (
             (1, math.inf, "torch_threads eval_episodes num_envs num_steps num_minibatches"),
             (1, math.inf, "update_epochs hidden_size"),
-            (0, math.inf, "seed eval_every checkpoint_every ent_coef ent_coef_final"),
-            (0, math.inf, "vf_coef min_entropy_penalty"), (-1e9, 1e9, "min_entropy cvar_limit"),
+            (0, math.inf, "eval_every checkpoint_every ent_coef ent_coef_final vf_coef"),
+            (0, math.inf, "min_entropy_penalty"), (0, 4e9, "seed"), (1e-3, 1, "cvar_alpha"),
             (1e-12, math.inf, "learning_rate clip_coef max_grad_norm target_kl vf_clip_coef"),
             (1e-12, math.inf, "cvar_dual_lr"), (0, 1, "gamma gae_lambda cvar_weight"),
-            (1e-3, 1, "cvar_alpha"), (*LOG_STD_RANGE, "log_std_init"), *self.BOUNDS,
+            (-1e9, 1e9, "min_entropy cvar_limit"), (*LOG_STD_RANGE, "log_std_init"), *self.BOUNDS,
         ):  # fmt: skip
             for name in names.split():
                 value, bound = getattr(self, name), f"finite and in [{low:g}, {high:g}]"
@@ -684,7 +685,7 @@ def make_env(args: Args, video_dir: Path | None = None, step_limit: int | None =
         space = env.observation_space
         if not isinstance(space, Box) or len(space.shape) != 1:
             env = gym.wrappers.FlattenObservation(env)
-    except (gym.error.Error, ImportError, NotImplementedError) as error:
+    except (gym.error.Error, ImportError, NotImplementedError, ValueError) as error:
         raise UsageError(f"--env-id {args.env_id}: {error}") from error
     message = f"--env-id {args.env_id}: observation space {space} cannot be flattened"
     require(isinstance(env.observation_space, Box), message)
@@ -699,9 +700,15 @@ def make_env(args: Args, video_dir: Path | None = None, step_limit: int | None =
 
 def make_envs(args: Args, num_envs: int, **options: Any) -> gym.vector.VectorEnv:
     """`num_envs` environments stepped together; one that ends is reset within the same step."""
+
+    def thunk() -> gym.Env:
+        if multiprocessing.parent_process():  # a worker: signals are the main process's to handle
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        return make_env(args, **options)
+
     kind = gym.vector.AsyncVectorEnv if args.async_envs else gym.vector.SyncVectorEnv
-    thunks = [lambda: make_env(args, **options)] * num_envs
-    return kind(thunks, copy=False, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+    return kind([thunk] * num_envs, copy=False, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
 
 
 class Carry(NamedTuple):
@@ -888,19 +895,19 @@ def update(
 
 
 # ------------------------------------------------------------------------ checkpoint and evaluation
-def load_agent(path: str | Path, cuda: bool = False) -> tuple[Agent, Args]:
+def load_agent(path: str | Path, cuda: bool | None = False) -> tuple[Agent, Args]:
     """Agent and flags of a saved run, given its directory or `checkpoint.pt`; runs no code from it.
-    Raises `UsageError` for a file that is missing, damaged, foreign, or of another script."""
+    cuda None: as in the run. Raises `UsageError` for one missing, damaged, of another script."""
     path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        flags = {**checkpoint["args"], "cuda": cuda}
+        flags = {**checkpoint["args"]}
     except Exception as error:  # torch raises half a dozen kinds
-        reason = str(error).splitlines()[0] if path.exists() else "there is no such file"
+        reason = f"{error!r:.90}" if path.exists() else "there is no such file"
         raise UsageError(f"{path}: not a checkpoint of this script; {reason}") from error
     other = ", ".join(sorted(flags.keys() ^ {field.name for field in fields(Args)}))
     require(not other, f"{path}: of another script; flags {other} do not match")
-    agent = Agent(args := Args(**flags))
+    agent = Agent(args := Args(**flags | ({} if cuda is None else {"cuda": cuda})))
     agent.load_state_dict(checkpoint["agent"])
     return agent, args
 
@@ -971,26 +978,14 @@ def train(args: Args) -> dict[str, Any]:
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     _ = random.seed(args.seed), np.random.seed(args.seed), torch.manual_seed(args.seed)
-    agent = load_agent(args.resume, args.cuda)[0] if args.resume else Agent(args)
+    agent = load_agent(args.resume, None)[0] if args.resume else Agent(args)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
-    envs = make_envs(args, args.num_envs)
-    obs = torch.as_tensor(envs.reset(seed=args.seed)[0].copy(), device=agent.dist.support.device)
-    state = agent.initial_state(args.num_envs)
-    carry = Carry(obs, torch.ones_like(obs[:, 0], dtype=torch.bool), state, state)
     # what a resumed run continues; `recent` holds the returns of the last 100 episodes
     run: dict[str, Any] = {"iteration": 0, "seconds": 0.0, "dual": 0.0, "recent": [], "logged": {}}
     if args.resume:
         saved = torch.load(Path(args.resume) / "checkpoint.pt", weights_only=True)
         run, rngs = pickle.loads(saved["run"])
-        setters = (random.setstate, np.random.set_state, torch.set_rng_state)
-        for set_state, rng in zip((*setters, torch.cuda.set_rng_state_all), rngs):
-            set_state(rng)
         optimizer.load_state_dict(run["optimizer"])
-        if None in run["envs"]:
-            print("this task's state cannot be saved: its episodes start afresh")
-        else:
-            envs.set_attr("snapshot", run["envs"])
-            carry = run["carry"]
     run_dir = Path(args.resume) if args.resume else make_run_dir(args)
     total, step = args.num_iterations * args.batch_size, run["iteration"] * args.batch_size
     writer = SummaryWriter(str(run_dir), purge_step=step + 1 if args.resume else None)
@@ -1009,7 +1004,22 @@ def train(args: Args) -> dict[str, Any]:
     terminal, shown, began = sys.stdout.isatty(), time.time(), time.time() - run["seconds"]
     last_lr = 0.0 if args.anneal_lr else args.learning_rate
     last_ent_coef = args.ent_coef if args.ent_coef_final is None else args.ent_coef_final
+    envs = make_envs(args, args.num_envs)
     try:
+        obs = torch.as_tensor(
+            envs.reset(seed=args.seed)[0].copy(), device=agent.dist.support.device
+        )
+        state = agent.initial_state(args.num_envs)
+        carry = Carry(obs, torch.ones_like(obs[:, 0], dtype=torch.bool), state, state)
+        if args.resume and None in run["envs"]:
+            print("this task's state cannot be saved: its episodes start afresh")
+        elif args.resume:
+            envs.set_attr("snapshot", run["envs"])
+            carry = run["carry"]
+        if args.resume:
+            setters = (random.setstate, np.random.set_state, torch.set_rng_state)
+            for set_state, rng in zip((*setters, torch.cuda.set_rng_state_all), rngs):
+                set_state(rng)
         for iteration in range(run["iteration"], args.num_iterations):
             progress, times = iteration / args.num_iterations, [time.time()]
             learning_rate = linear_schedule(args.learning_rate, last_lr, progress)
@@ -1056,13 +1066,14 @@ def train(args: Args) -> dict[str, Any]:
                 save_checkpoint(run_dir, args, agent, run | {"envs": envs.get_attr("snapshot")})
             if STOP:
                 raise KeyboardInterrupt(f"stopped after {step:,} steps; --resume {run_dir}")
+        log(evaluate(agent, args, run_dir / "videos" if args.capture_video else None), total)
     except Exception as error:
         what = str(error) if isinstance(error, Fault) else repr(error)
         last = f"last checkpoint: {checkpoint}" if checkpoint.exists() else "no checkpoint yet"
         raise Fault(f"after {step:,} steps: {what}; {last}") from error
+    finally:
+        envs.close()
 
-    envs.close()
-    log(evaluate(agent, args, run_dir / "videos" if args.capture_video else None), total)
     print(f"saved {checkpoint}")
     table = {k: v if isinstance(v, int | float) else str(v) for k, v in asdict(args).items()}
     for entry in hparams(table, {"eval/return_mean": logged["eval/return_mean"]}):
@@ -1074,24 +1085,27 @@ def train(args: Args) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> None:
     """Command line. One line on stderr, and exit code 2 for a user's mistake, 1 for a fault.
     With --resume and --evaluate the flags are those of the run, few of which may change."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: STOP.append(number))
     free = "total_timesteps resume evaluate eval_episodes eval_every checkpoint_every capture_video"
+    free += " run_dir torch_threads"
     try:
         args = tyro.cli(Args, args=argv)
         require(not (args.resume and args.evaluate), "--resume and --evaluate exclude each other")
-        if path := args.resume or args.evaluate:
-            agent, stored = load_agent(path, args.cuda)
+        path = Path(args.resume or args.evaluate)
+        require(not args.resume or path.is_dir(), f"--resume {path}: is not a run directory")
+        if args.resume or args.evaluate:
+            agent, stored = load_agent(path, None if args.resume else args.cuda)
             args = tyro.cli(Args, args=argv, default=stored)
             old, new = asdict(stored), asdict(args)
             changed = [k for k in old if new[k] != old[k] and k not in free.split()]
             message = f"{', '.join(changed)}: not as in {path}; only these may differ: {free}"
             require(not changed, message)
         if args.evaluate:
-            video_dir = Path(args.evaluate).parent / "videos" if args.capture_video else None
-            evaluate(agent, args, video_dir)
-        else:
-            train(args)
+            folder = path if path.is_dir() else path.parent
+            evaluate(agent, args, folder / "videos" if args.capture_video else None)
+            return
+        for number in (signal.SIGINT, signal.SIGTERM):  # the second one has its default effect
+            signal.signal(number, lambda n, _: STOP.append(n) or signal.signal(n, signal.SIG_DFL))
+        train(args)
     except (UsageError, Fault, KeyboardInterrupt) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit({UsageError: 2, Fault: 1}.get(type(error), 130))

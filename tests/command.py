@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ TESTS = Path(__file__).resolve().parent
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Handlers of signals and the wish to stop end with the block."""
+    """Handlers of signals, the wish to stop and processes left behind end with the block."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     handlers = [signal.getsignal(number) for number in numbers]
     yield
@@ -31,6 +32,9 @@ def undisturbed() -> Iterator[None]:
         signal.signal(number, handler)
     for name in SCRIPTS:
         importlib.import_module(name).STOP.clear()
+    for child in multiprocessing.active_children():
+        child.kill()
+        child.join()
 
 
 def words(args: Any) -> list[str]:
@@ -67,6 +71,16 @@ def start(script: ModuleType, directory: Path, line: list[str]) -> subprocess.Po
             [sys.executable, script.__file__, *line], stdout=out, stderr=err, cwd=directory,
             env=os.environ | {"PYTHONPATH": path}, start_new_session=True,
         )  # fmt: skip
+
+
+def await_end(process: subprocess.Popen, seconds: float = 60) -> int:
+    """Its exit code; processes that hang are killed, with all of their group."""
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
 
 
 def await_file(process: subprocess.Popen, directory: Path, pattern: str) -> Path:

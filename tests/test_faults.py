@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import run_main, start, undisturbed, words
+from command import await_end, run_main, start, undisturbed, words
 from conftest import SCRIPTS
 from helpers import make_run, prepare, small_args
 
@@ -116,16 +116,19 @@ def test_an_error_in_another_process(script, capsys, tmp_path):
     last_checkpoint(script, line, tmp_path, 1)
 
 
-def test_a_process_that_dies(tmp_path):
-    """--async-envs, one process ends in mid-run: the same line, and the run exits."""
+@pytest.mark.parametrize(("kind", "iterations"), [("Death", 2), ("Evaluation", 1)])
+def test_a_run_with_processes_ends(tmp_path, kind, iterations):
+    """--async-envs, a process dies in mid-run or fails in an evaluation: nothing hangs."""
     script = importlib.import_module(SCRIPTS[0])
-    args = flags_for(script, tmp_path, "FaultyDeath", async_envs=True)
+    flags = {"async_envs": True, "eval_every": 2 if kind == "Evaluation" else 0}
+    args = flags_for(script, tmp_path, f"Faulty{kind}", **flags)
     process = start(script, tmp_path, words(args))
-    assert process.wait(60) == 1
+    assert await_end(process) == 1
     err = (tmp_path / "err").read_text()
     (line,) = (x for x in err.splitlines() if x.startswith("error: "))
-    assert [part for part in WHERE if part not in line] == [], line
-    last_checkpoint(script, line, tmp_path, 2)
+    parts = WHERE if kind == "Death" else ["after 96 steps", "the simulator broke", "evaluation"]
+    assert [part for part in parts if part not in line] == [], line
+    last_checkpoint(script, line, tmp_path, iterations)
 
 
 def poison(script, monkeypatch, iteration, act):
@@ -195,7 +198,7 @@ def test_a_finite_update_raises_nothing(script):
 
 
 def test_an_infinite_divergence_is_no_fault(script):
-    """An action whose probability rounds to 0: loss and gradient are finite, and so is the agent."""
+    """An action whose probability rounds to 0: loss, gradient and agent are finite."""
     run = make_run(script, "VectorDiscrete", norm_adv=False)
     batch = prepare(run)
     with torch.no_grad():

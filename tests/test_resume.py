@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from command import await_file, next_second, run_main, start, undisturbed, words
+from command import await_end, await_file, next_second, run_main, start, undisturbed, words
 from conftest import SCRIPTS
 from helpers import small_args
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -425,7 +425,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint(tmp_path, monkeypatch, name):
     process = start(script, tmp_path, words(args))
     path = await_file(process, tmp_path, "runs/*/checkpoint.pt")
     (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
-    assert process.wait(60) == 130
+    assert await_end(process) == 130
     err = (tmp_path / "err").read_text()
     assert f"--resume {path.parent}" in err
     assert "stopped after" in err
