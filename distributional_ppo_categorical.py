@@ -99,8 +99,8 @@ class Args:
     norm_obs: bool = True  # normalise observations by running moments, clipped to +-10
     learning_rate: float = 1e-3  # of Adam, > 0
     anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
-    gamma: float = 0.98  # discount per step, in [0, 1]
-    gae_lambda: float = 0.9  # weight of longer returns in GAE, in [0, 1]
+    gamma: float = 0.99  # discount per step, in [0, 1]
+    gae_lambda: float = 0.95  # weight of longer returns in GAE, in [0, 1]
     num_minibatches: int = 2  # per epoch; divides num_envs * num_steps
     update_epochs: int = 8  # passes over each rollout, integer >= 1
     norm_adv: bool = True  # normalise advantages over the rollout

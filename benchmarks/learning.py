@@ -38,14 +38,12 @@ MOUNTAIN = (
     "--seq-len 250 --num-minibatches 16 --update-epochs 10 --log-std-init 2 --ent-coef 0"
 )
 PENDULUM = (
-    "--total-timesteps 100000 --gamma 0.9 --gae-lambda 0.95 --num-steps 256 "
-    "--num-minibatches 32 --update-epochs 10"
+    "--total-timesteps 100000 --gamma 0.9 --num-steps 256 --num-minibatches 32 --update-epochs 10"
 )
-ACROBOT = "--total-timesteps 500000 --gamma 0.99 --gae-lambda 0.95"
-LUNAR = "--total-timesteps 1000000 --gamma 0.999 --gae-lambda 0.98"
+ACROBOT = "--total-timesteps 500000"
 MUJOCO = (
     "--total-timesteps 1000000 --num-steps 256 --num-minibatches 32 --update-epochs 10 "
-    "--learning-rate 3e-4 --gamma 0.99 --gae-lambda 0.95 --log-std-init -0.5 --target-kl 0.02"
+    "--learning-rate 3e-4 --log-std-init -0.5 --target-kl 0.02"
 )
 # training return, mean of 20 episodes, at which a task counts as learnt
 THRESHOLDS = {"CartPoleNoVel-v1": 475, "CartPole-v1": 475, "Acrobot-v1": -100, "Pendulum-v1": -200}
