@@ -265,9 +265,9 @@ class RunningMoments(nn.Module):
     def __init__(self, shape: tuple[int, ...] = (), max_count: float | None = None) -> None:
         super().__init__()
         self.max_count = math.inf if max_count is None else max_count
-        for name, start in (("mean", torch.zeros(shape)), ("var", torch.ones(shape))):
+        starts = {"mean": torch.zeros(shape), "var": torch.ones(shape), "count": torch.zeros(())}
+        for name, start in starts.items():
             self.register_buffer(name, start.double())
-        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
     @property
     def std(self) -> Tensor:  # the one scale of `normalize` and `denormalize`
@@ -459,8 +459,9 @@ class ValueDistribution(nn.Module):
         atoms = self.moments.denormalize(self.support)
         return sr_lambda_atoms(rewards, next_outputs.softmax(-1), atoms, *facts)[::-1]
 
-    def risk_advantages(self, targets: Tensor, weights: Tensor, outputs: Tensor) -> Tensor:
-        """`cvar_advantages_categorical` of weighted targets (T, N, J), (T, N)."""
+    def risk_advantages(
+        self, targets: Tensor, weights: Tensor, outputs: Tensor
+    ) -> Tensor:  # (T, N)
         atoms = self.moments.denormalize(self.support)
         facts = (project_categorical(weights, targets, atoms), outputs.softmax(-1), atoms)
         return cvar_advantages_categorical(*facts, self.args.cvar_alpha)
@@ -539,8 +540,7 @@ class ActionDistribution(nn.Module):
         self.log_std.data.clamp_(*LOG_STD_RANGE)  # a projection: the gradient does not vanish
         return torch.stack((outputs, self.log_std.expand_as(outputs)), -2)
 
-    def distribution(self, params: Tensor) -> Distribution:
-        """The joint distribution, with log_prob, entropy and exact KL summed over its parts."""
+    def distribution(self, params: Tensor) -> Distribution:  # joint over the parts
         if self.log_std is None:
             return Independent(Categorical(logits=params, validate_args=False), 1)
         mean, log_std = params.unbind(-2)
@@ -554,8 +554,7 @@ class ActionDistribution(nn.Module):
         mean, log_std = params.unbind(-2)
         return mean if deterministic else mean + log_std.exp() * torch.randn_like(mean)
 
-    def to_env(self, actions: Tensor) -> np.ndarray:
-        """A batch of actions as the environments expect it: counted from `start`, or clipped."""
+    def to_env(self, actions: Tensor) -> np.ndarray:  # counted from `start`, or clipped
         array = actions.cpu().numpy().reshape(-1, *self.space.shape)
         if self.log_std is None:
             return (array + getattr(self.space, "start", 0)).astype(self.space.dtype)
@@ -577,12 +576,10 @@ class Body(nn.Module):
     def decode(self, features: Tensor) -> Tensor:  # (..., F) -> (heads, ..., outputs)
         return torch.stack([head(features) for head in self.heads])
 
-    def forward(self, obs: Tensor, state: Tensor, episode_start: Tensor) -> Tensor:
-        """Outputs for obs (L, N, D)."""
+    def forward(self, obs: Tensor, state: Tensor, episode_start: Tensor) -> Tensor:  # (L, N, ...)
         return self.decode(self.encoder(obs))
 
-    def step(self, obs: Tensor, state: Tensor) -> Tensors:
-        """One step: obs (N, D), state (2, N, 0) -> features (N, F), state."""
+    def step(self, obs: Tensor, state: Tensor) -> Tensors:  # (N, D), (2, N, 0) -> (N, F), state
         return self.encoder(obs), state
 
     def over_rollout(self, rollout: SimpleNamespace, state: Tensor, chunk_len: int) -> Tensors:
@@ -622,8 +619,7 @@ class Agent(nn.Module):
     def normalize_obs(self, obs: Tensor) -> Tensor:  # as the networks see them
         return self.obs_moments.normalize(obs).clamp(-10, 10) if self.norm_obs else obs
 
-    def policy(self, obs: Tensor, state: Tensor) -> Tensors:
-        """One step: raw obs (N, D), state (2, N, H) -> params of the actions (N, ...), state."""
+    def policy(self, obs: Tensor, state: Tensor) -> Tensors:  # raw (N, D), state -> params, state
         features, state = self.actor.step(self.normalize_obs(obs), state)
         return self.actions(self.actor.heads[0](features)), state
 

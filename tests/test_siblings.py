@@ -63,13 +63,13 @@ def test_seams_have_the_same_methods_and_signatures(name):
 
 
 def test_sizes(capsys):
-    """Both under the ceiling; the number of differing lines is what the README says."""
+    """At most 1,000 lines with text each; the number of differing lines is what the README says."""
     one, two = (source(name).splitlines() for name in (LSTM, CATEGORICAL))
-    assert len(one) <= 1000
-    assert len(two) <= 1000
+    sizes = [sum(bool(line.strip()) for line in lines) for lines in (one, two)]
+    assert max(sizes) <= 1000
     changed = sum(line[:2] in ("- ", "+ ") for line in difflib.ndiff(one, two))
     with capsys.disabled():
-        print(f"\n{changed} lines differ between the scripts ({len(one)} and {len(two)} lines)")
+        print(f"\n{changed} lines differ between the scripts ({sizes} lines with text)")
     assert changed <= 500
     assert f"{changed} lines differ" in source("README.md")
 
