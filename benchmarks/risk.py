@@ -106,9 +106,9 @@ TASKS = {
         "--cvar-dual-lr 0.1",
     ),
     "cliff": (
-        "--cvar-alpha 0.1 --total-timesteps 200000 --num-envs 16 --num-steps 128 --gamma 0.98 "
+        "--cvar-alpha 0.1 --total-timesteps 200000 --num-envs 16 --num-steps 128 --gamma 0.995 "
         "--num-minibatches 8 --gae-lambda 0.95 --ent-coef 0.01",
-        -150,
+        -120,
         "--cvar-dual-lr 0.1",
     ),
 }

@@ -201,7 +201,7 @@ BAD_MORE = [
     ("--env-id :CartPole-v1", "env-id", ":CartPole-v1"),
     ("--env-id a,b", "env-id", "a,b"),
     ("--env-id probes:FaultyConstruction-v0", "FaultyConstruction", "the simulator broke"),
-    ("--resume no/such/run", "no/such/run", "no such file"),
+    ("--resume no/such/run", "no/such/run", "run directory"),
     ("--evaluate no/such/checkpoint.pt", "no/such/checkpoint.pt", "no such file"),
     ("--resume one --evaluate two", "resume", "evaluate exclude each other"),
     ("--no-such-flag", "no-such-flag", "help"),

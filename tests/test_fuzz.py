@@ -10,7 +10,7 @@ from command import run_main, undisturbed
 from probes import ACTIONS, OBSERVATIONS
 
 VALUES = {
-    "--seed": ("0", "1", "12345", "4294967295"),
+    "--seed": ("0", "1", "12345", "4000000000"),
     "--torch-deterministic": ("", None),
     "--exp-name": ("trial", "a b", "x" * 60),
     "--eval-episodes": ("1", "2", "5"),

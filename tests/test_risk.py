@@ -422,7 +422,8 @@ def test_sr_lambda_trains_on_its_samples(script):
     """The batch holds a distribution for each step that goes on, not the lambda-return alone."""
     encoded = {}
     for target in ("lambda_return", "sr_lambda"):
-        one = make_run(script, "Counter", value_target=target, target_encoding="two_hot")
+        facts = {"target_encoding": "two_hot", "gamma": 0.95, "gae_lambda": 0.5}
+        one = make_run(script, "Counter", value_target=target, **facts)
         encoded[target] = prepare(one).targets
         out = script.update(one.agent, one.optimizer, one.batch, one.args, 0.0)
         assert math.isfinite(out["losses/value_loss"])
@@ -432,7 +433,7 @@ def test_sr_lambda_trains_on_its_samples(script):
     else:  # a point takes two atoms
         assert (encoded["lambda_return"] > 1e-6).sum(-1).max() <= 2
         varied = (encoded["sr_lambda"] > 1e-6).sum(-1) > 2
-    assert 0.5 < varied.float().mean() < 1  # after a termination one value is left
+    assert 0.3 < varied.float().mean() < 1  # after a termination one value is left
 
 
 @pytest.mark.parametrize(
