@@ -17,6 +17,7 @@ see and predict them normalised."""
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import multiprocessing
@@ -28,6 +29,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -251,10 +253,10 @@ def update_dual(dual: float, returns: Tensor, limit: float, alpha: float, lr: fl
         lambda <- max(0, lambda + lr * (limit - CVaR_alpha) / std)
     Free of units. Unchanged below 20 returns (n,) and where they do not vary.
     Source: Chow & Ghavamzadeh 2014; Ray et al. 2019."""
-    std = float(returns.std(correction=0))
-    if len(returns) < 20 or std == 0:
+    if len(returns) < 20 or returns.max() == returns.min():
         return dual
-    return max(0.0, dual + lr * (limit - empirical_cvar(returns, alpha)) / std)
+    shortfall = limit - empirical_cvar(returns, alpha)
+    return max(0.0, dual + lr * shortfall / float(returns.std(correction=0)))
 
 
 # ---------------------------------------------------------------------------------- running moments
@@ -685,7 +687,8 @@ class Snapshot(gym.Wrapper):
             state = pickle.dumps(layers)
         except Exception:  # each library has its own
             return None
-        return None if b"_ezpickle" in state else state
+        own = type(self.unwrapped).__name__.encode()  # it refers to itself: a copy would
+        return None if b"_ezpickle" in state or own in state else state
 
     @snapshot.setter
     def snapshot(self, state: bytes) -> None:
@@ -709,7 +712,7 @@ def make_env(args: Args, video_dir: Path | None = None, step_limit: int | None =
         space = env.observation_space
         if not isinstance(space, Box) or len(space.shape) != 1:
             env = gym.wrappers.FlattenObservation(env)
-    except (gym.error.Error, ImportError, NotImplementedError, ValueError) as error:
+    except Exception as error:  # of gymnasium, a missing package, the task itself
         raise UsageError(f"--env-id {args.env_id}: {error}") from error
     message = f"--env-id {args.env_id}: observation space {space} cannot be flattened"
     require(isinstance(env.observation_space, Box), message)
@@ -720,6 +723,15 @@ def make_env(args: Args, video_dir: Path | None = None, step_limit: int | None =
     vector = Box(-np.inf, np.inf, keep.shape, np.float32)
     env = gym.wrappers.TransformObservation(env, lambda obs: obs.astype(np.float32) * keep, vector)
     return Snapshot(gym.wrappers.RecordEpisodeStatistics(env))
+
+
+@contextmanager
+def blame(place: str) -> Iterator[None]:
+    """Turn whatever the task raises in the block into a `Fault`."""
+    try:
+        yield
+    except Exception as error:
+        raise Fault(f"{place}: the environment raised {error!r}; check the task") from error
 
 
 def make_envs(args: Args, num_envs: int, **options: Any) -> gym.vector.VectorEnv:
@@ -761,7 +773,11 @@ def collect_rollout(
             states.append(state)
         params, state = agent.policy(obs, state * ~start[:, None])  # zero where an episode opens
         actions = agent.actions.sample(params)
-        array, rewards, terminated, truncated, info = envs.step(agent.actions.to_env(actions))
+        if not obs.isfinite().all():
+            place = f"step {t} of the rollout: not finite after a reset; check the task"
+            raise Fault(f"observations {obs.tolist()} of {place}")
+        with blame(f"step {t} of the rollout"):
+            array, rewards, terminated, truncated, info = envs.step(agent.actions.to_env(actions))
         done = terminated | truncated
         next_obs = successor = torch.as_tensor(array.copy(), device=obs.device)
         if done.any():
@@ -906,10 +922,10 @@ def update(
         optimizer.step()
 
     table, steps = torch.stack(rows), torch.stack(norms or [torch.zeros(3)])
-    for name, x in (("loss", table), ("gradient", steps)):
-        if bad := (~x.isfinite()).any(1).nonzero().tolist():
-            place = f"{name} of minibatch {bad[0][0]} of the update: not finite"
-            raise Fault(f"{place}; try a smaller --learning-rate or --max-grad-norm")
+    bad = [(~x.isfinite()).any(1).nonzero().flatten().tolist() for x in (table[:, :3], steps)]
+    for i, name in sorted((rows[0], k) for rows, k in zip(bad, ("loss", "the gradient")) if rows):
+        place = f"{name} of minibatch {i} of the update: not finite"
+        raise Fault(f"{place}; try a smaller --learning-rate or --max-grad-norm")
     metrics = dict(zip(row, table.mean(0).tolist()))
     metrics |= zip(("grad/norm", "grad/actor", "grad/critic"), steps.mean(0).tolist())
     metrics["policy/kl_max"] = float(table[:, -2].max())
@@ -925,14 +941,17 @@ def load_agent(path: str | Path, cuda: bool | None = False) -> tuple[Agent, Args
     path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        flags = {**checkpoint["args"]}
+        flags, weights = {**checkpoint["args"]}, checkpoint["agent"]
     except Exception as error:  # torch raises half a dozen kinds
         reason = f"{error!r:.90}" if path.exists() else "there is no such file"
         raise UsageError(f"{path}: not a checkpoint of this script; {reason}") from error
     other = ", ".join(sorted(flags.keys() ^ {field.name for field in fields(Args)}))
     require(not other, f"{path}: of another script; flags {other} do not match")
-    agent = Agent(args := Args(**flags | ({} if cuda is None else {"cuda": cuda})))
-    agent.load_state_dict(checkpoint["agent"])
+    try:
+        agent = Agent(args := Args(**flags | ({} if cuda is None else {"cuda": cuda})))
+        agent.load_state_dict(weights)
+    except (TypeError, RuntimeError) as error:
+        raise UsageError(f"{path}: flags or weights are damaged; {error!r:.90}") from error
     return agent, args
 
 
@@ -958,16 +977,17 @@ def evaluate(agent: Agent, args: Args, video_dir: Path | None = None) -> dict[st
     num_envs = 1 if video_dir else min(args.num_envs, args.eval_episodes)  # one films them all
     envs = make_envs(args, num_envs, video_dir=video_dir, step_limit=10_000)
     left = np.array([len(range(i, args.eval_episodes, num_envs)) for i in range(num_envs)])
-    obs, _ = envs.reset(seed=args.seed + 1_000_000)
-    state, episodes = agent.initial_state(num_envs), []
-    while left.any():
-        action, state = agent.act(obs, state)
-        obs, _, terminated, truncated, info = envs.step(action)
-        done = terminated | truncated
-        for i in (done & (left > 0)).nonzero()[0]:
-            episodes.append([info["final_info"]["episode"][key][i] for key in ("r", "l")])
-            left[i] -= 1
-        state = state * torch.as_tensor(~done, device=state.device)[:, None]
+    with blame("evaluation"):
+        obs, _ = envs.reset(seed=args.seed + 1_000_000)
+        state, episodes = agent.initial_state(num_envs), []
+        while left.any():
+            action, state = agent.act(obs, state)
+            obs, _, terminated, truncated, info = envs.step(action)
+            done = terminated | truncated
+            for i in (done & (left > 0)).nonzero()[0]:
+                episodes.append([info["final_info"]["episode"][key][i] for key in ("r", "l")])
+                left[i] -= 1
+            state = state * torch.as_tensor(~done, device=state.device)[:, None]
     envs.close()
     returns, lengths = torch.tensor(episodes, dtype=torch.float64).T
     mean, std, length = map(float, (returns.mean(), returns.std(correction=0), lengths.mean()))
@@ -983,15 +1003,15 @@ def make_run_dir(args: Args) -> Path:
     """Create <run_dir>/<env_id>__<exp_name>__<seed>__<time> with flags, versions and source."""
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__".replace("/", "_").replace(":", "_")
     path, source = Path(args.run_dir, f"{name}{time.time_ns() // 1000}"), Path(__file__).resolve()
-    try:
-        path.mkdir(parents=True)
-    except OSError as error:
-        raise UsageError(f"--run-dir {args.run_dir}: {error}; choose another directory") from error
-    (path / source.name).write_text(source.read_text())
     failed, commit = subprocess.getstatusoutput(f"git -C '{source.parent}' rev-parse HEAD")
     versions = {m.__name__: m.__version__ for m in (torch, gym, np, tyro)} | {"python": sys.version}
     content = {"args": asdict(args), "versions": versions, "commit": "" if failed else commit}
-    (path / "args.json").write_text(json.dumps(content, indent=2))
+    try:
+        path.mkdir(parents=True)
+        (path / source.name).write_text(source.read_text())
+        (path / "args.json").write_text(json.dumps(content, indent=2))
+    except OSError as error:
+        raise UsageError(f"--run-dir {args.run_dir}: {error}; choose another directory") from error
     return path
 
 
@@ -1030,16 +1050,16 @@ def train(args: Args) -> dict[str, Any]:
     last_ent_coef = args.ent_coef if args.ent_coef_final is None else args.ent_coef_final
     envs = make_envs(args, args.num_envs)
     try:
-        obs = torch.as_tensor(
-            envs.reset(seed=args.seed)[0].copy(), device=agent.dist.support.device
-        )
+        with blame("first reset"):
+            obs = torch.as_tensor(envs.reset(seed=args.seed)[0].copy())
+        obs = obs.to(agent.dist.support.device)
         state = agent.initial_state(args.num_envs)
         carry = Carry(obs, torch.ones_like(obs[:, 0], dtype=torch.bool), state, state)
         if args.resume and None in run["envs"]:
             print("this task's state cannot be saved: its episodes start afresh")
         elif args.resume:
             envs.set_attr("snapshot", run["envs"])
-            carry = run["carry"]
+            carry = Carry(*run["carry"])
         if args.resume:
             setters = (random.setstate, np.random.set_state, torch.set_rng_state)
             for set_state, rng in zip((*setters, torch.cuda.set_rng_state_all), rngs):
@@ -1086,12 +1106,20 @@ def train(args: Args) -> dict[str, Any]:
             due = args.checkpoint_every and (iteration + 1) % args.checkpoint_every == 0
             if due or step == total or STOP:
                 writer.flush()
-                run |= {"optimizer": optimizer.state_dict(), "carry": carry}
-                save_checkpoint(run_dir, args, agent, run | {"envs": envs.get_attr("snapshot")})
+                run |= {"optimizer": optimizer.state_dict(), "carry": tuple(carry)}
+                run["envs"] = envs.get_attr("snapshot")
+                save_checkpoint(run_dir, args, agent, run)
             if STOP:
                 raise KeyboardInterrupt(f"stopped after {step:,} steps; --resume {run_dir}")
-        log(evaluate(agent, args, run_dir / "videos" if args.capture_video else None), total)
+        if run.get("evaluated") != total:  # else the run had ended
+            log(evaluate(agent, args, run_dir / "videos" if args.capture_video else None), total)
+            run["evaluated"] = total
+            writer.flush()
+            save_checkpoint(run_dir, args, agent, run)
     except Exception as error:
+        for worker in getattr(envs, "processes", ()):  # close() would wait for a dead one
+            worker.terminate()
+        envs.closed = args.async_envs
         what = str(error) if isinstance(error, Fault) else repr(error)
         last = f"last checkpoint: {checkpoint}" if checkpoint.exists() else "no checkpoint yet"
         raise Fault(f"after {step:,} steps: {what}; {last}") from error
@@ -1112,17 +1140,24 @@ def main(argv: list[str] | None = None) -> None:
     free = "total_timesteps resume evaluate eval_episodes eval_every checkpoint_every capture_video"
     free += " run_dir torch_threads"
     try:
-        args = tyro.cli(Args, args=argv)
-        require(not (args.resume and args.evaluate), "--resume and --evaluate exclude each other")
-        path = Path(args.resume or args.evaluate)
-        require(not args.resume or path.is_dir(), f"--resume {path}: is not a run directory")
-        if args.resume or args.evaluate:
-            agent, stored = load_agent(path, None if args.resume else args.cuda)
-            args = tyro.cli(Args, args=argv, default=stored)
-            old, new = asdict(stored), asdict(args)
+        argv = sys.argv[1:] if argv is None else argv
+        words = [part for word in argv for part in word.split("=", 1)]
+        given = dict(itertools.pairwise(words))  # the other flags count together with the run's
+        resume, again = given.get("--resume", ""), given.get("--evaluate", "")
+        require(not (resume and again), "--resume and --evaluate exclude each other")
+        path, defaults = Path(resume or again), {}
+        require(not resume or path.is_dir(), f"--resume {path}: is not a run directory")
+        if resume or again:
+            agent, stored = load_agent(path, None if resume else "--cuda" in argv)
+            defaults = {"default": stored}
+        args = tyro.cli(Args, args=argv, **defaults)
+        if resume or again:
+            old, new, least = asdict(stored), asdict(args), stored.total_timesteps
             changed = [k for k in old if new[k] != old[k] and k not in free.split()]
             message = f"{', '.join(changed)}: not as in {path}; only these may differ: {free}"
             require(not changed, message)
+            message = f"--total-timesteps {args.total_timesteps}: below the run's, {least}"
+            require(args.total_timesteps >= least, message)
         if args.evaluate:
             folder = path if path.is_dir() else path.parent
             evaluate(agent, args, folder / "videos" if args.capture_video else None)

@@ -15,7 +15,9 @@ SCRIPTS = ["distributional_ppo_lstm", "distributional_ppo_categorical"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: takes more than a few seconds")
+    config.addinivalue_line("markers", "slow: takes minutes; runs with -m slow")
+    if not config.option.markexpr:
+        config.option.markexpr = "not slow"
 
 
 @pytest.fixture(params=SCRIPTS)
