@@ -23,7 +23,7 @@ BAD = [
     ("--hidden-size 0", "hidden-size 0", "finite and in [1, inf]"),
     ("--num-minibatches 0", "num-minibatches 0", "finite and in [1, inf]"),
     ("--update-epochs 0", "update-epochs 0", "finite and in [1, inf]"),
-    ("--seed -1", "seed -1", "finite and in [0, inf]"),
+    ("--seed -1", "seed -1", "finite and in [0, 4e+09]"),
     ("--eval-every -1", "eval-every -1", "finite and in [0, inf]"),
     ("--ent-coef -0.1", "ent-coef -0.1", "finite and in [0, inf]"),
     ("--ent-coef-final -0.1", "ent-coef-final -0.1", "finite and in [0, inf]"),
