@@ -106,7 +106,6 @@ class Args:
     num_minibatches: int = 2  # per epoch; divides num_envs * num_steps
     update_epochs: int = 8  # passes over each rollout, integer >= 1
     norm_adv: bool = True  # normalise advantages over the rollout
-    norm_adv_eps: float = 1e-8  # added to their std, in rewards, > 0
     clip_coef: float = 0.2  # clipping range of the probability ratio, > 0
     ent_coef: float = 0.0  # weight of the entropy bonus, per nat, >= 0
     ent_coef_final: float | None = None  # the same at the end of the run, linear; None: constant
@@ -143,7 +142,7 @@ class Args:
             (0, math.inf, "eval_every checkpoint_every ent_coef ent_coef_final vf_coef"),
             (0, math.inf, "min_entropy_penalty"), (0, 4e9, "seed"), (1e-3, 1, "cvar_alpha"),
             (1e-12, math.inf, "learning_rate clip_coef max_grad_norm target_kl vf_clip_coef"),
-            (1e-12, math.inf, "cvar_dual_lr norm_adv_eps"), (0, 1, "gamma gae_lambda cvar_weight"),
+            (1e-12, math.inf, "cvar_dual_lr"), (0, 1, "gamma gae_lambda cvar_weight"),
             (-1e9, 1e9, "min_entropy cvar_limit"), (*LOG_STD_RANGE, "log_std_init"), *self.BOUNDS,
         ):  # fmt: skip
             for name in names.split():
@@ -804,7 +803,7 @@ def prepare_batch(
     if cvar_weight > 0 and args.cvar_alpha < 1:
         risk = dist.risk_advantages(targets, weights, reduced)
         raw = (1 - cvar_weight) * raw + cvar_weight * risk
-    advantages = normalize_advantages(raw, args.norm_adv_eps) if args.norm_adv else raw
+    advantages = normalize_advantages(raw) if args.norm_adv else raw
 
     told = dist.describe(reduced)
     realised = gae(rollout.rewards, values, next_values, *ends, 1.0)[

@@ -105,7 +105,6 @@ class Args:
     seq_len: int = 0  # steps of a training sequence, divides num_steps; 0: the whole rollout
     update_epochs: int = 8  # passes over each rollout, integer >= 1
     norm_adv: bool = True  # normalise advantages over the rollout
-    norm_adv_eps: float = 0.3  # added to their std, in rewards, > 0: no noise blown up once solved
     clip_coef: float = 0.2  # clipping range of the probability ratio, > 0
     ent_coef: float = 0.01  # weight of the entropy bonus, per nat, >= 0
     ent_coef_final: float | None = 0.0  # the same at the end of the run, linear; None: constant
@@ -140,7 +139,7 @@ class Args:
             (0, math.inf, "eval_every checkpoint_every seq_len ent_coef ent_coef_final vf_coef"),
             (0, math.inf, "min_entropy_penalty"), (0, 4e9, "seed"), (1e-3, 1, "cvar_alpha"),
             (1e-12, math.inf, "learning_rate clip_coef max_grad_norm target_kl vf_clip_coef"),
-            (1e-12, math.inf, "cvar_dual_lr norm_adv_eps"), (0, 1, "gamma gae_lambda cvar_weight"),
+            (1e-12, math.inf, "cvar_dual_lr"), (0, 1, "gamma gae_lambda cvar_weight"),
             (-1e9, 1e9, "min_entropy cvar_limit"), (*LOG_STD_RANGE, "log_std_init"), *self.BOUNDS,
         ):  # fmt: skip
             for name in names.split():
@@ -832,7 +831,7 @@ def prepare_batch(
     if cvar_weight > 0 and args.cvar_alpha < 1:
         risk = dist.risk_advantages(targets, weights, reduced)
         raw = (1 - cvar_weight) * raw + cvar_weight * risk
-    advantages = normalize_advantages(raw, args.norm_adv_eps) if args.norm_adv else raw
+    advantages = normalize_advantages(raw) if args.norm_adv else raw
 
     told = dist.describe(reduced)
     realised = gae(rollout.rewards, values, next_values, *ends, 1.0)[

@@ -52,19 +52,18 @@ THRESHOLDS |= {"HalfCheetah-v5": 3000, "Hopper-v5": 2000, "Walker2d-v5": 2000}
 GRID = [
     (LSTM, "CartPoleNoVel-v1", "default", "", range(1, 11)),
     (LSTM, "CartPoleNoVel-v1", "no_memory", "", range(1, 4)),
-    (LSTM, "PendulumNoVel-v1", "default", PENDULUM_NOVEL, range(1, 11)),
-    (LSTM, "MountainCarContinuousNoVel-v0", "default", MOUNTAIN, range(1, 11)),
-    (LSTM, "popgym:popgym-RepeatFirstEasy-v0", "default", "", range(1, 6)),
-    (LSTM, "popgym:popgym-RepeatPreviousEasy-v0", "default", "", range(1, 6)),
+    (LSTM, "PendulumNoVel-v1", "default", PENDULUM_NOVEL, range(1, 4)),
+    (LSTM, "MountainCarContinuousNoVel-v0", "default", MOUNTAIN, range(1, 4)),
+    (LSTM, "popgym:popgym-RepeatFirstEasy-v0", "default", "", range(1, 4)),
+    (LSTM, "popgym:popgym-RepeatPreviousEasy-v0", "default", "", range(1, 4)),
     (CATEGORICAL, "CartPole-v1", "default", "", range(1, 11)),
-    (CATEGORICAL, "Pendulum-v1", "default", PENDULUM, range(1, 6)),
-    (CATEGORICAL, "Acrobot-v1", "default", ACROBOT, range(1, 6)),
+    (CATEGORICAL, "Pendulum-v1", "default", PENDULUM, range(1, 4)),
+    (CATEGORICAL, "Acrobot-v1", "default", ACROBOT, range(1, 3)),
     (CATEGORICAL, "HalfCheetah-v5", "default", MUJOCO, range(1, 4)),
     (CATEGORICAL, "Hopper-v5", "default", MUJOCO, range(1, 4)),
     (CATEGORICAL, "Walker2d-v5", "default", MUJOCO, range(1, 4)),
     (SB3, "CartPole-v1", "default", "--total-timesteps 50000", range(1, 4)),
     (SB3, "Pendulum-v1", "default", "--total-timesteps 100000", range(1, 4)),
-    (SB3, "Acrobot-v1", "default", "--total-timesteps 500000", range(1, 4)),
 ]
 
 
