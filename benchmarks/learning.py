@@ -40,7 +40,10 @@ MOUNTAIN = (
 PENDULUM = (
     "--total-timesteps 100000 --gamma 0.9 --num-steps 256 --num-minibatches 32 --update-epochs 10"
 )
-ACROBOT = "--total-timesteps 500000"
+ACROBOT = (
+    "--total-timesteps 500000 --learning-rate 2.5e-4 --ent-coef 0.01 --num-envs 16 "
+    "--num-steps 128 --num-minibatches 8 --update-epochs 4"
+)
 MUJOCO = (
     "--total-timesteps 1000000 --num-steps 256 --num-minibatches 32 --update-epochs 10 "
     "--learning-rate 3e-4 --log-std-init -0.5 --target-kl 0.02"
@@ -58,7 +61,7 @@ GRID = [
     (LSTM, "popgym:popgym-RepeatPreviousEasy-v0", "default", "", range(1, 4)),
     (CATEGORICAL, "CartPole-v1", "default", "", range(1, 11)),
     (CATEGORICAL, "Pendulum-v1", "default", PENDULUM, range(1, 4)),
-    (CATEGORICAL, "Acrobot-v1", "default", ACROBOT, range(1, 3)),
+    (CATEGORICAL, "Acrobot-v1", "default", ACROBOT, range(1, 4)),
     (CATEGORICAL, "HalfCheetah-v5", "default", MUJOCO, range(1, 4)),
     (CATEGORICAL, "Hopper-v5", "default", MUJOCO, range(1, 4)),
     (CATEGORICAL, "Walker2d-v5", "default", MUJOCO, range(1, 4)),
@@ -156,6 +159,8 @@ def run_missing(only: list[str], seeds: list[int]) -> None:
             wanted = (not only or task in only) and (not seeds or seed in seeds)
             if wanted and not (folder(script, task, variant) / f"seed{seed}.csv").exists():
                 jobs.append((script, task, variant, flags, str(seed)))
+
+    jobs.sort(key=lambda job: int(job[4]))  # seed 1 of everything first
 
     def start(job: tuple[str, ...]) -> None:
         command = [sys.executable, __file__, "--one", json.dumps(job)]
