@@ -118,15 +118,14 @@ def run_peer(task: str, flags: str, seed: int) -> tuple[list, dict]:
     import torch
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.evaluation import evaluate_policy
-    from stable_baselines3.common.monitor import load_results
 
     torch.set_num_threads(1)
     steps = int(flags.split()[-1])
     with tempfile.TemporaryDirectory() as top:
         model = sb3.PPO("MlpPolicy", make_vec_env(task, 1, seed, monitor_dir=top), seed=seed)
         model.learn(steps)
-        table = load_results(top)
-        points = list(zip(table["l"].cumsum().tolist(), table["r"].tolist()))
+        table = np.loadtxt(next(Path(top).glob("*.csv")), delimiter=",", skiprows=2, ndmin=2)
+        points = list(zip(table[:, 1].cumsum().tolist(), table[:, 0].tolist()))
     fresh = make_vec_env(task, 1, seed + 1_000_000)
     returns, _ = evaluate_policy(model, fresh, 50, return_episode_rewards=True)
     result = {"eval/return_mean": np.mean(returns), "eval/return_std": np.std(returns)}
