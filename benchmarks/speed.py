@@ -3,7 +3,7 @@
     python benchmarks/speed.py                                         # the grid, one torch thread
     python benchmarks/speed.py --grid --growth --lstm --threads 1 2    # everything
     python benchmarks/speed.py --report                                # rebuild from the CSV alone
-    python benchmarks/speed.py --only recurrent "cheetah*" --repeats 1 --out /tmp/speed
+    python benchmarks/speed.py --only recurrent "cheetah*" --repeats 1 --out FOLDER
 
 Every measurement is a process of its own. Speed is wall time outside of it at two lengths, one
 rollout and as many more as take some seconds: difference of steps over difference of time, so that
