@@ -62,12 +62,17 @@ def test_seams_have_the_same_methods_and_signatures(name):
     assert methods(source(LSTM), name) == methods(source(CATEGORICAL), name)
 
 
+@pytest.mark.xfail(strict=True, reason="1,174 and 1,146 lines: the ceiling is missed, see README")
+@pytest.mark.parametrize("name", [LSTM, CATEGORICAL])
+def test_ceiling(name):
+    """No script has more than 1,000 lines; passing again is reported as well."""
+    assert len(source(name).splitlines()) <= 1000
+
+
 def test_sizes(capsys):
-    """No script grows beyond its size of now; the README tells how many lines differ.
-    The ceiling the project set itself, 1,000 lines, is missed by 17 and 15 %: see the README."""
+    """The number of differing lines is what the README says."""
     one, two = (source(name).splitlines() for name in (LSTM, CATEGORICAL))
     sizes = [len(one), len(two)]
-    assert max(sizes) <= 1180
     changed = sum(line[:2] in ("- ", "+ ") for line in difflib.ndiff(one, two))
     with capsys.disabled():
         print(f"\n{changed} lines differ between the scripts ({sizes} lines)")
