@@ -17,42 +17,41 @@ Shapes: T steps, N environments, B rows of a minibatch, D observation, K atoms, 
 C critics, H width of the state (0), L steps of a training sequence (1), M sequences of a rollout.
 Rewards, values and returns are in the task's units; critics see and predict them normalised."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import pickle
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import traceback
 from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar, Literal, NamedTuple
+from types import SimpleNamespace as Batch
+from typing import Any, ClassVar, Literal
 
 import gymnasium as gym
 import numpy as np
 import torch
 import tyro
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Independent, Normal, kl_divergence
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Adam
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
-VELOCITIES = {  # zeroed in the velocity-free tasks of rl-baselines3-zoo, such as CartPoleNoVel-v1
-    "CartPole-v1": (1, 3), "MountainCar-v0": (1,), "MountainCarContinuous-v0": (1,),
-    "Pendulum-v1": (2,), "LunarLander-v3": (2, 3, 5), "LunarLanderContinuous-v3": (2, 3, 5),
+VELOCITIES = {  # entries that are zero in the velocity-free tasks of rl-baselines3-zoo
+    "CartPole": (1, 3), "MountainCar": (1,), "MountainCarContinuous": (1,), "Pendulum": (2,),
+    "LunarLander": (2, 3, 5), "LunarLanderContinuous": (2, 3, 5),
 }  # fmt: skip
 LOG_STD_RANGE = (-5.0, 2.0)  # of Gaussian actions: std from 0.0067 to 7.4
 STOP: list[int] = []  # SIGTERM or Ctrl-C came: end after this iteration, with a checkpoint
@@ -61,10 +60,6 @@ Tensors = tuple[Tensor, ...]
 
 class UsageError(ValueError):
     """A mistake of the user: one line without a traceback, exit code 2."""
-
-
-class Fault(RuntimeError):
-    """A run cannot go on: what, where, what to try; exit code 1."""
 
 
 def require(condition: Any, message: str) -> None:
@@ -146,25 +141,27 @@ class Args:
             (-1e9, 1e9, "min_entropy cvar_limit"), (*LOG_STD_RANGE, "log_std_init"), *self.BOUNDS,
         ):  # fmt: skip
             for name in names.split():
-                value, bound = getattr(self, name), f"finite and in [{low:g}, {high:g}]"
+                value, flag = getattr(self, name), name.replace("_", "-")
                 valid = value is None or (low <= value <= high and math.isfinite(value))
-                require(valid, f"--{name.replace('_', '-')} {value}: must be {bound}")
+                require(valid, f"--{flag} {value}: must be finite and in [{low:g}, {high:g}]")
         self.batch_size = self.num_envs * self.num_steps  # samples of a rollout
         self.num_iterations = self.total_timesteps // self.batch_size  # rollouts, and updates
         self.chunk_len = 1  # steps of a training sequence
-        size = f"--num-envs {self.num_envs} times --num-steps {self.num_steps}"
-        require(self.batch_size > 1, f"{size}: a rollout needs at least 2 steps")
-        message = f"--total-timesteps {self.total_timesteps}: must be at least one rollout, {size}"
-        require(self.num_iterations > 0, message)
-        message = f"--num-minibatches {self.num_minibatches}: must divide the rollout, {size}"
-        require(self.batch_size % self.num_minibatches == 0, message)
+        size = "num_envs * num_steps"
         fixed = self.cvar_weight > 0 or self.cvar_alpha == 1
-        message = f"--cvar-limit {self.cvar_limit}: excludes --cvar-weight > 0 and --cvar-alpha 1"
-        require(self.cvar_limit is None or not fixed, message)
-        video = not self.capture_video or find_spec("moviepy")
-        require(video, "--capture-video: moviepy is missing; pip install moviepy")
-        gpu = not self.cuda or torch.cuda.is_available()
-        require(gpu, "--cuda: torch sees no GPU here; leave the flag out to use the CPU")
+        for name, valid, rule in (
+            ("num_steps", self.batch_size > 1, f"a rollout, {size}, needs 2 steps"),
+            ("total_timesteps", self.num_iterations > 0, f"must be at least one rollout, {size}"),
+            ("num_minibatches", self.batch_size % self.num_minibatches == 0,
+             f"must divide the rollout, {size}"),
+            ("cvar_limit", self.cvar_limit is None or not fixed,
+             "excludes --cvar-weight > 0 and --cvar-alpha 1"),
+            ("capture_video", not self.capture_video or find_spec("moviepy"),
+             "moviepy is missing; pip install moviepy"),
+            ("cuda", not self.cuda or torch.cuda.is_available(),
+             "torch sees no GPU here; leave the flag out to use the CPU"),
+        ):  # fmt: skip
+            require(valid, f"--{name.replace('_', '-')} {getattr(self, name)}: {rule}")
 
 
 # ---------------------------------------------------------------------------- advantages and policy
@@ -461,16 +458,12 @@ class ValueDistribution(nn.Module):
         atoms = self.moments.denormalize(self.support)
         return sr_lambda_atoms(rewards, next_outputs.softmax(-1), atoms, *facts)[::-1]
 
-    def risk_advantages(
-        self, targets: Tensor, weights: Tensor, outputs: Tensor
-    ) -> Tensor:  # (T, N)
+    def risk_advantages(self, targets: Tensor, weights: Tensor, outputs: Tensor) -> Tensor:
         atoms = self.moments.denormalize(self.support)
         facts = (project_categorical(weights, targets, atoms), outputs.softmax(-1), atoms)
         return cvar_advantages_categorical(*facts, self.args.cvar_alpha)
 
-    def encode_targets(
-        self, outputs: Tensor, targets: Tensor, weights: Tensor
-    ) -> tuple[Tensor, dict]:
+    def encode_targets(self, outputs: Tensor, targets: Tensor, weights: Tensor) -> tuple:
         """Weighted targets (T, N, J) as `loss` wants them, and metrics of this kind alone.
         Here probabilities (T, N, K); the share of mass beyond the outermost atoms."""
         args, z, x = self.args, self.support, self.moments.normalize(targets)
@@ -527,9 +520,8 @@ class ActionDistribution(nn.Module):
             self.num_outputs = math.prod(space.shape)
             self.log_std = nn.Parameter(torch.full((self.num_outputs,), log_std_init))
             return
-        message = f"--env-id: action space {space} is not supported; supported are Discrete, "
-        message += "MultiDiscrete, MultiBinary and Box of floats"
-        require(isinstance(space, Discrete | MultiDiscrete | MultiBinary), message)
+        known = isinstance(space, Discrete | MultiDiscrete | MultiBinary)
+        require(known, f"--env-id: actions of {space} are not supported, only floats and discrete")
         size = 2 if isinstance(space, MultiBinary) else getattr(space, "n", None)
         sizes = torch.as_tensor(np.full(space.shape, getattr(space, "nvec", size))).reshape(-1, 1)
         padding = -1e9 * (torch.arange(int(sizes.max())) >= sizes)  # (P, largest part)
@@ -575,16 +567,14 @@ class Body(nn.Module):
         self.num_features, self.state_size = args.hidden_size, 0
         self.heads = nn.ModuleList()
 
-    def decode(self, features: Tensor) -> Tensor:  # (..., F) -> (heads, ..., outputs)
-        return torch.stack([head(features) for head in self.heads])
-
     def forward(self, obs: Tensor, state: Tensor, episode_start: Tensor) -> Tensor:  # (L, N, ...)
-        return self.decode(self.encoder(obs))
+        features = self.encoder(obs)
+        return torch.stack([head(features) for head in self.heads])  # (heads, L, N, ...)
 
     def step(self, obs: Tensor, state: Tensor) -> Tensors:  # (N, D), (2, N, 0) -> (N, F), state
         return self.encoder(obs), state
 
-    def over_rollout(self, rollout: SimpleNamespace, state: Tensor, chunk_len: int) -> Tensors:
+    def over_rollout(self, rollout: Batch, state: Tensor, args: Args) -> Tensors:
         """Features of every s_t and every true successor s'_t of a rollout.
         Returns features, next_features (T, N, F), the states (T, 2, N, 0), and the state. The
         successor is the next row but for the ends of episodes and of the rollout."""
@@ -645,11 +635,11 @@ class Snapshot(gym.Wrapper):
     would build a fresh environment in silence. None where that lurks deeper or where an attribute
     cannot be pickled (Box2D)."""
 
-    def layers(self) -> Iterator[dict[str, Any]]:  # attributes, from here to the task
-        layer = vars(self)
-        while layer:
-            yield layer
-            layer = vars(layer["env"]) if "env" in layer else {}
+    def layers(self) -> list[dict[str, Any]]:  # attributes of every wrapper and of the task
+        found: list[gym.Env] = [self]
+        while isinstance(found[-1], gym.Wrapper):
+            found.append(found[-1].env)
+        return [vars(layer) for layer in found]
 
     @property
     def snapshot(self) -> bytes | None:
@@ -672,11 +662,13 @@ def make_env(args: Args, video_dir: Path | None = None, step_limit: int | None =
     """One environment with a flat float32 observation vector, masked, and episode statistics.
     `step_limit` ends the episodes of a task without a time limit of its own. Raises `UsageError`
     for an unknown task, a missing package, a space that cannot be flattened, a wrong mask."""
-    base = args.env_id.replace("NoVel-v", "-v") if "NoVel-v" in args.env_id else None
-    env_id, hidden = (base, VELOCITIES[base]) if base in VELOCITIES else (args.env_id, ())
-    options = {"render_mode": "rgb_array"} if video_dir else {}
+    task, without, version = args.env_id.partition("NoVel")
+    hidden = VELOCITIES.get(task, ()) if without else ()
     try:
-        env = gym.make(env_id, disable_env_checker=True, **options)
+        options = {"render_mode": "rgb_array"} if video_dir else {}
+        env = gym.make(
+            task + version if hidden else args.env_id, disable_env_checker=True, **options
+        )
         if video_dir:
             env = gym.wrappers.RecordVideo(env, str(video_dir), episode_trigger=lambda _: True)
         if step_limit and env.spec.max_episode_steps is None:
@@ -684,12 +676,11 @@ def make_env(args: Args, video_dir: Path | None = None, step_limit: int | None =
         space = env.observation_space
         if not isinstance(space, Box) or len(space.shape) != 1:
             env = gym.wrappers.FlattenObservation(env)
+        require(isinstance(env.observation_space, Box), f"{space} cannot be flattened")
     except Exception as error:  # of gymnasium, a missing package, the task itself
         raise UsageError(f"--env-id {args.env_id}: {error}") from error
-    message = f"--env-id {args.env_id}: observation space {space} cannot be flattened"
-    require(isinstance(env.observation_space, Box), message)
     keep = np.ones(env.observation_space.shape, np.float32)
-    for index in (*hidden, *args.masked_obs):
+    for index in (*args.masked_obs, *hidden):
         require(0 <= index < len(keep), f"--masked-obs {index}: must be in 0..{len(keep) - 1}")
         keep[index] = 0
     vector = Box(-np.inf, np.inf, keep.shape, np.float32)
@@ -697,88 +688,61 @@ def make_env(args: Args, video_dir: Path | None = None, step_limit: int | None =
     return Snapshot(gym.wrappers.RecordEpisodeStatistics(env))
 
 
-@contextmanager
-def blame(place: str) -> Iterator[None]:
-    """Turn whatever the task raises in the block into a `Fault`."""
-    try:
-        yield
-    except Exception as error:
-        raise Fault(f"{place}: the environment raised {error!r}; check the task") from error
-
-
-def make_envs(args: Args, num_envs: int, **options: Any) -> gym.vector.VectorEnv:
+def make_envs(args: Args, num_envs: int) -> VectorEnv:
     """`num_envs` environments stepped together; one that ends is reset within the same step."""
-
-    def thunk() -> gym.Env:
-        if multiprocessing.parent_process():  # a worker: signals are the main process's to handle
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        return make_env(args, **options)
-
-    kind = gym.vector.AsyncVectorEnv if args.async_envs else gym.vector.SyncVectorEnv
-    return kind([thunk] * num_envs, copy=False, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
-
-
-class Carry(NamedTuple):
-    """What one rollout hands to the next, for N environments."""
-
-    obs: Tensor  # (N, D) raw, to act on next
-    episode_start: Tensor  # (N,) bool, it opens an episode
-    actor_state: Tensor  # (2, N, H) ahead of it
-    critic_state: Tensor  # (2, N, H) ahead of it
+    kind = AsyncVectorEnv if args.async_envs else SyncVectorEnv
+    makers = [lambda: make_env(args)] * num_envs
+    return kind(makers, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
 @torch.inference_mode()
-def collect_rollout(
-    envs: gym.vector.VectorEnv, agent: Agent, carry: Carry, num_steps: int, chunk_len: int
-) -> tuple[SimpleNamespace, Carry]:
+def collect_rollout(envs: VectorEnv, agent: Agent, carry: Tensors, args: Args) -> tuple:
     """Act for `num_steps` steps. Only the actor runs; no statistics move.
-    Returns the carry and a rollout: obs, next_obs (T, N, D), raw s_t and true successor s'_t;
-    episode_start, terminated, truncated (T, N) bool; rewards (T, N); actions and the params of
-    their distribution (T, N, ...); actor_state (chunks, 2, N, H) ahead of each training sequence;
-    episodes that ended (step, return, length). Raises `Fault` for what is not finite."""
-    obs, start, state, critic_state = carry
-    rows, states, episodes = [], [], []
-    scalars = np.empty((3, num_steps, len(obs)), np.float32)
-    for t in range(num_steps):
-        if t % chunk_len == 0:
+    carry: raw obs (N, D) to act on next, episode_start (N,), whether it opens an episode, actor's
+    and critic's state (2, N, H) ahead of it. Returns a rollout and the next carry. Rollout: obs,
+    next_obs (T, N, D), raw s_t and true successor s'_t; episode_start, terminated, truncated (T, N)
+    bool; rewards (T, N); actions and the params of their distribution (T, N, ...); actor_state
+    (chunks, 2, N, H) ahead of each training sequence; episodes that ended, (step, return, length).
+    Raises RuntimeError for what is not finite."""
+    names = "obs next_obs episode_start actions params rewards terminated truncated".split()
+    (obs, start, state, critic_state), rows, states, episodes = carry, [], [], []
+    for t in range(args.num_steps):
+        if t % args.chunk_len == 0:
             states.append(state)
         params, state = agent.policy(obs, state * ~start[:, None])  # zero where an episode opens
         actions = agent.actions.sample(params)
-        if not obs.isfinite().all():
-            place = f"environment {int((~obs.isfinite()).any(1).int().argmax())}, step {t}"
-            raise Fault(f"observations {obs.tolist()}, {place}: not finite; check the task")
-        with blame(f"step {t} of the rollout"):
-            array, rewards, terminated, truncated, info = envs.step(agent.actions.to_env(actions))
-        done = terminated | truncated
+        try:
+            array, rewards, *ends, info = envs.step(agent.actions.to_env(actions))
+        except Exception as error:
+            error.add_note(f"the environment raised, step {t} of the rollout; check the task")
+            raise
         next_obs = successor = torch.as_tensor(array.copy(), device=obs.device)
+        done = ends[0] | ends[1]
         if done.any():
             array[done] = np.stack(info["final_obs"][done])  # obs is already the next episode's
             successor = torch.as_tensor(array.copy(), device=obs.device)
             ended = info["final_info"]["episode"]
             episodes += [(t, float(ended["r"][i]), int(ended["l"][i])) for i in done.nonzero()[0]]
-        valid = np.isfinite(array).all(1) & np.isfinite(rewards)
+        valid = np.isfinite(np.column_stack((obs.cpu(), array, rewards))).all(1)
         if not valid.all():
             i = int(valid.argmin())
-            place = f"step {t} of the rollout, environment {i}: not finite; check the task"
-            raise Fault(f"observation {array[i]}, reward {rewards[i]}, {place}")
-        scalars[:, t] = rewards, terminated, truncated
-        rows.append((obs, successor, start, actions, params))
+            what = f"observation {obs[i].tolist()}, then {array[i]}, reward {rewards[i]}"
+            where = f"environment {i}, step {t} of the rollout"
+            raise RuntimeError(f"{what}: not finite, {where}; check the task")
+        facts = (torch.as_tensor(x, device=obs.device) for x in (rewards.astype("f4"), *ends))
+        rows.append((obs, successor, start, actions, params, *facts))
         obs, start = next_obs, torch.as_tensor(done, device=obs.device)
     with torch.inference_mode(False):  # copies, which autograd accepts
-        names = ("obs", "next_obs", "episode_start", "actions", "params")
-        rollout = SimpleNamespace(**{k: torch.stack(x) for k, x in zip(names, zip(*rows))})
-        rollout.rewards, *ends = torch.from_numpy(scalars).to(obs.device)
-        rollout.terminated, rollout.truncated = (x.bool() for x in ends)
+        rollout = Batch(**{name: torch.stack(x) for name, x in zip(names, zip(*rows))})
         rollout.actor_state, rollout.episodes = torch.stack(states), episodes
-        return rollout, Carry(obs.clone(), start.clone(), state.clone(), critic_state)
+        return rollout, (obs.clone(), start.clone(), state.clone(), critic_state)
 
 
 # ------------------------------------------------------------------------------------------- update
 @torch.no_grad()
 def prepare_batch(
-    agent: Agent, rollout: SimpleNamespace, carry: Carry, args: Args, cvar_weight: float = 0.0
-) -> tuple[SimpleNamespace, Carry, dict[str, Tensor]]:
+    agent: Agent, rollout: Batch, carry: Tensors, args: Args, cvar_weight: float = 0.0
+) -> tuple[Batch, Tensors, dict[str, Tensor]]:
     """Values, advantages and targets of a rollout; return statistics and value heads move.
     The order matters: decode with the old statistics, take in the targets, rescale the heads in the
     same moment, express old values in the new units (van Hasselt et al. 2016). The values are taken
@@ -787,13 +751,10 @@ def prepare_batch(
     sequences on axis 1; the carry with the critics' state; metrics."""
     dist, seen = agent.dist, copy.copy(rollout)
     seen.obs, seen.next_obs = map(agent.normalize_obs, (rollout.obs, rollout.next_obs))
-    passed = agent.critic.over_rollout(seen, carry.critic_state, args.chunk_len)
-    *features, critic_states, critic_state = passed
-    outputs, next_outputs = map(agent.critic.decode, features)  # (C, T, N, K)
+    *features, critic_states, critic_state = agent.critic.over_rollout(seen, carry[-1], args)
+    outputs, next_outputs = (torch.stack([h(x) for h in agent.critic.heads]) for x in features)
     reduced, next_reduced = dist.reduce_twins(outputs), dist.reduce_twins(next_outputs)
-    twins, values, next_values = map(
-        dist.mean, (outputs, reduced, next_reduced)
-    )  # (C, T, N), (T, N)
+    twins, values, next_values = map(dist.mean, (outputs, reduced, next_reduced))
     ends = (rollout.terminated, rollout.truncated, args.gamma)
     raw, returns = gae(rollout.rewards, values, next_values, *ends, args.gae_lambda)  # (T, N)
     targets, weights = returns[..., None], torch.ones_like(returns[..., None])  # (T, N, J = 1)
@@ -801,16 +762,13 @@ def prepare_batch(
         facts = (rollout.rewards, next_reduced, *ends, args.gae_lambda)
         targets, weights = dist.sample_returns(*facts)
     if cvar_weight > 0 and args.cvar_alpha < 1:
-        risk = dist.risk_advantages(targets, weights, reduced)
-        raw = (1 - cvar_weight) * raw + cvar_weight * risk
+        raw = raw.lerp(dist.risk_advantages(targets, weights, reduced), cvar_weight)
     advantages = normalize_advantages(raw) if args.norm_adv else raw
 
-    told = dist.describe(reduced)
-    realised = gae(rollout.rewards, values, next_values, *ends, 1.0)[
-        1
-    ]  # to a limit or the last step
-    metrics = {f"value/{key}": told[key].mean() for key in ("p10", "p50", "p90")} | {
-        "value/predicted_returns": torch.stack([told[key] for key in ("p10", "p50", "p90")]),
+    told, deciles = dist.describe(reduced), ("p10", "p50", "p90")
+    _, realised = gae(rollout.rewards, values, next_values, *ends, 1.0)  # to the end or a limit
+    metrics = {f"value/{key}": told[key].mean() for key in deciles} | {
+        "value/predicted_returns": torch.stack([told[key] for key in deciles]),
         "value/realised_returns": realised, "value/std_predicted": told["std"].mean(),
         "value/bias": (values - returns).mean(), "value/std_target": returns.std(correction=0),
         "cvar/predicted": told["cvar"].mean(), "cvar/weight": cvar_weight,
@@ -826,10 +784,9 @@ def prepare_batch(
     spread = (weights * (targets - mean[..., None]).square()).sum(-1).sqrt()
     samples = torch.stack((mean - spread, mean + spread, values, values))
     outputs, old = dist.carry_statistics(agent.critic.heads, outputs, samples)
-    metrics |= {"norm/return_mean": dist.moments.mean, "norm/return_std": dist.moments.std}
-    metrics |= {"norm/value_shift": (dist.mean(outputs) - twins).abs().mean()}
     encoded, told = dist.encode_targets(outputs, targets, weights)
-    metrics |= told
+    metrics |= {"norm/return_mean": dist.moments.mean, "norm/return_std": dist.moments.std, **told}
+    metrics["norm/value_shift"] = (dist.mean(outputs) - twins).abs().mean()
 
     policy = agent.actions.distribution(rollout.params)
     batch = {
@@ -839,28 +796,21 @@ def prepare_batch(
     }  # fmt: skip
     batch = {key: x.unflatten(0, (-1, args.chunk_len)) for key, x in batch.items()}
     batch |= {"actor_state": rollout.actor_state, "critic_state": critic_states}  # (chunks, 2, ...)
-    batch = SimpleNamespace(**{key: x.transpose(0, 1).flatten(1, 2) for key, x in batch.items()})
-    return batch, carry._replace(critic_state=critic_state), metrics
+    batch = Batch(**{key: x.transpose(0, 1).flatten(1, 2) for key, x in batch.items()})
+    return batch, (*carry[:-1], critic_state), metrics
 
 
-def minibatches(batch: SimpleNamespace, number: int, epochs: int) -> Iterator[SimpleNamespace]:
-    """All training sequences, in each epoch in a fresh random order, split into `number` parts.
-    A sequence is one environment's unbroken stretch of steps; the LSTM starts it from its state."""
-    for _ in range(epochs):
-        order = torch.randperm(batch.advantages.shape[1]).to(batch.advantages.device)
-        for columns in order.chunk(number):
-            yield SimpleNamespace(**{k: x.index_select(1, columns) for k, x in vars(batch).items()})
-
-
-def update(
-    agent: Agent, optimizer: torch.optim.Adam, batch: SimpleNamespace, args: Args, ent_coef: float
-) -> dict[str, float]:
+def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, ent_coef: float) -> dict:
     """Train on one rollout for `update_epochs` epochs, fewer where the policy moves too far.
-    The exact KL(old || new) of a minibatch is tested ahead of its step; the first one larger than
+    A minibatch is a random part of the training sequences, each one environment's unbroken stretch
+    of steps. Its exact KL(old || new) is tested ahead of its step; the first one larger than
     `target_kl` ends the update. Returns means over the minibatches evaluated, that one included;
-    `grad/*` over the steps taken. Raises `Fault` for what is not finite."""
+    `grad/*` over the steps taken. Raises RuntimeError for what is not finite."""
     nets, rows, norms = [[*net.parameters()] for net in (agent.actor, agent.critic)], [], []
-    for mb in minibatches(batch, args.num_minibatches, args.update_epochs):
+    epochs = [torch.randperm(batch.advantages.shape[1]) for _ in range(args.update_epochs)]
+    for columns in (part for epoch in epochs for part in epoch.chunk(args.num_minibatches)):
+        columns = columns.to(batch.obs.device)
+        mb = Batch(**{key: x.index_select(1, columns) for key, x in vars(batch).items()})
         params = agent.actions(agent.actor(mb.obs, mb.actor_state, mb.episode_start)[0])
         policy = agent.actions.distribution(params)
         log_ratio = (policy.log_prob(mb.actions) - mb.log_probs).flatten()
@@ -894,10 +844,11 @@ def update(
         optimizer.step()
 
     table, steps = torch.stack(rows), torch.stack(norms or [torch.zeros(3)])
-    bad = [(~x.isfinite()).any(1).nonzero().flatten().tolist() for x in (table[:, :3], steps)]
-    for i, name in sorted((rows[0], k) for rows, k in zip(bad, ("loss", "the gradient")) if rows):
-        place = f"{name} of minibatch {i} of the update: not finite"
-        raise Fault(f"{place}; try a smaller --learning-rate or --max-grad-norm")
+    bad = ~torch.cat((table[: len(steps), :3], steps), 1).isfinite()
+    if bad.any():
+        i = int(bad.any(1).int().argmax())
+        place = f"{'loss' if bad[i, :3].any() else 'gradient'} of minibatch {i} of the update"
+        raise RuntimeError(f"{place}: not finite; try a smaller --learning-rate or --max-grad-norm")
     metrics = dict(zip(row, table.mean(0).tolist()))
     metrics |= zip(("grad/norm", "grad/actor", "grad/critic"), steps.mean(0).tolist())
     metrics["policy/kl_max"] = float(table[:, -2].max())
@@ -907,23 +858,19 @@ def update(
 
 
 # ------------------------------------------------------------------------ checkpoint and evaluation
-def load_agent(path: str | Path, cuda: bool | None = False) -> tuple[Agent, Args]:
+def load_agent(path: str | Path) -> tuple[Agent, Args]:
     """Agent and flags of a saved run, given its directory or `checkpoint.pt`; runs no code from it.
-    cuda None: as in the run. Raises `UsageError` for one missing, damaged, of another script."""
+    On the CPU where there is no GPU. Raises `UsageError` for what this script did not write."""
     path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        flags, weights = {**checkpoint["args"]}, checkpoint["agent"]
+        flags = {**checkpoint["args"]}
+        other = flags.keys() ^ {field.name for field in fields(Args)}
+        require(not other, f"of another script, flags {', '.join(sorted(other))} do not match")
+        agent = Agent(args := Args(**flags | {"cuda": flags["cuda"] and torch.cuda.is_available()}))
+        agent.load_state_dict(checkpoint["agent"])
     except Exception as error:  # torch raises half a dozen kinds
-        reason = f"{error!r:.90}" if path.exists() else "there is no such file"
-        raise UsageError(f"{path}: not a checkpoint of this script; {reason}") from error
-    other = ", ".join(sorted(flags.keys() ^ {field.name for field in fields(Args)}))
-    require(not other, f"{path}: of another script; flags {other} do not match")
-    try:
-        agent = Agent(args := Args(**flags | ({} if cuda is None else {"cuda": cuda})))
-        agent.load_state_dict(weights)
-    except (TypeError, RuntimeError) as error:
-        raise UsageError(f"{path}: flags or weights are damaged; {error!r:.90}") from error
+        raise UsageError(f"{path}: not a checkpoint of this script: {error!s:.200}") from error
     return agent, args
 
 
@@ -931,10 +878,10 @@ def save_checkpoint(run_dir: Path, args: Args, agent: Agent, run: dict[str, Any]
     """Write `checkpoint.pt`: flags, weights and normalisers, and what else an exact resume needs.
     That is `run` and all RNGs, pickled: only --resume opens it. A kill at any instant leaves the
     previous checkpoint or this one: written beside it, synced, renamed."""
-    rngs = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
-    rngs += [torch.cuda.get_rng_state_all()] if args.cuda else []
+    run["rngs"] = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
+    run["rngs"] += [torch.cuda.get_rng_state_all()] if args.cuda else []
     content = {"args": {**asdict(args), "resume": ""}, "agent": agent.state_dict()}
-    content |= {"global_step": run["iteration"] * args.batch_size, "run": pickle.dumps((run, rngs))}
+    content |= {"global_step": run["step"], "run": pickle.dumps(run)}
     with (run_dir / "checkpoint.tmp").open("wb") as file:
         torch.save(content, file)
         file.flush()
@@ -942,42 +889,38 @@ def save_checkpoint(run_dir: Path, args: Args, agent: Agent, run: dict[str, Any]
     (run_dir / "checkpoint.tmp").replace(run_dir / "checkpoint.pt")
 
 
-def evaluate(agent: Agent, args: Args, video_dir: Path | None = None) -> dict[str, float]:
+def evaluate(agent: Agent, args: Args, run_dir: Path | None = None) -> dict[str, float]:
     """Returns of `eval_episodes` fresh episodes with the mode of the policy, statistics frozen.
-    Each environment plays a fixed number, so that short ones are not preferred, with seeds apart
-    from training's. Tasks without a time limit are cut at 10,000 steps."""
-    num_envs = 1 if video_dir else min(args.num_envs, args.eval_episodes)  # one films them all
-    envs = make_envs(args, num_envs, video_dir=video_dir, step_limit=10_000)
-    left = np.array([len(range(i, args.eval_episodes, num_envs)) for i in range(num_envs)])
-    with blame("evaluation"):
-        obs, _ = envs.reset(seed=args.seed + 1_000_000)
-        state, episodes = agent.initial_state(num_envs), []
-        while left.any():
+    Seeds are apart from training's. Tasks without a time limit are cut at 10,000 steps. Videos, if
+    any, go below `run_dir`."""
+    video_dir = run_dir / "videos" if run_dir and args.capture_video else None
+    env, episodes = make_env(args, video_dir, step_limit=10_000), []
+    for episode in range(args.eval_episodes):
+        obs, _ = env.reset(seed=None if episode else args.seed + 1_000_000)
+        state, done = None, False
+        while not done:
             action, state = agent.act(obs, state)
-            obs, _, terminated, truncated, info = envs.step(action)
-            done = terminated | truncated
-            for i in (done & (left > 0)).nonzero()[0]:
-                episodes.append([info["final_info"]["episode"][key][i] for key in ("r", "l")])
-                left[i] -= 1
-            state = state * torch.as_tensor(~done, device=state.device)[:, None]
-    envs.close()
+            obs, _, terminated, truncated, info = env.step(action)
+            done = terminated or truncated
+        episodes.append([info["episode"][key] for key in ("r", "l")])
+    env.close()
     returns, lengths = torch.tensor(episodes, dtype=torch.float64).T
-    mean, std, length = map(float, (returns.mean(), returns.std(correction=0), lengths.mean()))
+    mean, std = float(returns.mean()), float(returns.std(correction=0))
     tail = empirical_cvar(returns, args.cvar_alpha)
     told = f"return {mean:.1f} +- {std:.1f}, CVaR_{args.cvar_alpha:g} {tail:.1f}"
-    print(f"evaluation of {args.eval_episodes} episodes: {told}", flush=True)
-    result = {"return_mean": mean, "return_std": std, "return_cvar": tail, "length_mean": length}
-    return {f"eval/{key}": value for key, value in result.items()}
+    print(f"evaluation of {len(returns)} episodes: {told}", flush=True)
+    result = {"return_mean": mean, "return_std": std, "return_cvar": tail}
+    return {f"eval/{k}": v for k, v in (result | {"length_mean": float(lengths.mean())}).items()}
 
 
 # ----------------------------------------------------------------------------------------- training
 def make_run_dir(args: Args) -> Path:
     """Create <run_dir>/<env_id>__<exp_name>__<seed>__<time> with flags, versions and source."""
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__".replace("/", "_").replace(":", "_")
-    path, source = Path(args.run_dir, f"{name}{time.time_ns() // 1000}"), Path(__file__).resolve()
-    failed, commit = subprocess.getstatusoutput(f"git -C '{source.parent}' rev-parse HEAD")
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
+    path, source = Path(args.run_dir, re.sub("[/:]", "_", name)), Path(__file__).resolve()
+    commit = subprocess.getoutput(f"git -C '{source.parent}' rev-parse HEAD")
     versions = {m.__name__: m.__version__ for m in (torch, gym, np, tyro)} | {"python": sys.version}
-    content = {"args": asdict(args), "versions": versions, "commit": "" if failed else commit}
+    content = {"args": asdict(args), "versions": versions, "commit": commit}
     try:
         path.mkdir(parents=True)
         (path / source.name).write_text(source.read_text())
@@ -989,24 +932,19 @@ def make_run_dir(args: Args) -> Path:
 
 def train(args: Args) -> dict[str, Any]:
     """Train, save, evaluate. Returns the last value of every logged metric, and `run_dir`.
-    Raises `Fault`, naming the last checkpoint, where the run cannot go on, and KeyboardInterrupt
-    once it has written one after `STOP`."""
+    What goes wrong is raised with a note that names the last checkpoint, and KeyboardInterrupt once
+    one is written after `STOP`."""
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     _ = random.seed(args.seed), np.random.seed(args.seed), torch.manual_seed(args.seed)
-    agent = load_agent(args.resume, None)[0] if args.resume else Agent(args)
-    optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
-    # what a resumed run continues; `recent` holds the returns of the last 100 episodes
-    run: dict[str, Any] = {"iteration": 0, "seconds": 0.0, "dual": 0.0, "recent": [], "logged": {}}
-    if args.resume:
-        saved = torch.load(Path(args.resume) / "checkpoint.pt", weights_only=True)
-        run, rngs = pickle.loads(saved["run"])
-        optimizer.load_state_dict(run["optimizer"])
+    agent = load_agent(args.resume)[0] if args.resume else Agent(args)
+    optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
     run_dir = Path(args.resume) if args.resume else make_run_dir(args)
-    total, step = args.num_iterations * args.batch_size, run["iteration"] * args.batch_size
-    writer = SummaryWriter(str(run_dir), purge_step=step + 1 if args.resume else None)
-    logged, recent, checkpoint = run["logged"], run["recent"], run_dir / "checkpoint.pt"
-    logged["run_dir"] = str(run_dir)
+    # what a resumed run continues; `recent` holds the returns of the last 100 episodes
+    run: dict[str, Any] = {"step": 0, "seconds": 0.0, "dual": 0.0, "recent": [], "logged": {}}
+    total, checkpoint = args.num_iterations * args.batch_size, run_dir / "checkpoint.pt"
+    last_lr = 0.0 if args.anneal_lr else args.learning_rate
+    last_ent_coef = args.ent_coef if args.ent_coef_final is None else args.ent_coef_final
 
     def log(metrics: dict[str, Any], step: int, histograms: bool = True) -> None:
         for tag, value in metrics.items():
@@ -1017,42 +955,41 @@ def train(args: Args) -> dict[str, Any]:
                 writer.add_histogram(tag, value, step)
 
     print(f"{args.env_id}: logging to {run_dir}", flush=True)
-    terminal, shown, began = sys.stdout.isatty(), time.time(), time.time() - run["seconds"]
-    last_lr = 0.0 if args.anneal_lr else args.learning_rate
-    last_ent_coef = args.ent_coef if args.ent_coef_final is None else args.ent_coef_final
     envs = make_envs(args, args.num_envs)
     try:
-        with blame("first reset"):
-            obs = torch.as_tensor(envs.reset(seed=args.seed)[0].copy())
-        obs = obs.to(agent.dist.support.device)
+        obs = torch.as_tensor(envs.reset(seed=args.seed)[0].copy()).to(agent.dist.support.device)
         state = agent.initial_state(args.num_envs)
-        carry = Carry(obs, torch.ones_like(obs[:, 0], dtype=torch.bool), state, state)
-        if args.resume and None in run["envs"]:
-            print("this task's state cannot be saved: its episodes start afresh")
-        elif args.resume:
-            envs.set_attr("snapshot", run["envs"])
-            carry = Carry(*run["carry"])
+        carry = (obs, torch.ones_like(obs[:, 0], dtype=torch.bool), state, state)
         if args.resume:
+            run = pickle.loads(torch.load(checkpoint, weights_only=True)["run"])
+            optimizer.load_state_dict(run["optimizer"])
+            if None in run["envs"]:
+                print("this task's state cannot be saved: its episodes start afresh")
+            else:
+                envs.set_attr("snapshot", run["envs"])
+                carry = run["carry"]
             setters = (random.setstate, np.random.set_state, torch.set_rng_state)
-            for set_state, rng in zip((*setters, torch.cuda.set_rng_state_all), rngs):
+            for set_state, rng in zip((*setters, torch.cuda.set_rng_state_all), run["rngs"]):
                 set_state(rng)
-        for iteration in range(run["iteration"], args.num_iterations):
-            progress, times = iteration / args.num_iterations, [time.time()]
+        recent, logged, step = run["recent"], run["logged"], run["step"]
+        writer = SummaryWriter(str(run_dir), purge_step=step + 1 if args.resume else None)
+        terminal, shown, began = sys.stdout.isatty(), time.time(), time.time() - run["seconds"]
+        for iteration in range(step // args.batch_size, args.num_iterations):
+            progress, times = step / total, [time.time()]
             learning_rate = linear_schedule(args.learning_rate, last_lr, progress)
             ent_coef = linear_schedule(args.ent_coef, last_ent_coef, progress)
             cvar_weight = args.cvar_weight or run["dual"] / (1 + run["dual"])
             optimizer.param_groups[0]["lr"] = learning_rate
-            rollout, carry = collect_rollout(envs, agent, carry, args.num_steps, args.chunk_len)
+            rollout, carry = collect_rollout(envs, agent, carry, args)
             times.append(time.time())
             batch, carry, metrics = prepare_batch(agent, rollout, carry, args, cvar_weight)
             times.append(time.time())
             metrics |= update(agent, optimizer, batch, args, ent_coef)
             times.append(time.time())
-            if args.norm_obs:
-                agent.obs_moments.update(rollout.obs)
+            agent.obs_moments.update(rollout.obs)
             for t, episode_return, length in rollout.episodes:
-                at = step + (t + 1) * args.num_envs
                 ended = {"episodic_return": episode_return, "episodic_length": length}
+                at = step + (t + 1) * args.num_envs
                 log({f"charts/{key}": value for key, value in ended.items()}, at)
                 recent[:] = [*recent[-99:], episode_return]
             step += args.batch_size
@@ -1062,7 +999,7 @@ def train(args: Args) -> dict[str, Any]:
                 if args.cvar_limit is not None:
                     limit = (args.cvar_limit, args.cvar_alpha, args.cvar_dual_lr)
                     run["dual"] = update_dual(run["dual"], returns, *limit)
-            run |= {"iteration": iteration + 1, "seconds": times[-1] - began}
+            run |= {"step": step, "seconds": times[-1] - began}
             speed = step / run["seconds"]
             metrics |= {"charts/SPS": speed, "charts/learning_rate": learning_rate}
             metrics |= {"policy/entropy_coef": ent_coef, "cvar/lambda": run["dual"]}
@@ -1078,29 +1015,30 @@ def train(args: Args) -> dict[str, Any]:
             due = args.checkpoint_every and (iteration + 1) % args.checkpoint_every == 0
             if due or step == total or STOP:
                 writer.flush()
-                run |= {"optimizer": optimizer.state_dict(), "carry": tuple(carry)}
+                run |= {"optimizer": optimizer.state_dict(), "carry": carry}
                 run["envs"] = envs.get_attr("snapshot")
                 save_checkpoint(run_dir, args, agent, run)
             if STOP:
                 raise KeyboardInterrupt(f"stopped after {step:,} steps; --resume {run_dir}")
         if run.get("evaluated") != total:  # else the run had ended
-            log(evaluate(agent, args, run_dir / "videos" if args.capture_video else None), total)
+            log(evaluate(agent, args, run_dir), total)
             run["evaluated"] = total
             writer.flush()
             save_checkpoint(run_dir, args, agent, run)
     except Exception as error:
         for worker in getattr(envs, "processes", ()):  # close() would wait for a dead one
-            worker.terminate()
+            worker.kill()
         envs.closed = args.async_envs
-        what = str(error) if isinstance(error, Fault) else repr(error)
         last = f"last checkpoint: {checkpoint}" if checkpoint.exists() else "no checkpoint yet"
-        raise Fault(f"after {step:,} steps: {what}; {last}") from error
+        error.add_note(f"after {run['step']:,} steps; {last}")
+        raise
     finally:
         envs.close()
 
+    logged["run_dir"] = str(run_dir)
     print(f"saved {checkpoint}")
-    table = {k: v if isinstance(v, int | float) else str(v) for k, v in asdict(args).items()}
-    for entry in hparams(table, {"eval/return_mean": logged["eval/return_mean"]}):
+    flags = asdict(args) | {"masked_obs": str(args.masked_obs)}
+    for entry in hparams(flags, {"eval/return_mean": 0}):
         writer.file_writer.add_summary(entry)
     writer.close()
     return logged
@@ -1113,33 +1051,38 @@ def main(argv: list[str] | None = None) -> None:
     free += " run_dir torch_threads"
     try:
         argv = sys.argv[1:] if argv is None else argv
-        words = [part for word in argv for part in word.split("=", 1)]
-        given = dict(itertools.pairwise(words))  # the other flags count together with the run's
-        resume, again = given.get("--resume", ""), given.get("--evaluate", "")
-        require(not (resume and again), "--resume and --evaluate exclude each other")
-        path, defaults = Path(resume or again), {}
-        require(not resume or path.is_dir(), f"--resume {path}: is not a run directory")
-        if resume or again:
-            agent, stored = load_agent(path, None if resume else "--cuda" in argv)
-            defaults = {"default": stored}
-        args = tyro.cli(Args, args=argv, **defaults)
-        if resume or again:
-            old, new, least = asdict(stored), asdict(args), stored.total_timesteps
-            changed = [k for k in old if new[k] != old[k] and k not in free.split()]
+        given = dict(itertools.pairwise(part for word in argv for part in word.split("=", 1)))
+        path, stored = given.get("--resume") or given.get("--evaluate"), None
+        if path:  # the other flags count together with the run's
+            both = {"--resume", "--evaluate"} <= given.keys()
+            require(not both, "--resume and --evaluate exclude each other")
+            is_dir = Path(path).is_dir() or "--evaluate" in given
+            require(is_dir, f"--resume {path}: is not a run directory")
+            agent, stored = load_agent(path)
+        args = tyro.cli(Args, args=argv, default=stored or Args())
+        if stored:
+            flags = asdict(stored).items()
+            changed = [k for k, v in flags if getattr(args, k) != v and k not in free.split()]
             message = f"{', '.join(changed)}: not as in {path}; only these may differ: {free}"
             require(not changed, message)
-            message = f"--total-timesteps {args.total_timesteps}: below the run's, {least}"
-            require(args.total_timesteps >= least, message)
+            least = f"--total-timesteps {args.total_timesteps}: below the run's"
+            require(args.total_timesteps >= stored.total_timesteps, least)
         if args.evaluate:
-            folder = path if path.is_dir() else path.parent
-            evaluate(agent, args, folder / "videos" if args.capture_video else None)
+            evaluate(agent, args, Path(path) if Path(path).is_dir() else Path(path).parent)
             return
         for number in (signal.SIGINT, signal.SIGTERM):  # the second one has its default effect
             signal.signal(number, lambda n, _: STOP.append(n) or signal.signal(n, signal.SIG_DFL))
         train(args)
-    except (UsageError, Fault, KeyboardInterrupt) as error:
+    except (UsageError, KeyboardInterrupt) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit({UsageError: 2, Fault: 1}.get(type(error), 130))
+        sys.exit(2 if isinstance(error, UsageError) else 130)
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        where = " > ".join(dict.fromkeys(frame.name for frame in frames))
+        where += f", {frames[-1].filename}:{frames[-1].lineno}"
+        told = f"error: {type(error).__name__}: {error} ({where})"
+        print("; ".join((told, *getattr(error, "__notes__", ()))), file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

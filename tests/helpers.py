@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -49,7 +51,7 @@ def make_run(script: ModuleType, env: str, **flags: Any) -> SimpleNamespace:
     obs = torch.as_tensor(envs.reset(seed=args.seed)[0].copy())
     state = agent.initial_state(args.num_envs)
     start = torch.ones(args.num_envs, dtype=torch.bool)
-    carry = script.Carry(obs, start, state, state)
+    carry = (obs, start, state, state)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate)
     return SimpleNamespace(
         script=script, args=args, agent=agent, envs=envs, carry=carry, optimizer=optimizer
@@ -58,9 +60,7 @@ def make_run(script: ModuleType, env: str, **flags: Any) -> SimpleNamespace:
 
 def roll(run: SimpleNamespace) -> SimpleNamespace:
     """One rollout; the run's carry moves on, except for the critics' state."""
-    run.rollout, run.carry = run.script.collect_rollout(
-        run.envs, run.agent, run.carry, run.args.num_steps, run.args.chunk_len
-    )
+    run.rollout, run.carry = run.script.collect_rollout(run.envs, run.agent, run.carry, run.args)
     return run.rollout
 
 
@@ -72,3 +72,19 @@ def prepare(run: SimpleNamespace) -> SimpleNamespace:
         run.agent, run.rollout, run.carry, run.args
     )
     return run.batch
+
+
+@contextmanager
+def seen_minibatches(run: SimpleNamespace) -> Iterator[list[SimpleNamespace]]:
+    """What `update` trains on inside the block, minibatch by minibatch."""
+    original, seen = run.script.Batch, []
+
+    def look(**tensors: torch.Tensor) -> SimpleNamespace:
+        seen.append(original(**tensors))
+        return seen[-1]
+
+    run.script.Batch = look
+    try:
+        yield seen
+    finally:
+        run.script.Batch = original

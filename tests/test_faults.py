@@ -92,7 +92,7 @@ def test_an_episode_that_opens_with_nan_stops_the_run(script, capsys, tmp_path):
 def test_a_task_that_never_starts(script, capsys, tmp_path, kind, expected):
     """An environment that raises when it is first reset or, a mistake in the flags, when made."""
     args = flags_for(script, tmp_path, f"Faulty{kind}")
-    parts = ["environment|--env-id", "the simulator broke"]
+    parts = ["train > reset|--env-id", "the simulator broke"]
     check_fault(script, capsys, tmp_path, words(args), parts, 0, expected)
 
 
@@ -126,7 +126,7 @@ def test_a_run_with_processes_ends(tmp_path, kind, iterations):
     assert await_end(process) == 1
     err = (tmp_path / "err").read_text()
     (line,) = (x for x in err.splitlines() if x.startswith("error: "))
-    parts = WHERE if kind == "Death" else ["after 96 steps", "the simulator broke", "evaluation"]
+    parts = WHERE if kind == "Death" else ["after 96 steps", "the simulator broke", "evaluate"]
     assert [part for part in parts if part not in line] == [], line
     last_checkpoint(script, line, tmp_path, iterations)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers import make_run, prepare, roll
+from helpers import make_run, prepare, roll, seen_minibatches
 from torch.testing import assert_close
 
 import distributional_ppo_lstm
@@ -39,8 +39,8 @@ def test_rollout_books_every_step_where_it_belongs(script):
     first = rollout.rewards[:3].sum(0).tolist()
     assert rollout.episodes[:3] == [(2, first[n], 3) for n in range(3)]
     assert [(t, length) for t, _, length in rollout.episodes[3:]] == [(7, 5)] * 3 + [(9, 2)] * 3
-    assert run.carry.obs[:, 2].tolist() == [2, 2, 2]
-    assert not run.carry.episode_start.any()
+    assert run.carry[0][:, 2].tolist() == [2, 2, 2]
+    assert not run.carry[1].any()
 
 
 def test_ends_that_do_not_align_are_booked_each_for_itself(script):
@@ -59,7 +59,7 @@ def test_the_next_rollout_goes_on_where_this_one_ended(script):
     """A rollout that ends with an episode opens the next rollout with a start."""
     run = make_run(script, "Counter", num_envs=2, num_steps=3, num_minibatches=1)
     roll(run)
-    assert run.carry.episode_start.all()
+    assert run.carry[1].all()
     rollout = roll(run)
     assert rollout.obs[:, 0, 1:].tolist() == [[1, 0], [1, 1], [1, 2]]
     assert rollout.episode_start.tolist() == [[True, True], [False, False], [False, False]]
@@ -123,26 +123,23 @@ def test_the_value_pass_equals_single_steps(script, env, seq_len):
     _, carry, _ = script.prepare_batch(run.agent, rollout, run.carry, run.args)
     see = run.agent.normalize_obs
     obs, next_obs, start = see(rollout.obs), see(rollout.next_obs), rollout.episode_start
-    _, _, state = features_by_steps(
-        script, run.agent.actor, obs, next_obs, start, before.actor_state
-    )
-    assert_close(carry.actor_state, state, rtol=1e-5, atol=1e-5)
+    _, _, state = features_by_steps(script, run.agent.actor, obs, next_obs, start, before[2])
+    assert_close(carry[2], state, rtol=1e-5, atol=1e-5)
     critic = run.agent.critic
-    here, after, state = features_by_steps(
-        script, critic, obs, next_obs, start, before.critic_state
-    )
-    assert_close(carry.critic_state, state, rtol=1e-5, atol=1e-5)
+    here, after, state = features_by_steps(script, critic, obs, next_obs, start, before[3])
+    assert_close(carry[3], state, rtol=1e-5, atol=1e-5)
 
     rollout.obs, rollout.next_obs = obs, next_obs
-    features, next_features, states, _ = critic.over_rollout(
-        rollout, before.critic_state, run.args.chunk_len
-    )
+    features, next_features, states, _ = critic.over_rollout(rollout, before[3], run.args)
     assert_close(features, here, rtol=1e-5, atol=1e-5)
     alive = ~rollout.terminated
     assert_close(next_features[alive], after[alive], rtol=1e-5, atol=1e-5)
-    assert_close(critic.decode(features), torch.stack([head(here) for head in critic.heads]))
+    assert_close(
+        torch.stack([head(features) for head in critic.heads]),
+        torch.stack([head(here) for head in critic.heads]),
+    )
     assert len(states) == 12 // run.args.chunk_len
-    assert torch.equal(states[0], before.critic_state)
+    assert torch.equal(states[0], before[3])
 
 
 @pytest.mark.parametrize("norm_adv", [True, False])
@@ -158,8 +155,8 @@ def test_advantages_and_targets_follow_from_the_values(script, norm_adv):
     seen.obs, seen.next_obs = see(rollout.obs), see(rollout.next_obs)
     with torch.no_grad():
         critic = run.agent.critic
-        *features, _, _ = critic.over_rollout(seen, before.critic_state, run.args.chunk_len)
-        outputs, next_outputs = (critic.decode(x) for x in features)
+        *features, _, _ = critic.over_rollout(seen, before[3], run.args)
+        outputs, next_outputs = (torch.stack([h(x) for h in critic.heads]) for x in features)
         normalised = script.ValueDistribution(run.args)  # its own statistics have not moved
         decode = normalised.mean
         values = decode(outputs).amin(0).double().numpy() * std + mean  # the smaller critic
@@ -214,7 +211,7 @@ def test_moving_statistics_change_no_prediction(norm_returns):
     rollout = roll(run)
     moments = run.agent.dist.moments
     obs = run.agent.normalize_obs(rollout.obs)
-    look = (obs, run.carry.critic_state, rollout.episode_start)
+    look = (obs, run.carry[3], rollout.episode_start)
     before = moments.denormalize(run.agent.critic(*look).double())
     old = (moments.mean.clone(), moments.std.clone())
     _, _, metrics = script.prepare_batch(run.agent, rollout, run.carry, run.args)
@@ -249,7 +246,9 @@ def test_minibatches_are_a_shuffled_partition_of_the_sequences(script):
     run = make_run(script, "Counter", num_envs=6, num_minibatches=3, **sequences(script, 4))
     batch = prepare(run)
     columns = batch.advantages.shape[1]
-    parts = list(script.minibatches(batch, 3, 2))  # two epochs
+    with seen_minibatches(run) as parts:
+        run.args.update_epochs = 2
+        script.update(run.agent, run.optimizer, batch, run.args, 0.0)
     assert len(parts) == 6
     orders = []
     for epoch in (parts[:3], parts[3:]):

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from helpers import make_run, prepare, roll
+from helpers import make_run, prepare, roll, seen_minibatches
 from torch.testing import assert_close
 
 import distributional_ppo_lstm
@@ -60,14 +60,14 @@ def test_twin_heads_start_apart(script):
 @pytest.mark.parametrize("vf_clip", ["none", "mean_only"])
 def test_metrics_are_means_over_the_minibatches(run, vf_clip):
     """Reported numbers recomputed from each minibatch, the weights standing still."""
-    script, args, agent, batch = run.script, run.args, run.agent, run.batch
+    args, agent, batch = run.args, run.agent, run.batch
     batch.targets = batch.targets.clone()
     batch.targets[:, 0] += 3  # one sequence with a large loss: no minibatch has the mean
-    metrics, _ = run_update(run, learning_rate=0.0, ent_coef=0.01, vf_clip=vf_clip)
+    with seen_minibatches(run) as parts:
+        metrics, _ = run_update(run, learning_rate=0.0, ent_coef=0.01, vf_clip=vf_clip)
     args.vf_clip = vf_clip
-    torch.manual_seed(5)
     rows, shares = [], []
-    for mb in script.minibatches(batch, args.num_minibatches, args.update_epochs):
+    for mb in parts:
         params = agent.actions(agent.actor(mb.obs, mb.actor_state, mb.episode_start)[0])
         policy = agent.actions.distribution(params)
         ratio = (policy.log_prob(mb.actions) - mb.log_probs).exp()
@@ -158,22 +158,12 @@ def test_with_an_early_stop_all_environments_still_get_used(script):
     """One minibatch per update, several updates: the shuffled order reaches every environment."""
     run = make_run(script, "Counter", num_envs=4, num_minibatches=4, target_kl=1e-9)
     used = set()
-    original = script.minibatches
-
-    def watch(batch, number, epochs):
-        for i, mb in enumerate(original(batch, number, epochs)):
-            if i == 0:  # the minibatch that makes the one step
-                first = run.agent.normalize_obs(run.rollout.obs)[:, :, 0]
-                used.add(int((first[0] - mb.obs[0, 0, 0]).abs().argmin()))
-            yield mb
-
-    script.minibatches = watch
-    try:
-        for _ in range(25):
-            prepare(run)
+    for _ in range(25):
+        prepare(run)
+        first = run.agent.normalize_obs(run.rollout.obs)[0, :, 0]
+        with seen_minibatches(run) as parts:  # the first one makes the one step
             script.update(run.agent, run.optimizer, run.batch, run.args, 0.0)
-    finally:
-        script.minibatches = original
+        used.add(int((first - parts[0].obs[0, 0, 0]).abs().argmin()))
     assert used == {0, 1, 2, 3}
 
 
