@@ -3,6 +3,7 @@
     python benchmarks/learning.py             # run the missing seeds, two at a time, and report
     python benchmarks/learning.py --report    # tables and figure from the committed files alone
     python benchmarks/learning.py --only CartPoleNoVel-v1 --seeds 1 2 3
+    python benchmarks/learning.py --ablations           # one thing changed at a time
 
 A run leaves results/<script>/<task>/<variant>/seed<k>.csv (step, return of every training episode)
 and seed<k>.json (final evaluation, flags, versions, commit, wall time). Interrupted at any point,
@@ -70,6 +71,46 @@ GRID = [
 ]
 
 
+BOTH = {  # variant: flags; one thing differs from the row of the task in GRID
+    "single_critic": "--num-critics 1",
+    "twin_mean": "--twin-reduce mean",
+    "twin_min_quantile": "--twin-reduce min_quantile",
+    "clip_mean_only": "--vf-clip mean_only",
+    "no_popart": "--no-norm-returns",
+    "raw_observations": "--no-norm-obs",
+    "sr_lambda": "--value-target sr_lambda",
+    "exchanged": "",  # the other script's value distribution, see compose.py
+}
+OWN = {
+    LSTM: {
+        "clip_per_quantile": "--vf-clip per_quantile",
+        "clip_mean_and_variance": "--vf-clip mean_and_variance",
+        "kappa_0": "--kappa 0",
+        "kappa_0.1": "--kappa 0.1",
+        "kappa_1": "--kappa 1",
+        "quantiles_8": "--num-quantiles 8",
+        "quantiles_128": "--num-quantiles 128",
+        "sequence_16": "--seq-len 16",
+        # loss u^2 / (4 kappa): with this vf_coef the usual 0.5 * 0.5 * mean squared error
+        "scalar": "--num-quantiles 1 --kappa 10 --vf-coef 10",
+    },
+    CATEGORICAL: {
+        "two_hot": "--target-encoding two_hot",
+        "atoms_21": "--num-atoms 21",
+        "atoms_101": "--num-atoms 101",
+    },
+}
+ABLATIONS = [
+    (script, task, variant, f"{flags} {own}", range(1, 6))
+    for script, task, flags in (
+        (LSTM, "CartPoleNoVel-v1", ""),
+        (CATEGORICAL, "CartPole-v1", ""),
+        (CATEGORICAL, "Pendulum-v1", PENDULUM),
+    )
+    for variant, own in (BOTH | OWN[script]).items()
+]
+
+
 def folder(script: str, task: str, variant: str) -> Path:
     """Where the runs of one cell of the grid are kept."""
     return RESULTS / script / task.split(":")[-1] / variant
@@ -94,10 +135,14 @@ def run_ours(script: str, task: str, variant: str, flags: str, seed: int) -> tup
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     sys.path.insert(0, str(HERE.parent))
-    module = importlib.import_module(script)
-    if variant == "no_memory":
-        forget(module)
     with tempfile.TemporaryDirectory() as top:
+        if variant == "exchanged":
+            sys.path.insert(0, top)
+            compose = importlib.import_module("compose")
+            script = compose.compose(Path(top))[script == CATEGORICAL].stem
+        module = importlib.import_module(script)
+        if variant == "no_memory":
+            forget(module)
         line = ["--env-id", task, "--seed", str(seed), "--run-dir", top, *flags.split()]
         metrics = module.train(module.tyro.cli(module.Args, args=line))
         events = EventAccumulator(metrics["run_dir"], {"scalars": 0})
@@ -150,12 +195,13 @@ def run_one(script: str, task: str, variant: str, flags: str, seed: int) -> None
     (path / f"seed{seed}.tmp").rename(path / f"seed{seed}.csv")  # last: it marks the run as done
 
 
-def run_missing(only: list[str], seeds: list[int]) -> None:
-    """Every run of the grid that has no CSV yet, two processes at a time."""
+def run_missing(cells: list[tuple], only: list[str], seeds: list[int]) -> None:
+    """Every run of these cells that has no CSV yet, two processes at a time."""
     jobs = []
-    for script, task, variant, flags, all_seeds in GRID:
+    for script, task, variant, flags, all_seeds in cells:
         for seed in all_seeds:
-            wanted = (not only or task in only) and (not seeds or seed in seeds)
+            wanted = not only or {task, variant, script} & {*only}
+            wanted = wanted and (not seeds or seed in seeds)
             if wanted and not (folder(script, task, variant) / f"seed{seed}.csv").exists():
                 jobs.append((script, task, variant, flags, str(seed)))
 
@@ -199,19 +245,14 @@ def first_step(path: Path, threshold: float | None) -> float:
     return steps[19 + (means >= threshold).argmax()] if (means >= threshold).any() else np.inf
 
 
-def report() -> None:
-    """README's table on stdout and results/learning.md, its figure in results/learning.png."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+def table(cells: list[tuple]) -> list[str]:
+    """A line for each cell with results."""
     lines = [
         "| script | task | variant | steps | seeds | mean | IQM, 95 % interval | worst, best "
         "| steps to threshold | seconds |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for script, task, variant, _, _ in GRID:
+    for script, task, variant, _, _ in cells:
         where, name = folder(script, task, variant), task.split(":")[-1]
         runs = [json.loads(path.read_text()) for path in sorted(where.glob("seed*.json"))]
         if not runs:
@@ -225,9 +266,23 @@ def report() -> None:
         row += (f"{scores.min():.1f}, {scores.max():.1f}", reached)
         row += (f"{np.median([r['wall_seconds'] for r in runs]):.0f}",)
         lines.append("| " + " | ".join(str(x) for x in row) + " |")
-    text = "\n".join(lines) + "\n"
-    (RESULTS / "learning.md").write_text(text)
-    print(text)
+    return lines
+
+
+def report() -> None:
+    """README's table in results/learning.md, the ablations' beside it, and the figure."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    compared = {cell[:2] for cell in ABLATIONS}
+    base = [cell for cell in GRID if cell[:2] in compared and cell[2] == "default"]
+    ablations = sorted([*base, *ABLATIONS], key=lambda cell: cell[:2])
+    for name, cells in (("learning", GRID), ("ablations", ablations)):
+        text = "\n".join(table(cells)) + "\n"
+        (RESULTS / f"{name}.md").write_text(text)
+        print(text)
 
     figure, axes = plt.subplots(figsize=(7, 3.6), constrained_layout=True)
     grid = np.arange(2000, 100_001, 1000)
@@ -249,8 +304,9 @@ def main() -> None:
     """Parse, run, report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--report", action="store_true", help="only rebuild tables and figure")
-    parser.add_argument("--only", nargs="*", default=[], help="tasks to run")
+    parser.add_argument("--only", nargs="*", default=[], help="tasks, variants, scripts")
     parser.add_argument("--seeds", nargs="*", type=int, default=[], help="seeds to run")
+    parser.add_argument("--ablations", action="store_true", help="run these instead of the grid")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
@@ -258,7 +314,7 @@ def main() -> None:
         run_one(script, task, variant, flags, int(seed))
         return
     if not args.report:
-        run_missing(args.only, args.seeds)
+        run_missing(ABLATIONS if args.ablations else GRID, args.only, args.seeds)
     report()
 
 
