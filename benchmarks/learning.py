@@ -39,7 +39,8 @@ MOUNTAIN = (
     "--seq-len 250 --num-minibatches 16 --update-epochs 10 --log-std-init 2 --ent-coef 0"
 )
 PENDULUM = (
-    "--total-timesteps 100000 --gamma 0.9 --num-steps 256 --num-minibatches 32 --update-epochs 10"
+    "--total-timesteps 100000 --gamma 0.9 --num-envs 4 --num-steps 256 --num-minibatches 16 "
+    "--update-epochs 10 --twin-reduce mean"
 )
 ACROBOT = (
     "--total-timesteps 500000 --learning-rate 2.5e-4 --ent-coef 0.01 --num-envs 16 "
@@ -73,6 +74,7 @@ GRID = [
 
 BOTH = {  # variant: flags; one thing differs from the row of the task in GRID
     "single_critic": "--num-critics 1",
+    "twin_min": "--twin-reduce min",
     "twin_mean": "--twin-reduce mean",
     "twin_min_quantile": "--twin-reduce min_quantile",
     "clip_mean_only": "--vf-clip mean_only",
