@@ -870,7 +870,8 @@ def load_agent(path: str | Path) -> tuple[Agent, Args]:
         agent = Agent(args := Args(**flags | {"cuda": flags["cuda"] and torch.cuda.is_available()}))
         agent.load_state_dict(checkpoint["agent"])
     except Exception as error:  # torch raises half a dozen kinds
-        raise UsageError(f"{path}: not a checkpoint of this script: {error!s:.200}") from error
+        reason = str(error).split(". ")[0]
+        raise UsageError(f"{path}: not a checkpoint of this script: {reason:.200}") from error
     return agent, args
 
 
@@ -1065,8 +1066,9 @@ def main(argv: list[str] | None = None) -> None:
             changed = [k for k, v in flags if getattr(args, k) != v and k not in free.split()]
             message = f"{', '.join(changed)}: not as in {path}; only these may differ: {free}"
             require(not changed, message)
-            least = f"--total-timesteps {args.total_timesteps}: below the run's"
-            require(args.total_timesteps >= stored.total_timesteps, least)
+            least = stored.total_timesteps
+            message = f"--total-timesteps {args.total_timesteps}: below the run's, {least}"
+            require(args.total_timesteps >= least, message)
         if args.evaluate:
             evaluate(agent, args, Path(path) if Path(path).is_dir() else Path(path).parent)
             return
