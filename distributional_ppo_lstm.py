@@ -29,6 +29,8 @@ import time
 import traceback
 from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
+from inspect import isroutine
+from multiprocessing import parent_process
 from pathlib import Path
 from types import SimpleNamespace as Batch
 from typing import Any, ClassVar, Literal
@@ -85,7 +87,7 @@ class Args:
     total_timesteps: int = 100_000  # environment steps of the run, rounded down to whole rollouts
     num_envs: int = 8  # parallel environments, integer >= 1
     num_steps: int = 64  # steps of each environment per rollout, integer >= 1
-    async_envs: bool = False  # one process per environment; pays off when a step takes over 1 ms
+    async_envs: bool = False  # train with a process per environment; pays off above 1 ms a step
     masked_obs: tuple[int, ...] = ()  # entries of the observation vector multiplied by zero
     hidden_size: int = 64  # width of encoders and value heads, integer >= 1
     lstm_hidden_size: int = 64  # width of the actor's and of the critic's LSTM, integer >= 1
@@ -668,7 +670,8 @@ class Snapshot(gym.Wrapper):
     @property
     def snapshot(self) -> bytes | None:
         skip = ("env", "spec", "_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs")
-        layers = [{k: x[k] for k in x if not (k in skip or callable(x[k]))} for x in self.layers()]
+        layers = [{k: x[k] for k in x if not (k in skip or isroutine(x[k]))} for x in self.layers()]
+        layers[-1] |= {k: x for k, x in self.layers()[-1].items() if k == "env"}  # of an adapter
         try:
             state = pickle.dumps(layers)
         except Exception:  # each library has its own
@@ -686,13 +689,12 @@ def make_env(args: Args, video_dir: Path | None = None, step_limit: int | None =
     """One environment with a flat float32 observation vector, masked, and episode statistics.
     `step_limit` ends the episodes of a task without a time limit of its own. Raises `UsageError`
     for an unknown task, a missing package, a space that cannot be flattened, a wrong mask."""
-    task, without, version = args.env_id.partition("NoVel")
+    task, without, version = args.env_id.partition("NoVel-")
     hidden = VELOCITIES.get(task, ()) if without else ()
     try:
+        name = f"{task}-{version}" if hidden else args.env_id
         options = {"render_mode": "rgb_array"} if video_dir else {}
-        env = gym.make(
-            task + version if hidden else args.env_id, disable_env_checker=True, **options
-        )
+        env = gym.make(name, disable_env_checker=True, **options)
         if video_dir:
             env = gym.wrappers.RecordVideo(env, str(video_dir), episode_trigger=lambda _: True)
         if step_limit and env.spec.max_episode_steps is None:
@@ -714,9 +716,14 @@ def make_env(args: Args, video_dir: Path | None = None, step_limit: int | None =
 
 def make_envs(args: Args, num_envs: int) -> VectorEnv:
     """`num_envs` environments stepped together; one that ends is reset within the same step."""
+
+    def make() -> gym.Env:
+        if parent_process():  # a worker: Ctrl-C is for the main process to handle
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return make_env(args)
+
     kind = AsyncVectorEnv if args.async_envs else SyncVectorEnv
-    makers = [lambda: make_env(args)] * num_envs
-    return kind(makers, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
+    return kind([make] * num_envs, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
 @torch.inference_mode()
@@ -728,7 +735,7 @@ def collect_rollout(envs: VectorEnv, agent: Agent, carry: Tensors, args: Args) -
     bool; rewards (T, N); actions and the params of their distribution (T, N, ...); actor_state
     (chunks, 2, N, H) ahead of each training sequence; episodes that ended, (step, return, length).
     Raises RuntimeError for what is not finite."""
-    names = "obs next_obs episode_start actions params rewards terminated truncated".split()
+    names = "obs episode_start actions params next_obs rewards terminated truncated".split()
     (obs, start, state, critic_state), rows, states, episodes = carry, [], [], []
     for t in range(args.num_steps):
         if t % args.chunk_len == 0:
@@ -740,21 +747,19 @@ def collect_rollout(envs: VectorEnv, agent: Agent, carry: Tensors, args: Args) -
         except Exception as error:
             error.add_note(f"the environment raised, step {t} of the rollout; check the task")
             raise
-        next_obs = successor = torch.as_tensor(array.copy(), device=obs.device)
-        done = ends[0] | ends[1]
+        next_obs, done = torch.as_tensor(array.copy(), device=obs.device), ends[0] | ends[1]
         if done.any():
             array[done] = np.stack(info["final_obs"][done])  # obs is already the next episode's
-            successor = torch.as_tensor(array.copy(), device=obs.device)
             ended = info["final_info"]["episode"]
             episodes += [(t, float(ended["r"][i]), int(ended["l"][i])) for i in done.nonzero()[0]]
-        valid = np.isfinite(np.column_stack((obs.cpu(), array, rewards))).all(1)
+        valid = np.isfinite(np.column_stack((array, next_obs.cpu(), rewards))).all(1)
         if not valid.all():
             i = int(valid.argmin())
-            what = f"observation {obs[i].tolist()}, then {array[i]}, reward {rewards[i]}"
-            where = f"environment {i}, step {t} of the rollout"
-            raise RuntimeError(f"{what}: not finite, {where}; check the task")
-        facts = (torch.as_tensor(x, device=obs.device) for x in (rewards.astype("f4"), *ends))
-        rows.append((obs, successor, start, actions, params, *facts))
+            bad = f"not finite: observation {array[i]}, {next_obs[i].tolist()}, reward {rewards[i]}"
+            raise RuntimeError(f"{bad}, environment {i}, step {t} of the rollout; check the task")
+        facts = (array.copy(), rewards.astype("f4"), *ends)
+        facts = (torch.as_tensor(x, device=obs.device) for x in facts)
+        rows.append((obs, start, actions, params, *facts))
         obs, start = next_obs, torch.as_tensor(done, device=obs.device)
     with torch.inference_mode(False):  # copies, which autograd accepts
         rollout = Batch(**{name: torch.stack(x) for name, x in zip(names, zip(*rows))})
@@ -867,7 +872,7 @@ def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, ent_coef: fl
         clip_grads_with_norm_((*nets[0], *nets[1]), args.max_grad_norm, norms[-1][0])
         optimizer.step()
 
-    table, steps = torch.stack(rows), torch.stack(norms or [torch.zeros(3)])
+    table, steps = torch.stack(rows), torch.stack(norms or [rows[0].new_zeros(3)])
     bad = ~torch.cat((table[: len(steps), :3], steps), 1).isfinite()
     if bad.any():
         i = int(bad.any(1).int().argmax())
@@ -895,7 +900,7 @@ def load_agent(path: str | Path) -> tuple[Agent, Args]:
         agent.load_state_dict(checkpoint["agent"])
     except Exception as error:  # torch raises half a dozen kinds
         reason = str(error).split(". ")[0]
-        raise UsageError(f"{path}: not a checkpoint of this script: {reason:.200}") from error
+        raise UsageError(f"{path}: cannot be loaded by this script: {reason:.200}") from error
     return agent, args
 
 
@@ -922,11 +927,10 @@ def evaluate(agent: Agent, args: Args, run_dir: Path | None = None) -> dict[str,
     env, episodes = make_env(args, video_dir, step_limit=10_000), []
     for episode in range(args.eval_episodes):
         obs, _ = env.reset(seed=None if episode else args.seed + 1_000_000)
-        state, done = None, False
-        while not done:
+        state, ends = None, [False]
+        while not any(ends):
             action, state = agent.act(obs, state)
-            obs, _, terminated, truncated, info = env.step(action)
-            done = terminated or truncated
+            obs, _, *ends, info = env.step(action)
         episodes.append([info["episode"][key] for key in ("r", "l")])
     env.close()
     returns, lengths = torch.tensor(episodes, dtype=torch.float64).T
@@ -943,7 +947,7 @@ def make_run_dir(args: Args) -> Path:
     """Create <run_dir>/<env_id>__<exp_name>__<seed>__<time> with flags, versions and source."""
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
     path, source = Path(args.run_dir, re.sub("[/:]", "_", name)), Path(__file__).resolve()
-    commit = subprocess.getoutput(f"git -C '{source.parent}' rev-parse HEAD")
+    commit = subprocess.getoutput(f"git -C '{source.parent}' rev-parse HEAD 2>/dev/null")
     versions = {m.__name__: m.__version__ for m in (torch, gym, np, tyro)} | {"python": sys.version}
     content = {"args": asdict(args), "versions": versions, "commit": commit}
     try:
@@ -1013,9 +1017,8 @@ def train(args: Args) -> dict[str, Any]:
             times.append(time.time())
             agent.obs_moments.update(rollout.obs)
             for t, episode_return, length in rollout.episodes:
-                ended = {"episodic_return": episode_return, "episodic_length": length}
-                at = step + (t + 1) * args.num_envs
-                log({f"charts/{key}": value for key, value in ended.items()}, at)
+                ended = {"charts/episodic_return": episode_return, "charts/episodic_length": length}
+                log(ended, step + (t + 1) * args.num_envs)
                 recent[:] = [*recent[-99:], episode_return]
             step += args.batch_size
             if recent:
@@ -1043,8 +1046,8 @@ def train(args: Args) -> dict[str, Any]:
                 run |= {"optimizer": optimizer.state_dict(), "carry": carry}
                 run["envs"] = envs.get_attr("snapshot")
                 save_checkpoint(run_dir, args, agent, run)
-            if STOP:
-                raise KeyboardInterrupt(f"stopped after {step:,} steps; --resume {run_dir}")
+                if STOP:
+                    raise KeyboardInterrupt(f"stopped after {step:,} steps; --resume {run_dir}")
         if run.get("evaluated") != total:  # else the run had ended
             log(evaluate(agent, args, run_dir), total)
             run["evaluated"] = total
@@ -1076,7 +1079,8 @@ def main(argv: list[str] | None = None) -> None:
     free += " run_dir torch_threads"
     try:
         argv = sys.argv[1:] if argv is None else argv
-        given = dict(itertools.pairwise(part for word in argv for part in word.split("=", 1)))
+        words = (part for word in argv for part in word.split("=", word[:2] == "--"))
+        given = dict(itertools.pairwise(words))
         path, stored = given.get("--resume") or given.get("--evaluate"), None
         if path:  # the other flags count together with the run's
             both = {"--resume", "--evaluate"} <= given.keys()
@@ -1086,29 +1090,28 @@ def main(argv: list[str] | None = None) -> None:
             agent, stored = load_agent(path)
         args = tyro.cli(Args, args=argv, default=stored or Args())
         if stored:
-            flags = asdict(stored).items()
-            changed = [k for k, v in flags if getattr(args, k) != v and k not in free.split()]
-            message = f"{', '.join(changed)}: not as in {path}; only these may differ: {free}"
-            require(not changed, message)
-            least = stored.total_timesteps
-            message = f"--total-timesteps {args.total_timesteps}: below the run's, {least}"
-            require(args.total_timesteps >= least, message)
+            new = dict(asdict(args).items() - asdict(stored).items()).keys() - free.split()
+            message = f"{', '.join(sorted(new))}: not as in {path}; only these may differ: {free}"
+            require(not new, message)
+            least, total = stored.total_timesteps, args.total_timesteps
+            require(total >= least, f"--total-timesteps {total}: below the run's, {least}")
         if args.evaluate:
+            torch.set_num_threads(args.torch_threads)
             evaluate(agent, args, Path(path) if Path(path).is_dir() else Path(path).parent)
             return
         for number in (signal.SIGINT, signal.SIGTERM):  # the second one has its default effect
             signal.signal(number, lambda n, _: STOP.append(n) or signal.signal(n, signal.SIG_DFL))
         train(args)
-    except (UsageError, KeyboardInterrupt) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, UsageError) else 130)
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        where = " > ".join(dict.fromkeys(frame.name for frame in frames))
-        where += f", {frames[-1].filename}:{frames[-1].lineno}"
-        told = f"error: {type(error).__name__}: {error} ({where})"
-        print("; ".join((told, *getattr(error, "__notes__", ()))), file=sys.stderr)
-        sys.exit(1)
+    except (Exception, KeyboardInterrupt) as error:
+        code = {UsageError: 2, KeyboardInterrupt: 130}.get(type(error), 1)
+        told = str(error) or "interrupted"
+        if code == 1:
+            frames = traceback.extract_tb(error.__traceback__)
+            where = " > ".join(dict.fromkeys(frame.name for frame in frames))
+            where += f", {frames[-1].filename}:{frames[-1].lineno}"
+            told = f"{type(error).__name__}: {error} ({where})"
+        print("error:", "; ".join((told, *getattr(error, "__notes__", ()))), file=sys.stderr)
+        sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -253,6 +253,46 @@ class Handlers(Walk):
         return self.place[0]
 
 
+class Adapter(gym.Env):
+    """No wrapper, but the real task stands in `env` all the same."""
+
+    observation_space, action_space = Walk.observation_space, Walk.action_space
+
+    def __init__(self):
+        self.env = Walk()
+
+    def reset(self, *, seed=None, options=None):
+        """Of the task."""
+        super().reset(seed=seed)
+        return self.env.reset(seed=seed)
+
+    def step(self, action):
+        """Of the task."""
+        return self.env.step(action)
+
+
+class Noise:
+    """A callable that remembers."""
+
+    def __init__(self):
+        self.last = 0.0
+
+    def __call__(self, rng):
+        self.last = 0.9 * self.last + 0.1 * rng.standard_normal()
+        return self.last
+
+
+class Noisy(Walk):
+    """Its reward has noise with a state of its own."""
+
+    def __init__(self):
+        self.noise = Noise()
+
+    def pay(self, action):
+        """With noise."""
+        return super().pay(action) + self.noise(self.np_random)
+
+
 class Faulty(Probe):
     """7-step episodes until environment 1 of a run with seed 1 fails in its 30th step.
 
@@ -337,7 +377,7 @@ ACTIONS = {
 }
 SIMPLE = (ConstantReward, ObservationValue, Discounting, ActionReward, ActionAndObservation)
 gym.register("Endless-v0", TimeLimit)
-WALKS = (Walk, Locked, Simulated, Handlers)
+WALKS = (Walk, Locked, Simulated, Handlers, Adapter, Noisy)
 FAULTS = ("observation", "reward", "error", "death", "reset", "opening", "construction")
 for fault in (*FAULTS, "evaluation"):
     gym.register(f"Faulty{fault.title()}-v0", Faulty, kwargs={"fault": fault})

@@ -197,6 +197,7 @@ BAD_MORE = [
     ("--env-id CartPole-v99", "CartPole-v99", "CartPole"),
     ("--env-id Pendulun-v1", "Pendulun", "Pendulum"),
     ("--env-id AcrobotNoVel-v1", "AcrobotNoVel", "Acrobot"),
+    ("--env-id PendulumNoVelocity-v0", "PendulumNoVelocity", "`PendulumNoVelocity` doesn't"),
     ("--env-id probes:Nothing-v0", "Nothing", "exist"),
     ("--env-id :CartPole-v1", "env-id", ":CartPole-v1"),
     ("--env-id a,b", "env-id", "a,b"),

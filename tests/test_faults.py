@@ -6,11 +6,12 @@ import importlib
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from command import await_end, run_main, start, undisturbed, words
 from conftest import SCRIPTS
-from helpers import make_run, prepare, small_args
+from helpers import make_run, prepare, roll, small_args
 
 
 @pytest.fixture(autouse=True)
@@ -292,3 +293,31 @@ def test_runs_of_the_same_second_do_not_share_a_directory(script, monkeypatch, t
         assert list(path.iterdir())
     for path in paths:
         assert (path / "args.json").exists() or not list(path.iterdir())
+
+
+def test_a_fault_while_filming_names_the_checkpoint(script, capsys, tmp_path, monkeypatch):
+    """A mistake that shows after training: one line, and the path of what was trained."""
+    monkeypatch.setattr(script, "find_spec", lambda name: name)
+    args = flags_for(script, tmp_path, "VectorBox", capture_video=True)
+    code, _, err = run_main(script, capsys, words(args))
+    assert code == 2
+    assert len(err.splitlines()) == 1
+    last_checkpoint(script, err, tmp_path, 5)
+
+
+def test_an_opening_observation_is_looked_at_before_anyone_acts_on_it(script):
+    """The environment must not see the actions that follow from NaN."""
+    run = make_run(script, "FaultyReset", num_envs=2)
+    seen, step = [], run.envs.step
+
+    def look(actions):
+        result = step(actions)
+        seen.append(bool(np.isnan(result[0]).any()))
+        return result
+
+    run.envs.step = look
+    roll(run)
+    roll(run)
+    with pytest.raises(RuntimeError, match=r"not finite.*environment 1"):
+        roll(run)
+    assert seen == [False] * 27 + [True]  # found in the step that brought it

@@ -28,6 +28,8 @@ TASKS = {
     "sequences": {"env_id": "probes:Memory-v0", "seq_len": 4},
     "sr_lambda": {"env_id": "CartPole-v1", "value_target": "sr_lambda", "num_steps": 24},
     "limit": {"env_id": "CartPole-v1", "num_steps": 60, "cvar_limit": 100.0, "cvar_alpha": 0.5},
+    "adapter": {"env_id": "probes:Adapter-v0"},
+    "callable": {"env_id": "probes:Noisy-v0"},
     "weight": {"env_id": "probes:Walk-v0", "cvar_weight": 0.4, "vf_clip": "mean_only"},
 }
 AFRESH = "episodes start afresh"
@@ -475,3 +477,17 @@ def test_flags_are_stored_as_given(script, tmp_path, monkeypatch):
     resumed(script, monkeypatch, directory, "--eval-episodes", "2")
     _, stored = script.load_agent(directory)
     assert asdict(stored) == asdict(args) | {"eval_episodes": 2}
+
+
+def test_a_run_directory_may_contain_an_equals_sign(script, tmp_path, monkeypatch):
+    """--resume DIR, --resume=DIR and --evaluate DIR find it."""
+    args = flags_for(script, tmp_path, 3, env_id="probes:Walk-v0")
+    args = replace(args, run_dir=str(tmp_path / "lr=1"))
+    seen, train = [], script.train
+    directory = train(args)["run_dir"]
+    monkeypatch.setattr(script, "train", seen.append)
+    with undisturbed():
+        script.main(["--resume", directory])
+        script.main([f"--resume={directory}"])
+        script.main(["--evaluate", directory])
+    assert [args.resume for args in seen] == [directory, directory]
