@@ -64,6 +64,7 @@ GRID = {  # cell: (script, flags)
     "recurrent": (LSTM, REFERENCE),
     "recurrent-lstm64": (LSTM, {**REFERENCE, "lstm_hidden_size": 64}),
     "recurrent-lstm256": (LSTM, {**REFERENCE, "lstm_hidden_size": 256}),
+    "recurrent-seq32": (LSTM, {**REFERENCE, "seq_len": 32}),  # the same work in shorter sequences
     "recurrent-envs32": (LSTM, {**REFERENCE, "num_envs": 32}),
     "recurrent-episodes20": (LSTM, {**CUT, "env_id": "CartPoleCut20-v0"}),
     "recurrent-episodes60": (LSTM, CUT),
@@ -183,7 +184,8 @@ def floor(name: str, flags: dict) -> dict[str, float]:
     heads = [layers(size, width, num_values)[:-1] for _ in range(args.num_critics)]
     parameters = [*nn.ModuleList((actor, critic, policy, *heads)).parameters()]
     obs, rollout, zero = torch.randn(N, num_obs), torch.randn(T, N, num_obs), torch.zeros(N, size)
-    rows = (T, N // minibatches) if recurrent else (T * N // minibatches,)
+    length = args.chunk_len if recurrent else 1
+    rows = (length, T * N // length // minibatches)[not recurrent :]
     minibatch = torch.randn(*rows, num_obs)
 
     def update() -> None:
