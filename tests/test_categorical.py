@@ -224,6 +224,43 @@ def test_reduction_of_twins_by_hand(mode, expected):
     assert torch.equal(dist.reduce_twins(TWINS[:1].log()), TWINS[0].log())
 
 
+@pytest.mark.parametrize("mode", ["min", "mean", "min_quantile"])
+def test_states_of_a_rollout_are_reduced_one_by_one(mode):
+    """(C, T, N, K): each (t, n) as if it were alone; distributions over the last axis."""
+    dist = distribution(twin_reduce=mode)
+    outputs = torch.randn(2, 3, 4, 5)
+    reduced = dist.reduce_twins(outputs)
+    for t, n in itertools.product(range(3), range(4)):
+        assert_close(reduced[t, n], dist.reduce_twins(outputs[:, t, n]))
+
+
+def test_risk_advantages_of_a_rollout_are_taken_one_by_one():
+    """(T, N): each (t, n) as if it were alone."""
+    dist = distribution(cvar_alpha=0.3)
+    outputs, weights = torch.randn(3, 4, 5), torch.rand(3, 4, 2).softmax(-1)
+    targets = torch.randn(3, 4, 2)
+    together = dist.risk_advantages(targets, weights, outputs)
+    for t, n in itertools.product(range(3), range(4)):
+        alone = [x[t, n][None, None] for x in (targets, weights, outputs)]
+        assert_close(together[t, n], dist.risk_advantages(*alone)[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("probs", "alpha", "expected"),
+    [
+        # F(0) = 0.25 = alpha: nu = 0, u(2) = 0; CVaR = 0
+        ([0.25, 0.75, 0.0], 0.25, 0.0),
+        # nu = 2, the last atom, u(2) = 2; CVaR = (0 * .25 + 1 * .25 + 2 * .4) / .9 = 7 / 6
+        ([0.25, 0.25, 0.5], 0.9, 2 - 7 / 6),
+    ],
+)
+def test_value_at_risk_of_cvar_advantages_is_an_atom(probs, alpha, expected):
+    """All returns at 2; nu is the smallest atom z with F(z) >= alpha."""
+    target, atoms = t64([[[0.0, 0.0, 1.0]]]), t64([0.0, 1.0, 2.0])
+    advantage = script.cvar_advantages_categorical(target, t64([[probs]]), atoms, alpha)
+    assert float(advantage) == pytest.approx(expected, abs=1e-12)
+
+
 def test_description_by_hand():
     """0.2, 0.5, 0.3 at 0, 1, 2 of five atoms: mean 1.1, variance 0.2 * 1.21 + 0.005 + 0.243."""
     probs = torch.tensor([[1e-9, 0.2, 0.5, 0.3, 1e-9]])
