@@ -1084,7 +1084,7 @@ def main(argv: list[str] | None = None) -> None:
             frames = traceback.extract_tb(error.__traceback__)
             where = " > ".join(dict.fromkeys(frame.name for frame in frames))
             where += f", {frames[-1].filename}:{frames[-1].lineno}"
-            told = f"{type(error).__name__}: {error} ({where})"
+            told = f"{type(error).__name__}: {error}; look at {where}"
         print("error:", "; ".join((told, *getattr(error, "__notes__", ()))), file=sys.stderr)
         sys.exit(code)
 

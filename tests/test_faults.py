@@ -93,7 +93,7 @@ def test_an_episode_that_opens_with_nan_stops_the_run(script, capsys, tmp_path):
 def test_a_task_that_never_starts(script, capsys, tmp_path, kind, expected):
     """An environment that raises when it is first reset or, a mistake in the flags, when made."""
     args = flags_for(script, tmp_path, f"Faulty{kind}")
-    parts = ["train > reset|--env-id", "the simulator broke"]
+    parts = ["look at .*train > reset.*probes.py:|--env-id", "the simulator broke"]
     check_fault(script, capsys, tmp_path, words(args), parts, 0, expected)
 
 
