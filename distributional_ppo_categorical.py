@@ -569,8 +569,9 @@ class Body(nn.Module):
         self.heads = nn.ModuleList()
 
     def forward(self, obs: Tensor, state: Tensor, episode_start: Tensor) -> Tensor:  # (L, N, ...)
-        features = self.encoder(obs)
-        return torch.stack([head(features) for head in self.heads])  # (heads, L, N, ...)
+        features = self.encoder(obs.flatten(0, 1))
+        outputs = torch.stack([head(features) for head in self.heads])
+        return outputs.unflatten(1, obs.shape[:2])  # (heads, L, N, ...)
 
     def step(self, obs: Tensor, state: Tensor) -> Tensors:  # (N, D), (2, N, 0) -> (N, F), state
         return self.encoder(obs), state
@@ -710,36 +711,41 @@ def collect_rollout(envs: VectorEnv, agent: Agent, carry: Tensors, args: Args) -
     bool; rewards (T, N); actions and the params of their distribution (T, N, ...); actor_state
     (chunks, 2, N, H) ahead of each training sequence; episodes that ended, (step, return, length).
     Raises RuntimeError for what is not finite."""
-    names = "obs episode_start actions params next_obs rewards terminated truncated".split()
-    (obs, start, state, critic_state), rows, states, episodes = carry, [], [], []
+    names = "obs actions params next_obs rewards terminated truncated".split()
+    (obs, start, state, critic_state), acted, stepped, states, episodes = carry, [], [], [], []
+    state = state * ~start[:, None]  # zero where an episode opens
     for t in range(args.num_steps):
         if t % args.chunk_len == 0:
             states.append(state)
-        params, state = agent.policy(obs, state * ~start[:, None])  # zero where an episode opens
+        params, state = agent.policy(obs, state)
         actions = agent.actions.sample(params)
+        acted.append((obs, actions, params))
         try:
             array, rewards, *ends, info = envs.step(agent.actions.to_env(actions))
         except Exception as error:
             error.add_note(f"the environment raised, step {t} of the rollout; check the task")
             raise
-        next_obs, done = torch.as_tensor(array.copy(), device=obs.device), ends[0] | ends[1]
+        next_obs, done = array.copy(), ends[0] | ends[1]
         if done.any():
-            array[done] = np.stack(info["final_obs"][done])  # obs is already the next episode's
+            array[done] = np.stack(info["final_obs"][done])  # it held the next episode's first
             ended = info["final_info"]["episode"]
             episodes += [(t, float(ended["r"][i]), int(ended["l"][i])) for i in done.nonzero()[0]]
-        valid = np.isfinite(np.column_stack((array, next_obs.cpu(), rewards))).all(1)
+            state = state * ~torch.as_tensor(done, device=obs.device)[:, None]
+        valid = np.isfinite(np.column_stack((array, next_obs, rewards)))
         if not valid.all():
-            i = int(valid.argmin())
-            bad = f"not finite: observation {array[i]}, {next_obs[i].tolist()}, reward {rewards[i]}"
+            i = int(valid.all(1).argmin())
+            bad = f"not finite: observation {array[i]}, {next_obs[i]}, reward {rewards[i]}"
             raise RuntimeError(f"{bad}, environment {i}, step {t} of the rollout; check the task")
-        facts = (array.copy(), rewards.astype("f4"), *ends)
-        facts = (torch.as_tensor(x, device=obs.device) for x in facts)
-        rows.append((obs, start, actions, params, *facts))
-        obs, start = next_obs, torch.as_tensor(done, device=obs.device)
+        stepped.append((array.copy(), rewards.astype("f4"), *ends))
+        obs = torch.as_tensor(next_obs, device=obs.device)
     with torch.inference_mode(False):  # copies, which autograd accepts
-        rollout = Batch(**{name: torch.stack(x) for name, x in zip(names, zip(*rows))})
-        rollout.actor_state, rollout.episodes = torch.stack(states), episodes
-        return rollout, (obs.clone(), start.clone(), state.clone(), critic_state)
+        tensors = [torch.stack(x) for x in zip(*acted)]
+        tensors += [torch.as_tensor(np.stack(x), device=obs.device) for x in zip(*stepped)]
+        rollout = Batch(**dict(zip(names, tensors)), episodes=episodes)
+        ended = rollout.terminated | rollout.truncated
+        rollout.episode_start = torch.cat((start[None], ended[:-1]))
+        rollout.actor_state = torch.stack(states)
+        return rollout, (obs.clone(), ended[-1], state.clone(), critic_state)
 
 
 # ------------------------------------------------------------------------------------------- update
@@ -827,17 +833,8 @@ def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, ent_coef: fl
         loss = pg_loss + h_loss + args.vf_coef * v_losses.mean()
         with torch.no_grad():
             kl = kl_divergence(agent.actions.distribution(mb.params), policy).mean()
-            ratio = log_ratio.exp()
-            row = {
-                "losses/policy_loss": pg_loss, "losses/value_loss": v_losses.mean(),
-                "losses/entropy": entropy.mean(), "losses/approx_kl": approx_kl,
-                "losses/clipfrac": clipfrac, "value/clip_fraction": clipped.mean(),
-                "twin/loss_1": v_losses[0], "twin/loss_2": v_losses[-1],
-                "policy/ratio_mean": ratio.mean(), "policy/ratio_std": ratio.std(correction=0),
-                "policy/kl_exact": kl,
-                "policy/ratio_first_minibatch_error": (ratio - 1).abs().max(),
-            }  # fmt: skip
-            rows.append(torch.stack(list(row.values())))
+            facts = (pg_loss, v_losses, entropy.mean(), approx_kl, clipfrac, clipped.mean(), kl)
+            rows.append([x.detach() for x in (*facts, log_ratio.exp())])
         if args.target_kl is not None and kl > args.target_kl:
             break
         optimizer.zero_grad()
@@ -847,18 +844,25 @@ def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, ent_coef: fl
         clip_grads_with_norm_((*nets[0], *nets[1]), args.max_grad_norm, norms[-1][0])
         optimizer.step()
 
-    table, steps = torch.stack(rows), torch.stack(norms or [rows[0].new_zeros(3)])
-    bad = ~torch.cat((table[: len(steps), :3], steps), 1).isfinite()
+    pg, v, entropy, approx_kl, clipfrac, clipped, kl, ratio = map(torch.stack, zip(*rows))
+    steps = torch.stack(norms or [v.new_zeros(3)])
+    bad = ~torch.stack(((pg + v.sum(1) + entropy)[: len(steps)], steps.sum(1)), 1).isfinite()
     if bad.any():
-        i = int(bad.any(1).int().argmax())
-        place = f"{'loss' if bad[i, :3].any() else 'gradient'} of minibatch {i} of the update"
+        i, kind = divmod(int(bad.flatten().int().argmax()), 2)
+        place = f"{('loss', 'gradient')[kind]} of minibatch {i} of the update"
         raise RuntimeError(f"{place}: not finite; try a smaller --learning-rate or --max-grad-norm")
-    metrics = dict(zip(row, table.mean(0).tolist()))
-    metrics |= zip(("grad/norm", "grad/actor", "grad/critic"), steps.mean(0).tolist())
-    metrics["policy/kl_max"] = float(table[:, -2].max())
-    metrics["policy/ratio_first_minibatch_error"] = float(table[0, -1])  # 0 but for rounding
-    metrics["policy/epochs_done"] = len(norms) / args.num_minibatches
-    return metrics | {"policy/stopped_early": float(len(norms) < len(rows))}
+    metrics = {
+        "losses/policy_loss": pg, "losses/value_loss": v, "losses/entropy": entropy,
+        "losses/approx_kl": approx_kl, "losses/clipfrac": clipfrac, "twin/loss_1": v[:, 0],
+        "twin/loss_2": v[:, -1], "value/clip_fraction": clipped, "policy/kl_exact": kl,
+        "policy/kl_max": kl.max(), "policy/ratio_mean": ratio,
+        "policy/ratio_std": ratio.std(1, correction=0),
+        "policy/ratio_first_minibatch_error": (ratio[0] - 1).abs().max(),  # 0 but for rounding
+        "grad/norm": steps[:, 0], "grad/actor": steps[:, 1], "grad/critic": steps[:, 2],
+    }  # fmt: skip
+    metrics["policy/epochs_done"] = torch.tensor(len(norms) / args.num_minibatches)
+    metrics["policy/stopped_early"] = torch.tensor(float(len(norms) < len(rows)))
+    return {key: float(x.mean()) for key, x in metrics.items()}
 
 
 # ------------------------------------------------------------------------ checkpoint and evaluation

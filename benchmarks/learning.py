@@ -31,7 +31,7 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 LSTM, CATEGORICAL = "distributional_ppo_lstm", "distributional_ppo_categorical"
-SB3 = "stable_baselines3_ppo"
+SB3, CONTRIB = "stable_baselines3_ppo", "sb3_contrib_recurrent_ppo"
 FOLLOWED = ("norm/return_std", "norm/value_shift", "value/outside_support")
 PENDULUM_NOVEL = "--gamma 0.9 --gae-lambda 0.95 --num-steps 200 --num-minibatches 8 --ent-coef 0"
 MOUNTAIN = (
@@ -50,6 +50,26 @@ MUJOCO = (
     "--total-timesteps 1000000 --num-steps 256 --num-minibatches 32 --update-epochs 10 "
     "--learning-rate 3e-4 --log-std-init -0.5 --target-kl 0.02"
 )
+# rl-baselines3-zoo, hyperparams/ppo_lstm.yml at 22e3ff2; all with VecNormalize
+NET = {"ortho_init": False, "lstm_hidden_size": 64, "enable_critic_lstm": True}
+NET |= {"net_arch": {"pi": [64], "vf": [64]}, "activation_fn": "ReLU"}
+ZOO = {
+    "CartPoleNoVel-v1": {
+        "n_envs": 8, "n_steps": 32, "batch_size": 256, "gae_lambda": 0.8, "gamma": 0.98,
+        "n_epochs": 20, "ent_coef": 0.0, "learning_rate": "lin_0.001", "clip_range": "lin_0.2",
+    },
+    "PendulumNoVel-v1": {
+        "n_envs": 4, "n_steps": 1024, "gae_lambda": 0.95, "gamma": 0.9, "n_epochs": 10,
+        "ent_coef": 0.0, "learning_rate": 1e-3, "clip_range": 0.2, "use_sde": True,
+        "sde_sample_freq": 4,
+    },
+    "MountainCarContinuousNoVel-v0": {
+        "n_envs": 8, "n_steps": 1024, "batch_size": 256, "gae_lambda": 0.9, "gamma": 0.9999,
+        "n_epochs": 10, "ent_coef": 0.00429, "learning_rate": 7.77e-5, "clip_range": 0.1,
+        "max_grad_norm": 5, "vf_coef": 0.19, "use_sde": True, "sde_sample_freq": 8,
+        "policy_kwargs": {"lstm_hidden_size": 32, "activation_fn": "Tanh"},
+    },
+}  # fmt: skip
 # training return, mean of 20 episodes, at which a task counts as learnt
 THRESHOLDS = {"CartPoleNoVel-v1": 475, "CartPole-v1": 475, "Acrobot-v1": -100, "Pendulum-v1": -200}
 THRESHOLDS |= {"HalfCheetah-v5": 3000, "Hopper-v5": 2000, "Walker2d-v5": 2000}
@@ -57,18 +77,27 @@ THRESHOLDS |= {"HalfCheetah-v5": 3000, "Hopper-v5": 2000, "Walker2d-v5": 2000}
 GRID = [
     (LSTM, "CartPoleNoVel-v1", "default", "", range(1, 11)),
     (LSTM, "CartPoleNoVel-v1", "no_memory", "", range(1, 4)),
-    (LSTM, "PendulumNoVel-v1", "default", PENDULUM_NOVEL, range(1, 4)),
-    (LSTM, "MountainCarContinuousNoVel-v0", "default", MOUNTAIN, range(1, 4)),
-    (LSTM, "popgym:popgym-RepeatFirstEasy-v0", "default", "", range(1, 4)),
-    (LSTM, "popgym:popgym-RepeatPreviousEasy-v0", "default", "", range(1, 4)),
+    (LSTM, "PendulumNoVel-v1", "default", PENDULUM_NOVEL, range(1, 11)),
+    (LSTM, "MountainCarContinuousNoVel-v0", "default", MOUNTAIN, range(1, 11)),
+    (LSTM, "popgym:popgym-RepeatFirstEasy-v0", "default", "", range(1, 6)),
+    (LSTM, "popgym:popgym-RepeatPreviousEasy-v0", "default", "", range(1, 6)),
     (CATEGORICAL, "CartPole-v1", "default", "", range(1, 11)),
     (CATEGORICAL, "Pendulum-v1", "default", PENDULUM, range(1, 4)),
     (CATEGORICAL, "Acrobot-v1", "default", ACROBOT, range(1, 4)),
     (CATEGORICAL, "HalfCheetah-v5", "default", MUJOCO, range(1, 4)),
     (CATEGORICAL, "Hopper-v5", "default", MUJOCO, range(1, 4)),
     (CATEGORICAL, "Walker2d-v5", "default", MUJOCO, range(1, 4)),
+    (CONTRIB, "CartPoleNoVel-v1", "zoo", "--total-timesteps 100000", range(1, 6)),
+    (CONTRIB, "PendulumNoVel-v1", "zoo", "--total-timesteps 100000", range(1, 6)),
+    (CONTRIB, "MountainCarContinuousNoVel-v0", "zoo", "--total-timesteps 300000", range(1, 6)),
     (SB3, "CartPole-v1", "default", "--total-timesteps 50000", range(1, 4)),
     (SB3, "Pendulum-v1", "default", "--total-timesteps 100000", range(1, 4)),
+    (SB3, "Acrobot-v1", "default", "--total-timesteps 500000", range(1, 4)),
+    (SB3, "LunarLander-v3", "default", "--total-timesteps 1000000", range(1, 4)),
+    (SB3, "HalfCheetah-v5", "default", "--total-timesteps 1000000", range(1, 4)),
+    (SB3, "Hopper-v5", "default", "--total-timesteps 1000000", range(1, 4)),
+    (SB3, "Walker2d-v5", "default", "--total-timesteps 1000000", range(1, 4)),
+    (SB3, "Ant-v5", "default", "--total-timesteps 1000000", range(1, 4)),
 ]
 
 
@@ -159,32 +188,63 @@ def run_ours(script: str, task: str, variant: str, flags: str, seed: int) -> tup
     return points, {"result": result, "over_run": over_run, **told}
 
 
-def run_peer(task: str, flags: str, seed: int) -> tuple[list, dict]:
-    """SB3's PPO with its defaults, evaluated like ours: 50 episodes, mode of the policy."""
+def run_peer(script: str, task: str, flags: str, seed: int) -> tuple[list, dict]:
+    """SB3's PPO with its defaults or sb3-contrib's RecurrentPPO with the flags of the zoo.
+    The environments are ours; evaluated like ours: 50 episodes, mode of the policy."""
+    import sb3_contrib
     import stable_baselines3 as sb3
     import torch
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.evaluation import evaluate_policy
+    from stable_baselines3.common.vec_env import VecNormalize
 
+    points: list = []
+
+    def watch(local: dict, _: dict) -> bool:
+        ended = [info["episode"] for info in local["infos"] if "episode" in info]
+        points.extend((model.num_timesteps, episode["r"]) for episode in ended)
+        return True
+
+    sys.path.insert(0, str(HERE.parent))
+    ours = importlib.import_module(LSTM)
     torch.set_num_threads(1)
-    steps = int(flags.split()[-1])
-    with tempfile.TemporaryDirectory() as top:
-        model = sb3.PPO("MlpPolicy", make_vec_env(task, 1, seed, monitor_dir=top), seed=seed)
-        model.learn(steps)
-        table = np.loadtxt(next(Path(top).glob("*.csv")), delimiter=",", skiprows=2, ndmin=2)
-        points = list(zip(table[:, 1].cumsum().tolist(), table[:, 0].tolist()))
-    fresh = make_vec_env(task, 1, seed + 1_000_000)
+    steps, options = int(flags.split()[-1]), dict(ZOO.get(task, {}) if script == CONTRIB else {})
+    envs = make_vec_env(
+        lambda: ours.make_env(ours.Args(env_id=task)), options.pop("n_envs", 1), seed
+    )
+    fresh = make_vec_env(lambda: ours.make_env(ours.Args(env_id=task)), 1, seed + 1_000_000)
+    if script == CONTRIB:
+        for name in {"learning_rate", "clip_range"} & options.keys():
+            if isinstance(options[name], str):  # "lin_x": x falls linearly to 0
+                start = float(options[name][4:])
+                options[name] = lambda remaining, start=start: start * remaining
+        net = NET | options.pop("policy_kwargs", {})
+        net["activation_fn"] = getattr(torch.nn, net["activation_fn"])
+        envs = VecNormalize(envs, gamma=options["gamma"])
+        model = sb3_contrib.RecurrentPPO(
+            "MlpLstmPolicy", envs, seed=seed, policy_kwargs=net, **options
+        )
+    else:
+        model = sb3.PPO("MlpPolicy", envs, seed=seed)
+    model.learn(steps, watch)
+    if script == CONTRIB:
+        fresh = VecNormalize(fresh, training=False, norm_reward=False)
+        fresh.obs_rms = envs.obs_rms
     returns, _ = evaluate_policy(model, fresh, 50, return_episode_rewards=True)
     result = {"eval/return_mean": np.mean(returns), "eval/return_std": np.std(returns)}
-    versions = {"stable_baselines3": sb3.__version__, "torch": torch.__version__}
-    return points, {"result": result, "args": {"total_timesteps": steps}, "versions": versions}
+    versions = {m.__name__: m.__version__ for m in (sb3, sb3_contrib, torch)}
+    return points, {
+        "result": result,
+        "args": {"total_timesteps": steps},
+        "versions": versions,
+    }
 
 
 def run_one(script: str, task: str, variant: str, flags: str, seed: int) -> None:
     """Train one seed in this process and write its two files."""
     began = time.time()
-    if script == SB3:
-        points, told = run_peer(task, flags, seed)
+    if script in (SB3, CONTRIB):
+        points, told = run_peer(script, task, flags, seed)
     else:
         points, told = run_ours(script, task, variant, flags, seed)
     machine = {"cores": os.cpu_count(), "machine": platform.machine()}
@@ -197,8 +257,8 @@ def run_one(script: str, task: str, variant: str, flags: str, seed: int) -> None
     (path / f"seed{seed}.tmp").rename(path / f"seed{seed}.csv")  # last: it marks the run as done
 
 
-def run_missing(cells: list[tuple], only: list[str], seeds: list[int]) -> None:
-    """Every run of these cells that has no CSV yet, two processes at a time."""
+def run_missing(cells: list[tuple], only: list[str], seeds: list[int], processes: int) -> None:
+    """Every run of these cells that has no CSV yet, some processes at a time."""
     jobs = []
     for script, task, variant, flags, all_seeds in cells:
         for seed in all_seeds:
@@ -215,7 +275,7 @@ def run_missing(cells: list[tuple], only: list[str], seeds: list[int]) -> None:
         last = (done.stderr if done.returncode else done.stdout).strip().splitlines()[-2:]
         print(*job[1:3], "seed", job[4], "|", *last, flush=True)
 
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(processes) as pool:
         list(pool.map(start, jobs))
 
 
@@ -309,6 +369,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="tasks, variants, scripts")
     parser.add_argument("--seeds", nargs="*", type=int, default=[], help="seeds to run")
     parser.add_argument("--ablations", action="store_true", help="run these instead of the grid")
+    parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
@@ -316,7 +377,7 @@ def main() -> None:
         run_one(script, task, variant, flags, int(seed))
         return
     if not args.report:
-        run_missing(ABLATIONS if args.ablations else GRID, args.only, args.seeds)
+        run_missing(ABLATIONS if args.ablations else GRID, args.only, args.seeds, args.processes)
     report()
 
 
