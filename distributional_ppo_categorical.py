@@ -167,10 +167,8 @@ class Args:
 
 
 # ---------------------------------------------------------------------------- advantages and policy
-def gae(
-    rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor, truncated: Tensor,
-    gamma: float, gae_lambda: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor,
+        truncated: Tensor, gamma: float, gae_lambda: float) -> Tensors:  # fmt: skip
     """Generalized advantage estimation with correct time limits: advantages A and returns A + V.
         delta_t = r_t + gamma * (1 - terminated_t) * V(s'_t) - V(s_t)
         A_t     = delta_t + gamma * lambda * (1 - (terminated_t or truncated_t)) * A_{t+1}
@@ -226,9 +224,8 @@ def clipped_policy_loss(log_ratio: Tensor, advantages: Tensor, clip_coef: float)
     return loss, approx_kl, clip_fraction
 
 
-def entropy_loss(
-    entropy: Tensor, ent_coef: float, min_entropy: float, penalty_coef: float
-) -> Tensor:
+def entropy_loss(entropy: Tensor, ent_coef: float, min_entropy: float,
+                 penalty_coef: float) -> Tensor:  # fmt: skip
     """-ent_coef * mean(H) + penalty_coef * relu(min_entropy - mean(H)), a scalar.
     entropy (B,) in nats; that of Gaussians may be negative, so that a floor of 0 is not neutral."""
     mean = entropy.mean()
@@ -364,10 +361,9 @@ def categorical_quantile(probs: Tensor, atoms: Tensor, level: float) -> Tensor:
     return (atoms[k] + dz * (inside.clamp(0, 1) - 0.5))[..., 0]
 
 
-def sr_lambda_probs(
-    rewards: Tensor, next_probs: Tensor, atoms: Tensor, terminated: Tensor, truncated: Tensor,
-    gamma: float, gae_lambda: float, generator: torch.Generator | None = None,
-) -> Tensor:  # fmt: skip
+def sr_lambda_probs(rewards: Tensor, next_probs: Tensor, atoms: Tensor, terminated: Tensor,
+                    truncated: Tensor, gamma: float, gae_lambda: float,
+                    generator: torch.Generator | None = None) -> Tensor:  # fmt: skip
     """Distribution of the return by sample replacement SR(lambda), (T, N, K).
         next_probs(s'_{t+n-1}) on the atoms R^(n) + gamma^n z, projected once
     R^(n) is the sum of n discounted rewards. Every (t, env) draws its n: geometric, 1 - lambda, cut
@@ -378,10 +374,9 @@ def sr_lambda_probs(
     return project_categorical(*sr_lambda_atoms(*facts), atoms)
 
 
-def sr_lambda_atoms(
-    rewards: Tensor, next_probs: Tensor, atoms: Tensor, terminated: Tensor, truncated: Tensor,
-    gamma: float, gae_lambda: float, generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def sr_lambda_atoms(rewards: Tensor, next_probs: Tensor, atoms: Tensor, terminated: Tensor,
+                    truncated: Tensor, gamma: float, gae_lambda: float,
+                    generator: torch.Generator | None = None) -> Tensors:  # fmt: skip
     """What `sr_lambda_probs` projects: probabilities and returns, both (T, N, K)."""
     T, ended = len(rewards), terminated | truncated
     ended[-1] = True
@@ -398,9 +393,8 @@ def sr_lambda_atoms(
     return next_probs.gather(0, index), (sums - scale * beyond)[..., None] + scaled
 
 
-def cvar_advantages_categorical(
-    target_probs: Tensor, probs: Tensor, atoms: Tensor, alpha: float
-) -> Tensor:
+def cvar_advantages_categorical(target_probs: Tensor, probs: Tensor, atoms: Tensor,
+                                alpha: float) -> Tensor:  # fmt: skip
     """Advantage of the policy gradient of CVaR_alpha, (T, N); no gradient.
         nu = VaR_alpha(Z(s_t)),  u(z) = nu + min(z - nu, 0) / alpha
         A_t = sum_k target_probs_k u(z_k) - CVaR_alpha(Z(s_t))
@@ -618,9 +612,8 @@ class Agent(nn.Module):
         return self.actions(self.actor.heads[0](features)), state
 
     @torch.no_grad()
-    def act(
-        self, obs: np.ndarray, state: Tensor | None = None, deterministic: bool = True
-    ) -> tuple[np.ndarray, Tensor]:
+    def act(self, obs: np.ndarray, state: Tensor | None = None,
+            deterministic: bool = True) -> tuple[np.ndarray, Tensor]:  # fmt: skip
         """Action(s) for `env.step` and the next state; obs (D,) or (N, D) as `make_env` gives them.
         state None opens an episode; deterministic: the mode of the policy, otherwise a sample."""
         batch = torch.as_tensor(np.atleast_2d(obs), device=self.dist.support.device).float()
@@ -750,9 +743,8 @@ def collect_rollout(envs: VectorEnv, agent: Agent, carry: Tensors, args: Args) -
 
 # ------------------------------------------------------------------------------------------- update
 @torch.no_grad()
-def prepare_batch(
-    agent: Agent, rollout: Batch, carry: Tensors, args: Args, cvar_weight: float = 0.0
-) -> tuple[Batch, Tensors, dict[str, Tensor]]:
+def prepare_batch(agent: Agent, rollout: Batch, carry: Tensors, args: Args,
+                  cvar_weight: float = 0.0) -> tuple[Batch, Tensors, dict]:  # fmt: skip
     """Values, advantages and targets of a rollout; return statistics and value heads move.
     The order matters: decode with the old statistics, take in the targets, rescale the heads in the
     same moment, express old values in the new units (van Hasselt et al. 2016). The values are taken
@@ -775,14 +767,14 @@ def prepare_batch(
         raw = raw.lerp(dist.risk_advantages(targets, weights, reduced), cvar_weight)
     advantages = normalize_advantages(raw) if args.norm_adv else raw
 
-    told, deciles = dist.describe(reduced), ("p10", "p50", "p90")
+    stats, deciles = dist.describe(reduced), ("p10", "p50", "p90")
     _, realised = gae(rollout.rewards, values, next_values, *ends, 1.0)  # to the end or a limit
-    metrics = {f"value/{key}": told[key].mean() for key in deciles} | {
-        "value/predicted_returns": torch.stack([told[key] for key in deciles]),
-        "value/realised_returns": realised, "value/std_predicted": told["std"].mean(),
+    metrics = {f"value/{key}": stats[key].mean() for key in deciles} | {
+        "value/predicted_returns": torch.stack([stats[key] for key in deciles]),
+        "value/realised_returns": realised, "value/std_predicted": stats["std"].mean(),
         "value/bias": (values - returns).mean(), "value/std_target": returns.std(correction=0),
-        "cvar/predicted": told["cvar"].mean(), "cvar/weight": cvar_weight,
-        "cvar/coverage": (realised < told["var"]).float().mean(),
+        "cvar/predicted": stats["cvar"].mean(), "cvar/weight": cvar_weight,
+        "cvar/coverage": (realised < stats["var"]).float().mean(),
         "losses/explained_variance": explained_variance(values, returns),
         "twin/abs_difference": (twins[0] - twins[-1]).abs().mean(),
         "twin/critic1_is_min": (twins[0] <= twins[-1]).float().mean(),
@@ -794,8 +786,8 @@ def prepare_batch(
     spread = (weights * (targets - mean[..., None]).square()).sum(-1).sqrt()
     samples = torch.stack((mean - spread, mean + spread, values, values))
     outputs, old = dist.carry_statistics(agent.critic.heads, outputs, samples)
-    encoded, told = dist.encode_targets(outputs, targets, weights)
-    metrics |= {"norm/return_mean": dist.moments.mean, "norm/return_std": dist.moments.std, **told}
+    encoded, extra = dist.encode_targets(outputs, targets, weights)
+    metrics |= {"norm/return_mean": dist.moments.mean, "norm/return_std": dist.moments.std, **extra}
     metrics["norm/value_shift"] = (dist.mean(outputs) - twins).abs().mean()
 
     policy = agent.actions.distribution(rollout.params)
@@ -915,8 +907,8 @@ def evaluate(agent: Agent, args: Args, run_dir: Path | None = None) -> dict[str,
     returns, lengths = torch.tensor(episodes, dtype=torch.float64).T
     mean, std = float(returns.mean()), float(returns.std(correction=0))
     tail = empirical_cvar(returns, args.cvar_alpha)
-    told = f"return {mean:.1f} +- {std:.1f}, CVaR_{args.cvar_alpha:g} {tail:.1f}"
-    print(f"evaluation of {len(returns)} episodes: {told}", flush=True)
+    summary = f"return {mean:.1f} +- {std:.1f}, CVaR_{args.cvar_alpha:g} {tail:.1f}"
+    print(f"evaluation of {len(returns)} episodes: {summary}", flush=True)
     result = {"return_mean": mean, "return_std": std, "return_cvar": tail}
     return {f"eval/{k}": v for k, v in (result | {"length_mean": float(lengths.mean())}).items()}
 
@@ -944,13 +936,16 @@ def train(args: Args) -> dict[str, Any]:
     one is written after `STOP`."""
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    _ = random.seed(args.seed), np.random.seed(args.seed), torch.manual_seed(args.seed)
+    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+        set_seed(args.seed)
     agent = load_agent(args.resume)[0] if args.resume else Agent(args)
     optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
     run_dir = Path(args.resume) if args.resume else make_run_dir(args)
     # what a resumed run continues; `recent` holds the returns of the last 100 episodes
     run: dict[str, Any] = {"step": 0, "seconds": 0.0, "dual": 0.0, "recent": [], "logged": {}}
     total, checkpoint = args.num_iterations * args.batch_size, run_dir / "checkpoint.pt"
+    if args.resume:
+        run = pickle.loads(torch.load(checkpoint, weights_only=True)["run"])
     last_lr = 0.0 if args.anneal_lr else args.learning_rate
     last_ent_coef = args.ent_coef if args.ent_coef_final is None else args.ent_coef_final
 
@@ -969,7 +964,6 @@ def train(args: Args) -> dict[str, Any]:
         state = agent.initial_state(args.num_envs)
         carry = (obs, torch.ones_like(obs[:, 0], dtype=torch.bool), state, state)
         if args.resume:
-            run = pickle.loads(torch.load(checkpoint, weights_only=True)["run"])
             optimizer.load_state_dict(run["optimizer"])
             if None in run["envs"]:
                 print("this task's state cannot be saved: its episodes start afresh")
@@ -1083,13 +1077,13 @@ def main(argv: list[str] | None = None) -> None:
         train(args)
     except (Exception, KeyboardInterrupt) as error:
         code = {UsageError: 2, KeyboardInterrupt: 130}.get(type(error), 1)
-        told = str(error) or "interrupted"
+        line = str(error) or "interrupted"
         if code == 1:
             frames = traceback.extract_tb(error.__traceback__)
             where = " > ".join(dict.fromkeys(frame.name for frame in frames))
             where += f", {frames[-1].filename}:{frames[-1].lineno}"
-            told = f"{type(error).__name__}: {error}; look at {where}"
-        print("error:", "; ".join((told, *getattr(error, "__notes__", ()))), file=sys.stderr)
+            line = f"{type(error).__name__}: {error}; look at {where}"
+        print("error:", "; ".join((line, *getattr(error, "__notes__", ()))), file=sys.stderr)
         sys.exit(code)
 
 

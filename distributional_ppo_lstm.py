@@ -165,10 +165,8 @@ class Args:
 
 
 # ---------------------------------------------------------------------------- advantages and policy
-def gae(
-    rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor, truncated: Tensor,
-    gamma: float, gae_lambda: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor,
+        truncated: Tensor, gamma: float, gae_lambda: float) -> Tensors:  # fmt: skip
     """Generalized advantage estimation with correct time limits: advantages A and returns A + V.
         delta_t = r_t + gamma * (1 - terminated_t) * V(s'_t) - V(s_t)
         A_t     = delta_t + gamma * lambda * (1 - (terminated_t or truncated_t)) * A_{t+1}
@@ -224,9 +222,8 @@ def clipped_policy_loss(log_ratio: Tensor, advantages: Tensor, clip_coef: float)
     return loss, approx_kl, clip_fraction
 
 
-def entropy_loss(
-    entropy: Tensor, ent_coef: float, min_entropy: float, penalty_coef: float
-) -> Tensor:
+def entropy_loss(entropy: Tensor, ent_coef: float, min_entropy: float,
+                 penalty_coef: float) -> Tensor:  # fmt: skip
     """-ent_coef * mean(H) + penalty_coef * relu(min_entropy - mean(H)), a scalar.
     entropy (B,) in nats; that of Gaussians may be negative, so that a floor of 0 is not neutral."""
     mean = entropy.mean()
@@ -311,9 +308,8 @@ def quantile_huber_loss(quantiles: Tensor, targets: Tensor, taus: Tensor, kappa:
     return ((taus[:, None] - (u < 0).to(u.dtype)).abs() * size).mean((-2, -1))
 
 
-def clip_quantiles(
-    quantiles: Tensor, old_quantiles: Tensor, clip_delta: float, mode: str
-) -> Tensor:
+def clip_quantiles(quantiles: Tensor, old_quantiles: Tensor, clip_delta: float,
+                   mode: str) -> Tensor:  # fmt: skip
     """Predictions that moved no further than d = clip_delta from the old ones, (B, K).
     With m the mean and s = sqrt(variance + 1e-12) over the K quantiles:
         per_quantile:       q_old + clamp(q - q_old, -d, d)
@@ -375,10 +371,9 @@ def value_at_risk(quantiles: Tensor, alpha: float) -> Tensor:
     return ordered[..., left] + (position - left) * (ordered[..., right] - ordered[..., left])
 
 
-def sr_lambda_targets(
-    rewards: Tensor, next_quantiles: Tensor, terminated: Tensor, truncated: Tensor,
-    gamma: float, gae_lambda: float, generator: torch.Generator | None = None,
-) -> Tensor:  # fmt: skip
+def sr_lambda_targets(rewards: Tensor, next_quantiles: Tensor, terminated: Tensor,
+                      truncated: Tensor, gamma: float, gae_lambda: float,
+                      generator: torch.Generator | None = None) -> Tensor:  # fmt: skip
     """Samples of the return by sample replacement SR(lambda), (T, N, K).
         X_t,i = r_t + gamma * (1 - terminated_t) * Y_t,i
         Y_t,i = X_{t+1},i with probability lambda, if the episode goes on after t
@@ -406,9 +401,8 @@ def cvar_advantages(targets: Tensor, quantiles: Tensor, alpha: float) -> Tensor:
     return (nu + (targets - nu).clamp(max=0) / alpha).mean(-1) - cvar(quantiles, alpha)
 
 
-def rescale_head(
-    linear: nn.Linear, old_mean: Tensor, old_std: Tensor, new_mean: Tensor, new_std: Tensor
-) -> None:
+def rescale_head(linear: nn.Linear, old_mean: Tensor, old_std: Tensor, new_mean: Tensor,
+                 new_std: Tensor) -> None:  # fmt: skip
     """PopArt: change a linear layer in place so that std * output + mean stays what it was.
         w' = w s / s',    b' = (s b + mu - mu') / s'
     Source: van Hasselt et al. 2016, eq. 5."""
@@ -544,9 +538,8 @@ class ActionDistribution(nn.Module):
         return array.clip(self.space.low, self.space.high).astype(self.space.dtype)
 
 
-def unroll_lstm(
-    lstm: nn.LSTM, inputs: Tensor, state: tuple[Tensor, Tensor], episode_start: Tensor
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def unroll_lstm(lstm: nn.LSTM, inputs: Tensor, state: Tensors,
+                episode_start: Tensor) -> tuple[Tensor, Tensors]:  # fmt: skip
     """Run a one-layer LSTM over a rollout whose episodes begin anywhere, in one fused call.
     inputs (T, N, F); state (h, c), each (1, N, H), before step 0; episode_start (T, N) bool: the
     state is zero when a step opens an episode. Returns outputs (T, N, H) and the state at the end.
@@ -642,9 +635,8 @@ class Agent(nn.Module):
         return self.actions(self.actor.heads[0](features)), state
 
     @torch.no_grad()
-    def act(
-        self, obs: np.ndarray, state: Tensor | None = None, deterministic: bool = True
-    ) -> tuple[np.ndarray, Tensor]:
+    def act(self, obs: np.ndarray, state: Tensor | None = None,
+            deterministic: bool = True) -> tuple[np.ndarray, Tensor]:  # fmt: skip
         """Action(s) for `env.step` and the next state; obs (D,) or (N, D) as `make_env` gives them.
         state None opens an episode; deterministic: the mode of the policy, otherwise a sample."""
         batch = torch.as_tensor(np.atleast_2d(obs), device=self.dist.support.device).float()
@@ -774,9 +766,8 @@ def collect_rollout(envs: VectorEnv, agent: Agent, carry: Tensors, args: Args) -
 
 # ------------------------------------------------------------------------------------------- update
 @torch.no_grad()
-def prepare_batch(
-    agent: Agent, rollout: Batch, carry: Tensors, args: Args, cvar_weight: float = 0.0
-) -> tuple[Batch, Tensors, dict[str, Tensor]]:
+def prepare_batch(agent: Agent, rollout: Batch, carry: Tensors, args: Args,
+                  cvar_weight: float = 0.0) -> tuple[Batch, Tensors, dict]:  # fmt: skip
     """Values, advantages and targets of a rollout; return statistics and value heads move.
     The order matters: decode with the old statistics, take in the targets, rescale the heads in the
     same moment, express old values in the new units (van Hasselt et al. 2016). The values are taken
@@ -799,14 +790,14 @@ def prepare_batch(
         raw = raw.lerp(dist.risk_advantages(targets, weights, reduced), cvar_weight)
     advantages = normalize_advantages(raw) if args.norm_adv else raw
 
-    told, deciles = dist.describe(reduced), ("p10", "p50", "p90")
+    stats, deciles = dist.describe(reduced), ("p10", "p50", "p90")
     _, realised = gae(rollout.rewards, values, next_values, *ends, 1.0)  # to the end or a limit
-    metrics = {f"value/{key}": told[key].mean() for key in deciles} | {
-        "value/predicted_returns": torch.stack([told[key] for key in deciles]),
-        "value/realised_returns": realised, "value/std_predicted": told["std"].mean(),
+    metrics = {f"value/{key}": stats[key].mean() for key in deciles} | {
+        "value/predicted_returns": torch.stack([stats[key] for key in deciles]),
+        "value/realised_returns": realised, "value/std_predicted": stats["std"].mean(),
         "value/bias": (values - returns).mean(), "value/std_target": returns.std(correction=0),
-        "cvar/predicted": told["cvar"].mean(), "cvar/weight": cvar_weight,
-        "cvar/coverage": (realised < told["var"]).float().mean(),
+        "cvar/predicted": stats["cvar"].mean(), "cvar/weight": cvar_weight,
+        "cvar/coverage": (realised < stats["var"]).float().mean(),
         "losses/explained_variance": explained_variance(values, returns),
         "twin/abs_difference": (twins[0] - twins[-1]).abs().mean(),
         "twin/critic1_is_min": (twins[0] <= twins[-1]).float().mean(),
@@ -818,8 +809,8 @@ def prepare_batch(
     spread = (weights * (targets - mean[..., None]).square()).sum(-1).sqrt()
     samples = torch.stack((mean - spread, mean + spread, values, values))
     outputs, old = dist.carry_statistics(agent.critic.heads, outputs, samples)
-    encoded, told = dist.encode_targets(outputs, targets, weights)
-    metrics |= {"norm/return_mean": dist.moments.mean, "norm/return_std": dist.moments.std, **told}
+    encoded, extra = dist.encode_targets(outputs, targets, weights)
+    metrics |= {"norm/return_mean": dist.moments.mean, "norm/return_std": dist.moments.std, **extra}
     metrics["norm/value_shift"] = (dist.mean(outputs) - twins).abs().mean()
 
     policy = agent.actions.distribution(rollout.params)
@@ -939,8 +930,8 @@ def evaluate(agent: Agent, args: Args, run_dir: Path | None = None) -> dict[str,
     returns, lengths = torch.tensor(episodes, dtype=torch.float64).T
     mean, std = float(returns.mean()), float(returns.std(correction=0))
     tail = empirical_cvar(returns, args.cvar_alpha)
-    told = f"return {mean:.1f} +- {std:.1f}, CVaR_{args.cvar_alpha:g} {tail:.1f}"
-    print(f"evaluation of {len(returns)} episodes: {told}", flush=True)
+    summary = f"return {mean:.1f} +- {std:.1f}, CVaR_{args.cvar_alpha:g} {tail:.1f}"
+    print(f"evaluation of {len(returns)} episodes: {summary}", flush=True)
     result = {"return_mean": mean, "return_std": std, "return_cvar": tail}
     return {f"eval/{k}": v for k, v in (result | {"length_mean": float(lengths.mean())}).items()}
 
@@ -968,13 +959,16 @@ def train(args: Args) -> dict[str, Any]:
     one is written after `STOP`."""
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    _ = random.seed(args.seed), np.random.seed(args.seed), torch.manual_seed(args.seed)
+    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+        set_seed(args.seed)
     agent = load_agent(args.resume)[0] if args.resume else Agent(args)
     optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
     run_dir = Path(args.resume) if args.resume else make_run_dir(args)
     # what a resumed run continues; `recent` holds the returns of the last 100 episodes
     run: dict[str, Any] = {"step": 0, "seconds": 0.0, "dual": 0.0, "recent": [], "logged": {}}
     total, checkpoint = args.num_iterations * args.batch_size, run_dir / "checkpoint.pt"
+    if args.resume:
+        run = pickle.loads(torch.load(checkpoint, weights_only=True)["run"])
     last_lr = 0.0 if args.anneal_lr else args.learning_rate
     last_ent_coef = args.ent_coef if args.ent_coef_final is None else args.ent_coef_final
 
@@ -993,7 +987,6 @@ def train(args: Args) -> dict[str, Any]:
         state = agent.initial_state(args.num_envs)
         carry = (obs, torch.ones_like(obs[:, 0], dtype=torch.bool), state, state)
         if args.resume:
-            run = pickle.loads(torch.load(checkpoint, weights_only=True)["run"])
             optimizer.load_state_dict(run["optimizer"])
             if None in run["envs"]:
                 print("this task's state cannot be saved: its episodes start afresh")
@@ -1107,13 +1100,13 @@ def main(argv: list[str] | None = None) -> None:
         train(args)
     except (Exception, KeyboardInterrupt) as error:
         code = {UsageError: 2, KeyboardInterrupt: 130}.get(type(error), 1)
-        told = str(error) or "interrupted"
+        line = str(error) or "interrupted"
         if code == 1:
             frames = traceback.extract_tb(error.__traceback__)
             where = " > ".join(dict.fromkeys(frame.name for frame in frames))
             where += f", {frames[-1].filename}:{frames[-1].lineno}"
-            told = f"{type(error).__name__}: {error}; look at {where}"
-        print("error:", "; ".join((told, *getattr(error, "__notes__", ()))), file=sys.stderr)
+            line = f"{type(error).__name__}: {error}; look at {where}"
+        print("error:", "; ".join((line, *getattr(error, "__notes__", ()))), file=sys.stderr)
         sys.exit(code)
 
 

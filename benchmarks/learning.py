@@ -73,6 +73,9 @@ ZOO = {
 # training return, mean of 20 episodes, at which a task counts as learnt
 THRESHOLDS = {"CartPoleNoVel-v1": 475, "CartPole-v1": 475, "Acrobot-v1": -100, "Pendulum-v1": -200}
 THRESHOLDS |= {"HalfCheetah-v5": 3000, "Hopper-v5": 2000, "Walker2d-v5": 2000}
+# CleanRL's PPO (v4 tasks, training return) and rl-baselines3-zoo's, tuned per task, at 1M steps
+PUBLISHED = {"HalfCheetah-v5": (1443, 5819), "Hopper-v5": (2383, 2410)}
+PUBLISHED |= {"Walker2d-v5": (2288, 3479), "Ant-v5": (None, 1327)}
 # (script, task, variant, flags beyond --env-id, seeds)
 GRID = [
     (LSTM, "CartPoleNoVel-v1", "default", "", range(1, 11)),
@@ -87,6 +90,7 @@ GRID = [
     (CATEGORICAL, "HalfCheetah-v5", "default", MUJOCO, range(1, 4)),
     (CATEGORICAL, "Hopper-v5", "default", MUJOCO, range(1, 4)),
     (CATEGORICAL, "Walker2d-v5", "default", MUJOCO, range(1, 4)),
+    (CATEGORICAL, "Ant-v5", "default", MUJOCO, range(1, 4)),
     (CONTRIB, "CartPoleNoVel-v1", "zoo", "--total-timesteps 100000", range(1, 6)),
     (CONTRIB, "PendulumNoVel-v1", "zoo", "--total-timesteps 100000", range(1, 6)),
     (CONTRIB, "MountainCarContinuousNoVel-v0", "zoo", "--total-timesteps 300000", range(1, 6)),
@@ -331,6 +335,20 @@ def table(cells: list[tuple]) -> list[str]:
     return lines
 
 
+def mujoco() -> str:
+    """Scores of the one MuJoCo line over CleanRL's and over the zoo's per-task tuned PPO."""
+    over, means = [], {}
+    for task, (cleanrl, zoo) in PUBLISHED.items():
+        paths = folder(CATEGORICAL, task, "default").glob("seed*.json")
+        runs = [json.loads(path.read_text())["result"]["eval/return_mean"] for path in paths]
+        over += [score / cleanrl for score in runs if cleanrl]
+        if runs:
+            means[task] = np.mean(runs) / zoo
+    text = f"MuJoCo, one flag line: IQM of score over CleanRL's {iqm(np.array(over)):.2f}"
+    told = ", ".join(f"{task} {ratio:.2f}" for task, ratio in means.items())
+    return f"{text}; mean of score over the zoo's {np.mean([*means.values()]):.2f} ({told}).\n"
+
+
 def report() -> None:
     """README's table in results/learning.md, the ablations' beside it, and the figure."""
     import matplotlib
@@ -342,7 +360,7 @@ def report() -> None:
     base = [cell for cell in GRID if cell[:2] in compared and cell[2] == "default"]
     ablations = sorted([*base, *ABLATIONS], key=lambda cell: cell[:2])
     for name, cells in (("learning", GRID), ("ablations", ablations)):
-        text = "\n".join(table(cells)) + "\n"
+        text = "\n".join(table(cells)) + "\n" + (f"\n{mujoco()}" if cells is GRID else "")
         (RESULTS / f"{name}.md").write_text(text)
         print(text)
 

@@ -1,0 +1,19 @@
+"""Tasks that need an id of their own: `--env-id envs:MiniGrid-MemoryS7-Image-v0`.
+
+MiniGrid's observation is a Dict with a mission text, which cannot be flattened to a vector; here it
+is the image alone, 7 x 7 cells of 3 numbers.
+"""
+
+from __future__ import annotations
+
+import gymnasium as gym
+
+
+def memory_s7() -> gym.Env:
+    """Look at an object, walk a corridor, turn to the object like it; 245 steps at most."""
+    from minigrid.wrappers import ImgObsWrapper
+
+    return ImgObsWrapper(gym.make("MiniGrid-MemoryS7-v0"))
+
+
+gym.register("MiniGrid-MemoryS7-Image-v0", memory_s7)
