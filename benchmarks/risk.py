@@ -225,7 +225,8 @@ def report() -> None:
         kind = script.split("_")[-1]
         lines.append("| " + " | ".join((task, kind, variant, str(len(rows)), *cells_, told)) + " |")
         if task in panels:
-            colour = f"C{('neutral', 'weight 0.5', 'weight 1', variant).index(variant)}"
+            order = [cell[2] for cell in cells() if cell[:2] == (task, script)]
+            colour = f"C{order.index(variant)}"
             (x, dx), (y, dy) = facts["mean"], facts["cvar"]
             marker = "s" if script == LSTM else "o"
             panels[task].errorbar(
