@@ -262,11 +262,11 @@ def run_one(script: str, task: str, variant: str, flags: str, seed: int) -> None
 
 
 def run_missing(cells: list[tuple], only: list[str], seeds: list[int], processes: int) -> None:
-    """Every run of these cells that has no CSV yet, some processes at a time."""
+    """Every run without a CSV; `only` names tasks, scripts or variants, all of them to match."""
     jobs = []
     for script, task, variant, flags, all_seeds in cells:
         for seed in all_seeds:
-            wanted = not only or {task, variant, script} & {*only}
+            wanted = all(any(w in part for part in (script, task, variant)) for w in only)
             wanted = wanted and (not seeds or seed in seeds)
             if wanted and not (folder(script, task, variant) / f"seed{seed}.csv").exists():
                 jobs.append((script, task, variant, flags, str(seed)))
@@ -384,7 +384,7 @@ def main() -> None:
     """Parse, run, report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--report", action="store_true", help="only rebuild tables and figure")
-    parser.add_argument("--only", nargs="*", default=[], help="tasks, variants, scripts")
+    parser.add_argument("--only", nargs="*", default=[], help="words, all to match")
     parser.add_argument("--seeds", nargs="*", type=int, default=[], help="seeds to run")
     parser.add_argument("--ablations", action="store_true", help="run these instead of the grid")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
