@@ -738,7 +738,7 @@ def collect_rollout(envs: VectorEnv, agent: Agent, carry: Tensors, args: Args) -
         ended = rollout.terminated | rollout.truncated
         rollout.episode_start = torch.cat((start[None], ended[:-1]))
         rollout.actor_state = torch.stack(states)
-        return rollout, (obs.clone(), ended[-1], state.clone(), critic_state)
+        return rollout, (obs.clone(), ended[-1].clone(), state.clone(), critic_state)
 
 
 # ------------------------------------------------------------------------------------------- update
