@@ -722,14 +722,13 @@ def make_envs(args: Args, num_envs: int) -> VectorEnv:
 def collect_rollout(envs: VectorEnv, agent: Agent, carry: Tensors, args: Args) -> tuple:
     """Act for `num_steps` steps. Only the actor runs; no statistics move.
     carry: raw obs (N, D) to act on next, episode_start (N,), whether it opens an episode, actor's
-    and critic's state (2, N, H) ahead of it. Returns a rollout and the next carry. Rollout: obs,
-    next_obs (T, N, D), raw s_t and true successor s'_t; episode_start, terminated, truncated (T, N)
-    bool; rewards (T, N); actions and the params of their distribution (T, N, ...); actor_state
-    (chunks, 2, N, H) ahead of each training sequence; episodes that ended, (step, return, length).
-    Raises RuntimeError for what is not finite."""
+    (then zero) and critic's state (2, N, H) ahead of it. Returns a rollout and the next carry.
+    Rollout: obs, next_obs (T, N, D), raw s_t and true successor s'_t; episode_start, terminated,
+    truncated (T, N) bool; rewards (T, N); actions and the params of their distribution (T, N, ...);
+    actor_state (chunks, 2, N, H) ahead of each training sequence; episodes that ended, (step,
+    return, length). Raises RuntimeError for what is not finite."""
     names = "obs actions params next_obs rewards terminated truncated".split()
     (obs, start, state, critic_state), acted, stepped, states, episodes = carry, [], [], [], []
-    state = state * ~start[:, None]  # zero where an episode opens
     for t in range(args.num_steps):
         if t % args.chunk_len == 0:
             states.append(state)

@@ -65,6 +65,19 @@ def test_the_next_rollout_goes_on_where_this_one_ended(script):
     assert rollout.episode_start.tolist() == [[True, True], [False, False], [False, False]]
 
 
+def test_the_actors_state_goes_on_until_an_episode_ends(script):
+    """Step by step from zero over three rollouts, zero again where an episode opens."""
+    run = make_run(script, "Staggered", num_envs=3, num_steps=9, num_minibatches=1)
+    rollouts, state = [roll(run) for _ in range(3)], run.agent.initial_state(3)
+    for rollout in rollouts:
+        assert_close(rollout.actor_state[0], state * ~rollout.episode_start[0, :, None])
+        for obs, start in zip(rollout.obs, rollout.episode_start):
+            seen = run.agent.normalize_obs(obs)
+            _, state = script.Body.step(run.agent.actor, seen, state * ~start[:, None])
+    assert rollouts[2].episode_start.any()
+    assert script.__name__ == CATEGORICAL or (rollouts[2].actor_state != 0).any()
+
+
 def test_acting_moves_no_statistics_and_no_parameters(script):
     """Statistics are frozen within a rollout."""
     run = make_run(script, "Counter")
