@@ -33,7 +33,10 @@ RESULTS = HERE / "results"
 LSTM, CATEGORICAL = "distributional_ppo_lstm", "distributional_ppo_categorical"
 SB3, CONTRIB = "stable_baselines3_ppo", "sb3_contrib_recurrent_ppo"
 FOLLOWED = ("norm/return_std", "norm/value_shift", "value/outside_support")
-PENDULUM_NOVEL = "--gamma 0.9 --gae-lambda 0.95 --num-steps 200 --num-minibatches 8 --ent-coef 0"
+PENDULUM_NOVEL = (
+    "--gamma 0.9 --gae-lambda 0.95 --num-envs 4 --num-steps 1000 --seq-len 100 "
+    "--num-minibatches 20 --update-epochs 10 --learning-rate 2e-3 --ent-coef 0"
+)
 MOUNTAIN = (
     "--total-timesteps 300000 --gamma 0.999 --gae-lambda 0.95 --num-envs 16 --num-steps 500 "
     "--seq-len 250 --num-minibatches 16 --update-epochs 10 --log-std-init 2 --ent-coef 0"
@@ -46,6 +49,7 @@ ACROBOT = (
     "--total-timesteps 500000 --learning-rate 2.5e-4 --ent-coef 0.01 --num-envs 16 "
     "--num-steps 128 --num-minibatches 8 --update-epochs 4"
 )
+LUNAR = ACROBOT.replace("500000", "1000000") + " --gamma 0.999 --gae-lambda 0.98"
 MUJOCO = (
     "--total-timesteps 1000000 --num-steps 256 --num-minibatches 32 --update-epochs 10 "
     "--learning-rate 3e-4 --log-std-init -0.5 --target-kl 0.02"
@@ -72,7 +76,12 @@ ZOO = {
 }  # fmt: skip
 # training return, mean of 20 episodes, at which a task counts as learnt
 THRESHOLDS = {"CartPoleNoVel-v1": 475, "CartPole-v1": 475, "Acrobot-v1": -100, "Pendulum-v1": -200}
-THRESHOLDS |= {"HalfCheetah-v5": 3000, "Hopper-v5": 2000, "Walker2d-v5": 2000}
+THRESHOLDS |= {
+    "LunarLander-v3": 200,
+    "HalfCheetah-v5": 3000,
+    "Hopper-v5": 2000,
+    "Walker2d-v5": 2000,
+}
 # CleanRL's PPO (v4 tasks, training return) and rl-baselines3-zoo's, tuned per task, at 1M steps
 PUBLISHED = {"HalfCheetah-v5": (1443, 5819), "Hopper-v5": (2383, 2410)}
 PUBLISHED |= {"Walker2d-v5": (2288, 3479), "Ant-v5": (None, 1327)}
@@ -85,8 +94,9 @@ GRID = [
     (LSTM, "popgym:popgym-RepeatFirstEasy-v0", "default", "", range(1, 6)),
     (LSTM, "popgym:popgym-RepeatPreviousEasy-v0", "default", "", range(1, 6)),
     (CATEGORICAL, "CartPole-v1", "default", "", range(1, 11)),
-    (CATEGORICAL, "Pendulum-v1", "default", PENDULUM, range(1, 4)),
-    (CATEGORICAL, "Acrobot-v1", "default", ACROBOT, range(1, 4)),
+    (CATEGORICAL, "Pendulum-v1", "default", PENDULUM, range(1, 6)),
+    (CATEGORICAL, "Acrobot-v1", "default", ACROBOT, range(1, 6)),
+    (CATEGORICAL, "LunarLander-v3", "default", LUNAR, range(1, 6)),
     (CATEGORICAL, "HalfCheetah-v5", "default", MUJOCO, range(1, 4)),
     (CATEGORICAL, "Hopper-v5", "default", MUJOCO, range(1, 4)),
     (CATEGORICAL, "Walker2d-v5", "default", MUJOCO, range(1, 4)),
