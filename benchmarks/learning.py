@@ -360,7 +360,7 @@ def mujoco() -> str:
 
 
 def report() -> None:
-    """README's table in results/learning.md, the ablations' beside it, and the figure."""
+    """README's table in results/learning.md, the ablations' beside it, and a figure of each."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -373,6 +373,18 @@ def report() -> None:
         text = "\n".join(table(cells)) + "\n" + (f"\n{mujoco()}" if cells is GRID else "")
         (RESULTS / f"{name}.md").write_text(text)
         print(text)
+
+    tasks = list(dict.fromkeys(cell[:2] for cell in ablations))
+    figure, axes = plt.subplots(1, len(tasks), figsize=(12, 5), constrained_layout=True)
+    for panel, (script, task) in zip(axes, tasks):
+        for _, _, variant, _, _ in (cell for cell in ablations if cell[:2] == (script, task)):
+            paths = folder(script, task, variant).glob("seed*.json")
+            runs = [json.loads(path.read_text())["result"]["eval/return_mean"] for path in paths]
+            panel.plot(runs, [variant] * len(runs), "o", color="C0", alpha=0.6)
+        panel.invert_yaxis()
+        kind = "recurrent, quantiles" if script == LSTM else "feed-forward, atoms"
+        panel.set(title=f"{task}\n{kind}", xlabel="evaluation return, a point for each seed")
+    figure.savefig(RESULTS / "ablations.png", dpi=110)
 
     figure, axes = plt.subplots(figsize=(7, 3.6), constrained_layout=True)
     grid = np.arange(2000, 100_001, 1000)
