@@ -561,7 +561,7 @@ def unroll_lstm(lstm: nn.LSTM, inputs: Tensor, state: Tensors,
     gates = inputs.new_tensor([[-1e4, -1e4], [-1e4, 1e4], [0, 0], [0, 0]])  # i, f, g, o
     weight = torch.cat((lstm.weight_ih_l0, gates.repeat_interleave(lstm.hidden_size, 0)), 1)
     weights = (weight, lstm.weight_hh_l0, lstm.bias_ih_l0, lstm.bias_hh_l0)
-    outputs, _, c = torch.lstm(rows, state, weights, True, 1, 0.0, False, False, False)
+    outputs, _, c = torch.lstm(rows, state, weights, True, 1, 0.0, True, False, False)
     outputs = outputs.flatten(0, 1).index_select(0, steps).view(T, N, -1)
     return outputs, (outputs[-1:], c)
 
@@ -721,8 +721,8 @@ def make_envs(args: Args, num_envs: int) -> VectorEnv:
 @torch.inference_mode()
 def collect_rollout(envs: VectorEnv, agent: Agent, carry: Tensors, args: Args) -> tuple:
     """Act for `num_steps` steps. Only the actor runs; no statistics move.
-    carry: raw obs (N, D) to act on next, episode_start (N,), whether it opens an episode, actor's
-    (then zero) and critic's state (2, N, H) ahead of it. Returns a rollout and the next carry.
+    carry: raw obs (N, D) to act on next, episode_start (N,), whether it opens an episode; states
+    (2, N, H) ahead of it: actor's, zero where one opens, critic's. Returns a rollout and a carry.
     Rollout: obs, next_obs (T, N, D), raw s_t and true successor s'_t; episode_start, terminated,
     truncated (T, N) bool; rewards (T, N); actions and the params of their distribution (T, N, ...);
     actor_state (chunks, 2, N, H) ahead of each training sequence; episodes that ended, (step,
@@ -913,7 +913,7 @@ def save_checkpoint(run_dir: Path, args: Args, agent: Agent, run: dict[str, Any]
 
 
 def evaluate(agent: Agent, args: Args, run_dir: Path | None = None) -> dict[str, float]:
-    """Returns of `eval_episodes` fresh episodes with the mode of the policy, statistics frozen.
+    """Metrics of `eval_episodes` fresh episodes with the mode of the policy, statistics frozen.
     Seeds are apart from training's. Tasks without a time limit are cut at 10,000 steps. Videos, if
     any, go below `run_dir`."""
     video_dir = run_dir / "videos" if run_dir and args.capture_video else None
@@ -958,6 +958,7 @@ def train(args: Args) -> dict[str, Any]:
     one is written after `STOP`."""
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.backends.cudnn.allow_tf32 = False  # acting and training with the same precision
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(args.seed)
     agent = load_agent(args.resume)[0] if args.resume else Agent(args)
@@ -982,7 +983,8 @@ def train(args: Args) -> dict[str, Any]:
     print(f"{args.env_id}: logging to {run_dir}", flush=True)
     envs = make_envs(args, args.num_envs)
     try:
-        obs = torch.as_tensor(envs.reset(seed=args.seed)[0].copy()).to(agent.dist.support.device)
+        first, _ = envs.reset(seed=args.seed + run["step"])
+        obs = torch.as_tensor(first.copy(), device=agent.dist.support.device)
         state = agent.initial_state(args.num_envs)
         carry = (obs, torch.ones_like(obs[:, 0], dtype=torch.bool), state, state)
         if args.resume:

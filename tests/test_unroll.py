@@ -156,6 +156,15 @@ def test_a_rollout_in_two_parts_equals_the_whole():
             assert_close(last, end)
 
 
+def test_the_fused_call_is_made_in_training_mode(monkeypatch):
+    """cuDNN refuses the backward pass otherwise; the CPU does not care."""
+    seen, call = [], torch.lstm
+    monkeypatch.setattr(torch, "lstm", lambda *args: seen.append(args[6]) or call(*args))
+    lstm, zero = nn.LSTM(F, H), torch.zeros(1, N, H)
+    unroll_lstm(lstm, torch.randn(T, N, F), (zero, zero), starts("uneven"))
+    assert seen == [True]
+
+
 def test_unroll_leaves_its_arguments_alone():
     """Neither inputs, state and mask nor the parameters are changed in place."""
     lstm, inputs, state = problem()
