@@ -394,7 +394,7 @@ def report() -> None:
             panel.plot(runs, [variant] * len(runs), "o", color="C0", alpha=0.6)
         panel.invert_yaxis()
         kind = "recurrent, quantiles" if script == LSTM else "feed-forward, atoms"
-        panel.set(title=f"{task}\n{kind}", xlabel="evaluation return, a point for each seed")
+        panel.set(title=f"{task}\n{kind}", xlabel="evaluation return, by seed")
     figure.savefig(RESULTS / "ablations.png", dpi=110)
 
     figure, axes = plt.subplots(figsize=(7, 3.6), constrained_layout=True)
