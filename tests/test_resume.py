@@ -176,14 +176,14 @@ def test_a_run_may_be_stopped_after_every_iteration(script, tmp_path, monkeypatc
 def test_a_state_that_cannot_be_saved_is_said_to_be_lost(
     script, tmp_path, monkeypatch, capsys, env
 ):
-    """One line; all episodes open at the resumed step; the run ends well."""
+    """One line; all episodes open at the resumed step, none a second time; the run ends well."""
     args = flags_for(script, tmp_path, 4, env_id=f"probes:{env}-v0")
     directory = stopped(script, monkeypatch, args, 2)
     capsys.readouterr()
     seen, collect = [], script.collect_rollout
 
     def look(envs, agent, carry, *rest):
-        seen.append(carry)
+        seen.append((*carry, envs.get_attr("np_random_seed")))
         return collect(envs, agent, carry, *rest)
 
     monkeypatch.setattr(script, "collect_rollout", look)
@@ -193,6 +193,7 @@ def test_a_state_that_cannot_be_saved_is_said_to_be_lost(
     assert len(seen) == 2
     assert seen[0][1].all()
     assert (seen[0][0] == 0).all()
+    assert seen[0][-1][0] == args.seed + 2 * args.batch_size
     assert contents(directory)["run"]["iteration"] == 4
     assert np.isfinite(metrics["eval/return_mean"])
 
