@@ -874,9 +874,9 @@ def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, ent_coef: fl
         "policy/ratio_first_minibatch_error": (ratio[0] - 1).abs().max(),  # 0 but for rounding
         "grad/norm": steps[:, 0], "grad/actor": steps[:, 1], "grad/critic": steps[:, 2],
     }  # fmt: skip
-    metrics["policy/epochs_done"] = torch.tensor(len(norms) / args.num_minibatches)
-    metrics["policy/stopped_early"] = torch.tensor(float(len(norms) < len(rows)))
-    return {key: float(x.mean()) for key, x in metrics.items()}
+    means = {key: float(x.mean()) for key, x in metrics.items()}
+    means["policy/epochs_done"] = len(norms) / args.num_minibatches
+    return means | {"policy/stopped_early": float(len(norms) < len(rows))}
 
 
 # ------------------------------------------------------------------------ checkpoint and evaluation
