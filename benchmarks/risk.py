@@ -186,6 +186,41 @@ def run_missing(only: list[str], seeds: list[int]) -> None:
 
 
 # ------------------------------------------------------------------------------------------ report
+def cliff_optima(alpha: float = 0.1, steps: int = 200, falls: int = 20) -> tuple[float, ...]:
+    """Best mean on slippery CliffWalking, the CVaR of that policy, and the best CVaR of any policy.
+
+    The return after t steps and n falls is -t - 99 n, and CVaR_alpha the largest value over nu of
+    nu - E[max(nu - return, 0)] / alpha (Rockafellar & Uryasev 2000): for every nu a dynamic program
+    over steps, states and falls, so that a policy may depend on what has happened before.
+    """
+    table = gym.make("CliffWalking-v1", is_slippery=True).unwrapped.P
+    moves = np.array([[[m[1:] for m in table[s][a]] for a in range(4)] for s in range(48)])
+    after, fell, end = moves[..., 0].astype(int), moves[..., 1] == -100, moves[..., 2] == 1
+    n = np.arange(falls + 1)
+    more = np.minimum(n + 1, falls)
+
+    def least(cost, policy=None):
+        """Least expected cost(t, n) of an episode, or that of a policy, and the actions."""
+        later, actions = np.tile(cost(steps, n), (48, 1)), []
+        for t in reversed(range(steps)):
+            walk = np.where(end[..., None], cost(t + 1, n), later[after])
+            fall = np.where(end[..., None], cost(t + 1, more), later[:, more][after])
+            costs = np.where(fell[..., None], fall, walk).mean(2)  # (48, 4, falls + 1)
+            actions.insert(0, costs.argmin(1) if policy is None else policy[t])
+            later = np.take_along_axis(costs, actions[0][:, None], 1)[:, 0]
+        return later[36, 0], actions  # 36 is the start
+
+    def shortfall(nu):
+        return lambda t, n: np.maximum(nu + t + 99 * n, 0.0)
+
+    def tail(policy=None):
+        """Largest CVaR."""
+        return max(nu - least(shortfall(nu), policy)[0] / alpha for nu in range(-200, -60, 2))
+
+    mean, policy = least(lambda t, n: t + 99.0 * n)
+    return -mean, tail(policy), tail()
+
+
 def interval(values: list[float]) -> tuple[float, float]:
     """Mean over seeds and half its 95 % interval (Student's t)."""
     t = (0, 12.71, 4.30, 3.18, 2.78)[min(len(values), 5) - 1]
@@ -231,6 +266,13 @@ def report() -> None:
             panels[task].errorbar(
                 x, y, dy, dx, marker, color=colour, label=f"{variant}, {kind}", capsize=2
             )
+    mean, its_tail, best_tail = cliff_optima()
+    panels["cliff"].plot(mean, its_tail, "*", color="black", label="best mean, best CVaR")
+    lines += [
+        "",
+        f"Cliff, by dynamic programming: best mean {mean:.1f}, CVaR of that policy {its_tail:.1f}, "
+        f"best CVaR of any policy {best_tail:.1f}.",
+    ]
     for task, panel in panels.items():
         panel.set(title=task, xlabel="mean return", ylabel="CVaR at 0.1")
         if panel.has_data():
