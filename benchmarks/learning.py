@@ -39,7 +39,8 @@ PENDULUM_NOVEL = (
 )
 MOUNTAIN = (
     "--total-timesteps 300000 --gamma 0.999 --gae-lambda 0.95 --num-envs 16 --num-steps 500 "
-    "--seq-len 250 --num-minibatches 16 --update-epochs 10 --log-std-init 2 --ent-coef 0"
+    "--seq-len 250 --num-minibatches 16 --update-epochs 10 --learning-rate 3e-3 --log-std-init 2 "
+    "--ent-coef 0"
 )
 PENDULUM = (
     "--total-timesteps 100000 --gamma 0.9 --num-envs 4 --num-steps 256 --num-minibatches 16 "

@@ -1,0 +1,59 @@
+"""Try flags on tuning seeds; every run is a row of results/tuning.csv. Reported seeds are others.
+
+    python benchmarks/tune.py distributional_ppo_lstm PendulumNoVel-v1 --gamma 0.9
+    python benchmarks/tune.py distributional_ppo_lstm CartPoleNoVel-v1 --seeds 1000 1001 --kappa 1
+
+Whatever this program does not know goes to the script. Runs that have a row are skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import importlib
+import io
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+PATH = HERE / "results" / "tuning.csv"
+FIELDS = ("script", "task", "flags", "seed", "return_mean", "return_std")
+
+
+def run_one(script: str, task: str, flags: list[str], seed: int) -> dict[str, object]:
+    """Train one seed in a process of its own."""
+    sys.path[:0] = [str(HERE.parent), str(HERE)]
+    module = importlib.import_module(script)
+    with tempfile.TemporaryDirectory() as top, contextlib.redirect_stdout(io.StringIO()):
+        args = ["--env-id", task, *flags, "--seed", str(seed), "--run-dir", top]
+        metrics = module.train(module.tyro.cli(module.Args, args=args))
+    scores = {key: round(metrics[f"eval/{key}"], 4) for key in FIELDS[-2:]}
+    return {"seed": seed, **scores}
+
+
+def main() -> None:
+    """Parse, run what is missing, append."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("script")
+    parser.add_argument("task", help="gymnasium id")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[*range(1000, 1008)])
+    parser.add_argument("--processes", type=int, default=2, help="runs at a time")
+    args, flags = parser.parse_known_args()
+    same = {"script": args.script, "task": args.task, "flags": " ".join(flags)}
+    with PATH.open() as file:
+        done = {row["seed"] for row in csv.DictReader(file) if same.items() <= row.items()}
+    missing = [seed for seed in args.seeds if str(seed) not in done]
+    with ProcessPoolExecutor(args.processes, max_tasks_per_child=1) as pool:
+        runs = [pool.submit(run_one, args.script, args.task, flags, seed) for seed in missing]
+        for run in runs:
+            row = same | run.result()
+            with PATH.open("a", newline="") as file:
+                csv.DictWriter(file, FIELDS, lineterminator="\n").writerow(row)
+            print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()
