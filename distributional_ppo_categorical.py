@@ -17,7 +17,6 @@ Shapes: T steps, N environments, B rows of a minibatch, D observation, K atoms, 
 C critics, H width of the state (0), L steps of a training sequence (1), M sequences of a rollout.
 Rewards, values and returns are in the task's units; critics see and predict them normalised."""
 
-import copy
 import itertools
 import json
 import math
@@ -43,17 +42,14 @@ import numpy as np
 import torch
 import tyro
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Independent, Normal, kl_divergence
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Adam
-from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams
+from torch.utils.tensorboard import SummaryWriter, summary
 
 VELOCITIES = {  # entries that are zero in the velocity-free tasks of rl-baselines3-zoo
-    "CartPole": (1, 3), "MountainCar": (1,), "MountainCarContinuous": (1,), "Pendulum": (2,),
-    "LunarLander": (2, 3, 5), "LunarLanderContinuous": (2, 3, 5),
+    "CartPoleNoVel": (1, 3), "MountainCarNoVel": (1,), "MountainCarContinuousNoVel": (1,),
+    "PendulumNoVel": (2,), "LunarLanderNoVel": (2, 3, 5), "LunarLanderContinuousNoVel": (2, 3, 5),
 }  # fmt: skip
 LOG_STD_RANGE = (-5.0, 2.0)  # of Gaussian actions: std from 0.0067 to 7.4
 STOP: list[int] = []  # SIGTERM or Ctrl-C came: end after this iteration, with a checkpoint
@@ -437,11 +433,9 @@ class ValueDistribution(nn.Module):
         """One distribution from those of C critics, (C, ..., K) -> (..., K), by `twin_reduce`.
         min: of the means (Fujimoto et al. 2018); mean: of the probabilities; min_quantile: the
         elementwise maximum of the CDFs, which is more pessimistic. As logits."""
-        if len(outputs) == 1:
-            return outputs[0]
-        if self.args.twin_reduce == "min":
-            first, second = self.mean(outputs)
-            return torch.where((first <= second)[..., None], *outputs)
+        if self.args.twin_reduce == "min" or len(outputs) == 1:
+            lowest = self.mean(outputs).argmin(0)[None, ..., None]
+            return outputs.take_along_dim(lowest, 0)[0]
         probs = outputs.softmax(-1)
         if self.args.twin_reduce == "mean":
             return probs.mean(0).clamp(min=1e-30).log()
@@ -563,9 +557,8 @@ class Body(nn.Module):
         self.heads = nn.ModuleList()
 
     def forward(self, obs: Tensor, state: Tensor, episode_start: Tensor) -> Tensor:  # (L, N, ...)
-        features = self.encoder(obs.flatten(0, 1))
-        outputs = torch.stack([head(features) for head in self.heads])
-        return outputs.unflatten(1, obs.shape[:2])  # (heads, L, N, ...)
+        features = self.encoder(obs)
+        return torch.stack([head(features) for head in self.heads])  # (heads, L, N, ...)
 
     def step(self, obs: Tensor, state: Tensor) -> Tensors:  # (N, D), (2, N, 0) -> (N, F), state
         return self.encoder(obs), state
@@ -654,20 +647,18 @@ class Snapshot(gym.Wrapper):
             layer.update(attributes)
 
 
-def make_env(args: Args, video_dir: Path | None = None, step_limit: int | None = None) -> gym.Env:
+def make_env(args: Args, run_dir: Path | None = None) -> gym.Env:
     """One environment with a flat float32 observation vector, masked, and episode statistics.
-    `step_limit` ends the episodes of a task without a time limit of its own. Raises `UsageError`
-    for an unknown task, a missing package, a space that cannot be flattened, a wrong mask."""
-    task, without, version = args.env_id.partition("NoVel-")
-    hidden = VELOCITIES.get(task, ()) if without else ()
+    Raises `UsageError` for an unknown task, a missing package, unflattenable spaces, a bad mask."""
+    if args.async_envs and parent_process():  # a worker: Ctrl-C is for the main process to handle
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    hidden = VELOCITIES.get(args.env_id.split("-")[0], ())
     try:
-        name = f"{task}-{version}" if hidden else args.env_id
-        options = {"render_mode": "rgb_array"} if video_dir else {}
+        name = args.env_id.replace("NoVel-", "-") if hidden else args.env_id
+        options = {"render_mode": "rgb_array"} if run_dir else {}
         env = gym.make(name, disable_env_checker=True, **options)
-        if video_dir:
-            env = gym.wrappers.RecordVideo(env, str(video_dir), episode_trigger=lambda _: True)
-        if step_limit and env.spec.max_episode_steps is None:
-            env = gym.wrappers.TimeLimit(env, step_limit)
+        if run_dir:  # film every episode
+            env = gym.wrappers.RecordVideo(env, f"{run_dir}/videos", episode_trigger=lambda _: True)
         space = env.observation_space
         if not isinstance(space, Box) or len(space.shape) != 1:
             env = gym.wrappers.FlattenObservation(env)
@@ -683,20 +674,15 @@ def make_env(args: Args, video_dir: Path | None = None, step_limit: int | None =
     return Snapshot(gym.wrappers.RecordEpisodeStatistics(env))
 
 
-def make_envs(args: Args, num_envs: int) -> VectorEnv:
+def make_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
     """`num_envs` environments stepped together; one that ends is reset within the same step."""
-
-    def make() -> gym.Env:
-        if parent_process():  # a worker: Ctrl-C is for the main process to handle
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-        return make_env(args)
-
-    kind = AsyncVectorEnv if args.async_envs else SyncVectorEnv
-    return kind([make] * num_envs, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
+    kind = gym.vector.AsyncVectorEnv if args.async_envs else gym.vector.SyncVectorEnv
+    makers = [lambda: make_env(args)] * num_envs
+    return kind(makers, copy=False, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
 
 
 @torch.inference_mode()
-def collect_rollout(envs: VectorEnv, agent: Agent, carry: Tensors, args: Args) -> tuple:
+def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, carry: Tensors, args: Args) -> tuple:
     """Act for `num_steps` steps. Only the actor runs; no statistics move.
     carry: raw obs (N, D) to act on next, episode_start (N,), whether it opens an episode; states
     (2, N, H) ahead of it: actor's, zero where one opens, critic's. Returns a rollout and a carry.
@@ -750,24 +736,29 @@ def prepare_batch(agent: Agent, rollout: Batch, carry: Tensors, args: Args,
     in, too: where returns do not vary, targets alone let the scale fall to 1e-4, thousands of which
     a critic may be away. Returns the batch, tensors (L, M, ...) and states (2, M, H) with training
     sequences on axis 1; the carry with the critics' state; metrics."""
-    dist, seen = agent.dist, copy.copy(rollout)
+    dist, seen = agent.dist, Batch(**vars(rollout))
     seen.obs, seen.next_obs = map(agent.normalize_obs, (rollout.obs, rollout.next_obs))
     *features, critic_states, critic_state = agent.critic.over_rollout(seen, carry[-1], args)
     outputs, next_outputs = (torch.stack([h(x) for h in agent.critic.heads]) for x in features)
     reduced, next_reduced = dist.reduce_twins(outputs), dist.reduce_twins(next_outputs)
     twins, values, next_values = map(dist.mean, (outputs, reduced, next_reduced))
-    ends = (rollout.terminated, rollout.truncated, args.gamma)
-    raw, returns = gae(rollout.rewards, values, next_values, *ends, args.gae_lambda)  # (T, N)
+    facts = (rollout.terminated, rollout.truncated, args.gamma, args.gae_lambda)
+    raw, returns = gae(rollout.rewards, values, next_values, *facts)  # (T, N)
     targets, weights = returns[..., None], torch.ones_like(returns[..., None])  # (T, N, J = 1)
     if args.value_target == "sr_lambda":
-        facts = (rollout.rewards, next_reduced, *ends, args.gae_lambda)
-        targets, weights = dist.sample_returns(*facts)
+        targets, weights = dist.sample_returns(rollout.rewards, next_reduced, *facts)
     if cvar_weight > 0 and args.cvar_alpha < 1:
         raw = raw.lerp(dist.risk_advantages(targets, weights, reduced), cvar_weight)
     advantages = normalize_advantages(raw) if args.norm_adv else raw
 
     stats, deciles = dist.describe(reduced), ("p10", "p50", "p90")
-    _, realised = gae(rollout.rewards, values, next_values, *ends, 1.0)  # to the end or a limit
+    _, realised = gae(rollout.rewards, values, next_values, *facts[:3], 1.0)  # to an end or limit
+    mean = (weights * targets).sum(-1)  # two samples have a target's mean and spread
+    spread = (weights * (targets - mean[..., None]).square()).sum(-1).sqrt()
+    samples = torch.stack((mean - spread, mean + spread, values, values))
+    outputs, old = dist.carry_statistics(agent.critic.heads, outputs, samples)
+    encoded, extra = dist.encode_targets(outputs, targets, weights)
+
     metrics = {f"value/{key}": stats[key].mean() for key in deciles} | {
         "value/predicted_returns": torch.stack([stats[key] for key in deciles]),
         "value/realised_returns": realised, "value/std_predicted": stats["std"].mean(),
@@ -779,16 +770,9 @@ def prepare_batch(agent: Agent, rollout: Batch, carry: Tensors, args: Args,
         "twin/critic1_is_min": (twins[0] <= twins[-1]).float().mean(),
         "adv/std_raw": raw.std(correction=0), "adv/abs_max": advantages.abs().max(),
         "adv/mean_raw": raw.mean(), "data/truncated_fraction": rollout.truncated.float().mean(),
+        "norm/return_mean": dist.moments.mean, "norm/return_std": dist.moments.std,
+        "norm/value_shift": (dist.mean(outputs) - twins).abs().mean(), **extra,
     }  # fmt: skip
-
-    mean = (weights * targets).sum(-1)  # two samples have a target's mean and spread
-    spread = (weights * (targets - mean[..., None]).square()).sum(-1).sqrt()
-    samples = torch.stack((mean - spread, mean + spread, values, values))
-    outputs, old = dist.carry_statistics(agent.critic.heads, outputs, samples)
-    encoded, extra = dist.encode_targets(outputs, targets, weights)
-    metrics |= {"norm/return_mean": dist.moments.mean, "norm/return_std": dist.moments.std, **extra}
-    metrics["norm/value_shift"] = (dist.mean(outputs) - twins).abs().mean()
-
     policy = agent.actions.distribution(rollout.params)
     batch = {
         "obs": seen.obs, "episode_start": rollout.episode_start, "actions": rollout.actions,
@@ -830,18 +814,17 @@ def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, ent_coef: fl
             break
         optimizer.zero_grad()
         loss.backward()
-        norm = torch.stack([get_total_norm([p.grad for p in net]) for net in nets])
-        norms.append(torch.stack((norm.norm(), *norm)))
-        clip_grads_with_norm_((*nets[0], *nets[1]), args.max_grad_norm, norms[-1][0])
+        norms.append(torch.stack([nn.utils.get_total_norm([p.grad for p in net]) for net in nets]))
+        norm = norms[-1].norm()
+        if not (loss + norm).isfinite():
+            what = f"{'gradient' if loss.isfinite() else 'loss'} of minibatch {len(norms) - 1}"
+            remedy = "try a smaller --learning-rate or --max-grad-norm"
+            raise RuntimeError(f"{what} of the update: not finite; {remedy}")
+        nn.utils.clip_grads_with_norm_((*nets[0], *nets[1]), args.max_grad_norm, norm)
         optimizer.step()
 
     pg, v, entropy, approx_kl, clipfrac, clipped, kl, ratio = map(torch.stack, zip(*rows))
-    steps = torch.stack(norms or [v.new_zeros(3)])
-    bad = ~torch.stack(((pg + v.sum(1) + entropy)[: len(steps)], steps.sum(1)), 1).isfinite()
-    if bad.any():
-        i, kind = divmod(int(bad.flatten().int().argmax()), 2)
-        place = f"{('loss', 'gradient')[kind]} of minibatch {i} of the update"
-        raise RuntimeError(f"{place}: not finite; try a smaller --learning-rate or --max-grad-norm")
+    steps = torch.stack(norms or [v.new_zeros(2)])
     metrics = {
         "losses/policy_loss": pg, "losses/value_loss": v, "losses/entropy": entropy,
         "losses/approx_kl": approx_kl, "losses/clipfrac": clipfrac, "twin/loss_1": v[:, 0],
@@ -849,7 +832,7 @@ def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, ent_coef: fl
         "policy/kl_max": kl.max(), "policy/ratio_mean": ratio,
         "policy/ratio_std": ratio.std(1, correction=0),
         "policy/ratio_first_minibatch_error": (ratio[0] - 1).abs().max(),  # 0 but for rounding
-        "grad/norm": steps[:, 0], "grad/actor": steps[:, 1], "grad/critic": steps[:, 2],
+        "grad/norm": steps.norm(dim=1), "grad/actor": steps[:, 0], "grad/critic": steps[:, 1],
     }  # fmt: skip
     means = {key: float(x.mean()) for key, x in metrics.items()}
     means["policy/epochs_done"] = len(norms) / args.num_minibatches
@@ -893,23 +876,24 @@ def evaluate(agent: Agent, args: Args, run_dir: Path | None = None) -> dict[str,
     """Metrics of `eval_episodes` fresh episodes with the mode of the policy, statistics frozen.
     Seeds are apart from training's. Tasks without a time limit are cut at 10,000 steps. Videos, if
     any, go below `run_dir`."""
-    video_dir = run_dir / "videos" if run_dir and args.capture_video else None
-    env, episodes = make_env(args, video_dir, step_limit=10_000), []
+    env, episodes = make_env(args, run_dir if args.capture_video else None), []
+    limit = env.spec.max_episode_steps or 10_000
     for episode in range(args.eval_episodes):
         obs, _ = env.reset(seed=None if episode else args.seed + 1_000_000)
-        state, ends = None, [False]
-        while not any(ends):
+        state, ends, rewards = None, [False], []
+        while not any(ends) and len(rewards) < limit:
             action, state = agent.act(obs, state)
-            obs, _, *ends, info = env.step(action)
-        episodes.append([info["episode"][key] for key in ("r", "l")])
+            obs, reward, *ends, _ = env.step(action)
+            rewards.append(reward)
+        episodes.append((sum(rewards), len(rewards)))
     env.close()
     returns, lengths = torch.tensor(episodes, dtype=torch.float64).T
     mean, std = float(returns.mean()), float(returns.std(correction=0))
     tail = empirical_cvar(returns, args.cvar_alpha)
-    summary = f"return {mean:.1f} +- {std:.1f}, CVaR_{args.cvar_alpha:g} {tail:.1f}"
-    print(f"evaluation of {len(returns)} episodes: {summary}", flush=True)
-    result = {"return_mean": mean, "return_std": std, "return_cvar": tail}
-    return {f"eval/{k}": v for k, v in (result | {"length_mean": float(lengths.mean())}).items()}
+    line = f"return {mean:.1f} +- {std:.1f}, CVaR_{args.cvar_alpha:g} {tail:.1f}"
+    print(f"evaluation of {len(returns)} episodes: {line}", flush=True)
+    result = {"eval/return_mean": mean, "eval/return_std": std, "eval/return_cvar": tail}
+    return result | {"eval/length_mean": float(lengths.mean())}
 
 
 # ----------------------------------------------------------------------------------------- training
@@ -946,7 +930,6 @@ def train(args: Args) -> dict[str, Any]:
     total, checkpoint = args.num_iterations * args.batch_size, run_dir / "checkpoint.pt"
     if args.resume:
         run = pickle.loads(torch.load(checkpoint, weights_only=True)["run"])
-    last_lr = 0.0 if args.anneal_lr else args.learning_rate
     last_ent_coef = args.ent_coef if args.ent_coef_final is None else args.ent_coef_final
 
     def log(metrics: dict[str, Any], step: int, histograms: bool = True) -> None:
@@ -979,7 +962,7 @@ def train(args: Args) -> dict[str, Any]:
         terminal, shown, began = sys.stdout.isatty(), time.time(), time.time() - run["seconds"]
         for iteration in range(step // args.batch_size, args.num_iterations):
             progress, times = step / total, [time.time()]
-            learning_rate = linear_schedule(args.learning_rate, last_lr, progress)
+            learning_rate = linear_schedule(args.learning_rate, 0.0, progress * args.anneal_lr)
             ent_coef = linear_schedule(args.ent_coef, last_ent_coef, progress)
             cvar_weight = args.cvar_weight or run["dual"] / (1 + run["dual"])
             optimizer.param_groups[0]["lr"] = learning_rate
@@ -1040,19 +1023,18 @@ def train(args: Args) -> dict[str, Any]:
     logged["run_dir"] = str(run_dir)
     print(f"saved {checkpoint}")
     flags = asdict(args) | {"masked_obs": str(args.masked_obs)}
-    for entry in hparams(flags, {"eval/return_mean": 0}):
+    for entry in summary.hparams(flags, {"eval/return_mean": 0}):
         writer.file_writer.add_summary(entry)
     writer.close()
     return logged
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str]) -> None:
     """Command line. One line on stderr, and exit code 2 for a user's mistake, 1 for a fault.
     With --resume and --evaluate the flags are those of the run, few of which may change."""
     free = "total_timesteps resume evaluate eval_episodes eval_every checkpoint_every capture_video"
     free += " run_dir torch_threads"
     try:
-        argv = sys.argv[1:] if argv is None else argv
         words = (part for word in argv for part in word.split("=", word[:2] == "--"))
         given = dict(itertools.pairwise(words))
         path, stored = given.get("--resume") or given.get("--evaluate"), None
@@ -1089,4 +1071,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
