@@ -47,10 +47,13 @@ PENDULUM = (
     "--update-epochs 10 --twin-reduce mean"
 )
 ACROBOT = (
-    "--total-timesteps 500000 --learning-rate 2.5e-4 --ent-coef 0.01 --num-envs 16 "
-    "--num-steps 128 --num-minibatches 8 --update-epochs 4"
+    "--total-timesteps 500000 --learning-rate 3e-4 --ent-coef 0.01 --num-envs 16 "
+    "--num-steps 128 --num-minibatches 32 --update-epochs 10"
 )
-LUNAR = ACROBOT.replace("500000", "1000000") + " --gamma 0.999 --gae-lambda 0.98"
+LUNAR = (
+    "--total-timesteps 1000000 --learning-rate 2.5e-4 --ent-coef 0.01 --num-envs 16 "
+    "--num-steps 128 --num-minibatches 8 --update-epochs 4 --gamma 0.999 --gae-lambda 0.98"
+)
 MUJOCO = (
     "--total-timesteps 1000000 --num-steps 256 --num-minibatches 32 --update-epochs 10 "
     "--learning-rate 3e-4 --log-std-init -0.5 --target-kl 0.02"
