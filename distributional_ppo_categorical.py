@@ -648,7 +648,7 @@ class Snapshot(gym.Wrapper):
 
 
 def make_env(args: Args, run_dir: Path | None = None) -> gym.Env:
-    """One environment with a flat float32 observation vector, masked, and episode statistics.
+    """One environment: flat float32 observations, masked; episode statistics; films in `run_dir`.
     Raises `UsageError` for an unknown task, a missing package, unflattenable spaces, a bad mask."""
     if args.async_envs and parent_process():  # a worker: Ctrl-C is for the main process to handle
         signal.signal(signal.SIGINT, signal.SIG_IGN)
