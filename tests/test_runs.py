@@ -130,9 +130,12 @@ def test_evaluation_counts_every_episode_once(script, tmp_path):
 
 
 def test_evaluation_cuts_a_task_without_end(script):
-    """An episode that never ends is cut at 10,000 steps."""
+    """An episode that never ends is cut at 10,000 steps; a longer one fails here, not hangs."""
     args = small_args(script, "Endless", num_envs=1, num_minibatches=1, eval_episodes=1)
-    result = script.evaluate(script.Agent(args), args)
+    agent = script.Agent(args)
+    act, patience = agent.act, iter(range(10_100))
+    agent.act = lambda obs, state: (act(obs, state), next(patience))[0]
+    result = script.evaluate(agent, args)
     assert result["eval/length_mean"] == 10_000
 
 
