@@ -3,13 +3,15 @@
     python benchmarks/speed.py                                         # the grid, one torch thread
     python benchmarks/speed.py --grid --growth --lstm --threads 1 2    # everything
     python benchmarks/speed.py --report                                # rebuild from the CSV alone
+    python benchmarks/speed.py --only "cheetah*" --cleanrl FILE        # beside CleanRL, too
     python benchmarks/speed.py --only recurrent "cheetah*" --repeats 1 --out FOLDER
 
 Every measurement is a process of its own. Speed is wall time outside of it at two lengths, one
 rollout and as many more as take some seconds: difference of steps over difference of time, so that
 start-up does not count. Programs and cells take turns, repeat by repeat; tables have medians.
 The peers, at equal work with one scalar critic, are sb3-contrib's RecurrentPPO (an LSTM each for
-actor and critic) and SB3's PPO. The floor of a cell is the sum of what its rollouts must do:
+actor and critic), SB3's PPO and, given the path of ppo_continuous_action.py in a checkout of it
+(it is in no registry), CleanRL. The floor of a cell is the sum of what its rollouts must do:
 environments stepped with random actions, resets as often as in the run; the actor's forward pass
 for every step, the critics' once; forward and backward of bare layers for every minibatch. Losses,
 optimizer, advantages and metrics are not in it. Peak memory is the largest resident set of the
@@ -30,6 +32,7 @@ import math
 import os
 import platform
 import resource
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -48,7 +51,8 @@ from gymnasium.envs.classic_control import CartPoleEnv
 HERE = Path(__file__).resolve().parent
 LSTM, CATEGORICAL = "distributional_ppo_lstm", "distributional_ppo_categorical"
 SECONDS = 4  # between the two lengths of a run, about
-ESTIMATE = {"ours": 11, "sb3": 12, "floor": 6, "pass": 6}  # seconds of a measurement on idle cores
+# seconds of a measurement on idle cores
+ESTIMATE = {"ours": 11, "sb3": 12, "cleanrl": 15, "floor": 6, "pass": 6}
 PACKAGES = ("torch", "gymnasium", "mujoco", "stable-baselines3", "sb3-contrib")
 COLUMNS = (  # value: steps per second, or milliseconds for pass-*; parts: milliseconds
     "cell program threads repeat value short_steps short_s long_steps long_s steps_per_reset "
@@ -143,6 +147,15 @@ def sb3(name: str, flags: dict, steps: int) -> None:
     model.learn(steps)
 
 
+def cleanrl(path: str, flags: dict, steps: int) -> None:
+    """CleanRL's script as it is; gymnasium 1 asks its wrapper for the space of observations."""
+    wrapper = gym.wrappers.TransformObservation
+    gym.wrappers.TransformObservation = lambda env, f: wrapper(env, f, env.observation_space)
+    words = [f"--{key.replace('_', '-')}={value}" for key, value in flags.items()]
+    sys.argv = [path, *words, f"--total-timesteps={steps}", "--no-cuda"]
+    runpy.run_path(path, run_name="__main__")
+
+
 def milliseconds(call: Callable, seconds: float = 0.8) -> float:
     """Mean time of a call."""
     for _ in range(3):
@@ -235,14 +248,15 @@ def lstm_pass(name: str, flags: dict) -> dict[str, float]:
     return answer
 
 
-def child(program: str, cell: str, threads: int, steps: int, env_id: str) -> None:
-    """One run or one timing; its result is the last line of output."""
+def child(program: str, cell: str, threads: int, steps: int, what: str) -> None:
+    """One run or one timing; its result is the last line of output.
+    `what`: another task for the floor, the file for CleanRL."""
     import torch
 
     torch.set_num_threads(threads)
     sys.path.insert(0, str(HERE.parent))
     name, flags = CELLS[cell]
-    flags = {**flags, "env_id": env_id} if env_id else flags
+    flags = {**flags, "env_id": what} if what and program == "floor" else flags
     if "Cut" in flags.get("env_id", ""):
         length = int(flags["env_id"].removeprefix("CartPoleCut").removesuffix("-v0"))
         gym.register(flags["env_id"], CartPoleCut, kwargs={"length": length})
@@ -251,7 +265,8 @@ def child(program: str, cell: str, threads: int, steps: int, env_id: str) -> Non
         return
     resets, reset, began = [], CartPoleEnv.reset, time.perf_counter()
     CartPoleEnv.reset = lambda self, **options: resets.append(1) or reset(self, **options)
-    {"ours": ours, "sb3": sb3}[program](name, flags, steps)
+    script = what if program == "cleanrl" else name
+    {"ours": ours, "sb3": sb3, "cleanrl": cleanrl}[program](script, flags, steps)
     row = {"inside": time.perf_counter() - began}
     row["steps_per_reset"] = steps / len(resets) if resets else 1000  # HalfCheetah: always
     row["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -259,9 +274,9 @@ def child(program: str, cell: str, threads: int, steps: int, env_id: str) -> Non
 
 
 # -------------------------------------------------------------------------------------- measurement
-def start(program: str, cell: str, threads: int, steps: int = 0, env_id: str = "") -> dict:
+def start(program: str, cell: str, threads: int, steps: int = 0, what: str = "") -> dict:
     """Run `child` in a process; its result, with the wall time `outside` of the process."""
-    job = json.dumps((program, cell, threads, steps, env_id))
+    job = json.dumps((program, cell, threads, steps, what))
     command = [sys.executable, str(HERE / Path(__file__).name), "--child", job]
     options = {"env": {**os.environ, "OMP_NUM_THREADS": str(threads)}, "text": True}
     options["cwd"] = tempfile.gettempdir()  # MuJoCo leaves a log where it runs
@@ -273,14 +288,17 @@ def start(program: str, cell: str, threads: int, steps: int = 0, env_id: str = "
     return {**json.loads(done.stdout.splitlines()[-1]), "outside": seconds}
 
 
-def measure(program: str, cell: str, threads: int, earlier: dict[str, list[dict]]) -> dict:
-    """What is new in a row of the CSV; `earlier`: the cell's rows so far, by program."""
+def measure(
+    program: str, cell: str, threads: int, earlier: dict[str, list[dict]], peer: str
+) -> dict:
+    """What is new in a row of the CSV. `earlier`: the cell's rows so far, by program; `peer`:
+    CleanRL's file."""
     flags = CELLS[cell][1]
     if program in ("floor", "pass"):
         env_id = ""
         if program == "floor" and "CartPole" in flags["env_id"]:  # resets as often as in the run
             env_id = f"CartPoleCut{float(earlier['ours'][-1]['steps_per_reset']):.0f}-v0"
-        parts = start(program, cell, threads, env_id=env_id)
+        parts = start(program, cell, threads, what=env_id)
         del parts["outside"]
         row = {"parts": json.dumps({part: round(ms, 3) for part, ms in parts.items()})}
         if program == "pass":
@@ -290,7 +308,8 @@ def measure(program: str, cell: str, threads: int, earlier: dict[str, list[dict]
     speed = middle(earlier[program]) if earlier[program] else 0
     while spent < SECONDS / 2:  # again, longer, where the guess of the speed was too low
         more = samples * max(1, round(SECONDS * speed / samples))
-        short, long = (start(program, cell, threads, n) for n in (samples, samples + more))
+        what = peer if program == "cleanrl" else ""
+        short, long = (start(program, cell, threads, n, what) for n in (samples, samples + more))
         spent = long["outside"] - short["outside"]
         speed = more / max(long["inside"] - short["inside"], SECONDS / 20)
     row = {"value": more / spent, "short_steps": samples, "short_s": short["outside"]}
@@ -310,7 +329,9 @@ def load(path: Path) -> list[dict]:
         return list(reader)
 
 
-def measure_missing(path: Path, cells: list[str], threads: list[int], repeats: int) -> None:
+def measure_missing(
+    path: Path, cells: list[str], threads: list[int], repeats: int, peer: str
+) -> None:
     """Append what the CSV lacks for this commit of the scripts, in turns."""
     git = ["git", "--no-optional-locks", "-C", str(HERE.parent)]
     scripts = ["--", f"{LSTM}.py", f"{CATEGORICAL}.py"]
@@ -324,6 +345,7 @@ def measure_missing(path: Path, cells: list[str], threads: list[int], repeats: i
     done = {tuple(row[k] for k in key) for row in rows}
     for number, repeat, cell in itertools.product(threads, range(repeats), cells):
         programs = ("ours", "sb3", "floor") if cell in GRID else ("ours",)
+        programs += ("cleanrl",) if peer and cell.startswith("cheetah") else ()
         for program in ("pass",) if cell in PASSES else programs:
             if (str(number), str(repeat), cell, program, same["commit"]) not in done:
                 jobs.append((number, repeat, cell, program))
@@ -332,7 +354,7 @@ def measure_missing(path: Path, cells: list[str], threads: list[int], repeats: i
     for job in jobs:
         number, _, cell, program = job
         row = {**dict(zip(key, job)), **same, "load": os.getloadavg()[0]}
-        row |= measure(program, cell, number, pick(rows, str(number), newest=False)[cell])
+        row |= measure(program, cell, number, pick(rows, str(number), newest=False)[cell], peer)
         row = {k: f"{x:.6g}" if isinstance(x, float) else str(x) for k, x in row.items()}
         with path.open("a", newline="") as file:
             csv.DictWriter(file, COLUMNS).writerow(row)
@@ -364,13 +386,19 @@ def table(head: str, lines: list[tuple]) -> list[str]:
     return [*(f"| {' | '.join(map(str, row))} |" for row in rows), ""] if lines else []
 
 
+def compare(rows: dict[str, list[dict]], program: str) -> str:
+    """Ratio of the median speeds, and the lowest and highest ratio of a repeat."""
+    peers = {row["repeat"]: float(row["value"]) for row in rows[program]}
+    ratios = [float(r["value"]) / peers[r["repeat"]] for r in rows["ours"] if r["repeat"] in peers]
+    ratio = middle(rows["ours"]) / middle(rows[program])
+    return f"{ratio:.1f} ({min(ratios):.1f}, {max(ratios):.1f})"
+
+
 def grid_line(cell: str, rows: dict[str, list[dict]]) -> tuple:
     """Speeds, ratio with its range over repeats, floor and its parts, resets, memory."""
     flags = GRID[cell][1]
     speed, peer, floor = (middle(rows[program]) for program in ("ours", "sb3", "floor"))
-    peers = {row["repeat"]: float(row["value"]) for row in rows["sb3"]}
-    ratios = [float(r["value"]) / peers.get(r["repeat"], math.nan) for r in rows["ours"]]
-    ratio = f"{speed / peer:.1f} ({min(ratios):.1f}, {max(ratios):.1f})"
+    ratio = compare(rows, "sb3")
     parts = [middle(rows["floor"], "parts", part) for part in PARTS]
     spent = 1e3 * flags["num_envs"] * flags["num_steps"] / speed
     speeds = (f"{speed:,.0f}", f"{peer:,.0f}", ratio, f"{floor:,.0f}", f"{speed / floor:.0%}")
@@ -378,7 +406,7 @@ def grid_line(cell: str, rows: dict[str, list[dict]]) -> tuple:
     keys = ("steps_per_reset", "peak_mb")
     pairs = [[f"{middle(rows[p], key):.0f}" for p in ("ours", "sb3")] for key in keys]
     name = f"{cell}: {flags['env_id']}, {flags['num_envs']} x {flags['num_steps']}"
-    return (name, *speeds, *times, *(", ".join(pair) for pair in pairs), len(ratios))
+    return (name, *speeds, *times, *(", ".join(pair) for pair in pairs), len(rows["ours"]))
 
 
 def growth_lines(axis: str, picked: dict[str, dict[str, list[dict]]]) -> list[tuple]:
@@ -410,6 +438,11 @@ def report(path: Path) -> None:
         head += f"ms of the floor: {' + '.join(PARTS)} | ms of ours | "
         head += "steps per reset, sb3 | peak MB, sb3 | repeats"
         lines = [grid_line(cell, picked[cell]) for cell in GRID if picked[cell]["ours"]]
+        text += table(head, lines)
+        head = "cell | steps/s | CleanRL | ratio (lowest, highest) | repeats"
+        found = {cell: picked[cell] for cell in GRID if picked[cell]["cleanrl"]}
+        both = {c: [f"{middle(r[p]):,.0f}" for p in ("ours", "cleanrl")] for c, r in found.items()}
+        lines = [(c, *both[c], compare(r, "cleanrl"), len(r["ours"])) for c, r in found.items()]
         text += table(head, lines)
         head = "axis | size | steps/s | seconds per iteration | exponent since the line above | "
         head += "since the first | peak MB | repeats"
@@ -467,6 +500,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="of every cell")
     parser.add_argument("--threads", nargs="*", type=int, default=[1], help="of torch, in turn")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of the results")
+    parser.add_argument("--cleanrl", default="", help="path of its ppo_continuous_action.py")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -477,7 +511,7 @@ def main() -> None:
         parts = ((args.grid, GRID), (args.growth, GROWTH), (args.lstm, PASSES))
         chosen = [part for wanted, part in parts if wanted] or [GRID]
         cells = [c for part in chosen for c in part if any(fnmatch(c, o) for o in args.only)]
-        measure_missing(args.out / "speed.csv", cells, args.threads, args.repeats)
+        measure_missing(args.out / "speed.csv", cells, args.threads, args.repeats, args.cleanrl)
     report(args.out / "speed.csv")
 
 
