@@ -297,10 +297,14 @@ def quantile_huber_loss(quantiles: Tensor, targets: Tensor, taus: Tensor, kappa:
     quantiles (B, K), targets (B, J), taus (K,). Divided by kappa as in IQN, so that it meets the
     pinball loss as kappa -> 0; mean over i where QR-DQN sums. No gradient through the indicator.
     Source: Dabney et al. 2018a, eq. 8 to 10; 2018b, eq. 3."""
+    if kappa == 0:  # tau u + max(-u, 0), summed over sorted samples x by prefix sums: no (B, K, J)
+        x = targets.sort(-1).values.expand(*quantiles.shape[:-1], -1).contiguous()
+        below = torch.searchsorted(x, quantiles.detach())  # samples with u < 0, (B, K)
+        sums = nn.functional.pad(x.cumsum(-1), (1, 0))
+        total = taus * (sums[..., -1:] - x.shape[-1] * quantiles)
+        return (total + below * quantiles - sums.gather(-1, below)).mean(-1) / x.shape[-1]
     u = targets[..., None, :] - quantiles[..., None]  # (B, K, J)
-    size = u.abs()
-    if kappa > 0:
-        size = torch.where(size <= kappa, 0.5 * u.square() / kappa, size - 0.5 * kappa)
+    size = torch.where(u.abs() <= kappa, 0.5 * u.square() / kappa, u.abs() - 0.5 * kappa)
     return ((taus[:, None] - (u < 0).to(u.dtype)).abs() * size).mean((-2, -1))
 
 

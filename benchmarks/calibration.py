@@ -147,7 +147,7 @@ REDUCE = {"min": "--twin-reduce min", "mean": "--twin-reduce mean", "single": "-
 FIGURES = ("w1", "std", "cvar05", "cvar25", "decile")  # each with its floor
 FIELDS = (
     "task", "script", "variant", "seed", "seconds", "mean", *FIGURES,
-    *(f"{figure}_floor" for figure in FIGURES), "coverage", "bias", "curve",
+    *(f"{figure}_floor" for figure in FIGURES), "coverage", "bias", "spread", "predicted", "curve",
 )  # fmt: skip
 Cell = tuple[str, str, str, str, range]  # task, script, variant, flags, seeds
 
@@ -236,10 +236,11 @@ def extend(taus: np.ndarray, points: np.ndarray) -> np.ndarray:
 
 
 def measure_real(module: ModuleType, agent: Any, args: Any, episodes: int = 64) -> dict[str, float]:
-    """Mean absolute error of the coverage of the predicted deciles, and bias of the value.
+    """Mean absolute error of the coverage of the predicted deciles, bias and spread of the value.
 
     The sampled policy plays on beyond time limits until rewards no longer count (gamma^k < 1e-3);
-    only steps within the limit are scored. Bias: mean of V - return, over the std of the returns.
+    only steps within the limit are scored. Over the std of all returns: `bias`, mean of V - return;
+    `spread`, std of return - V; `predicted`, mean std of the predicted distributions.
     """
     import torch
 
@@ -279,9 +280,11 @@ def measure_real(module: ModuleType, agent: Any, args: Any, episodes: int = 64) 
         for level in np.arange(1, 10) / 10:
             below = truth < quantile(z, *facts, float(level)).numpy()
             errors.append(abs(below[mask].mean() - level))
-        value = agent.dist.mean(outputs).numpy()
-    bias = (value - truth)[mask].mean() / truth[mask].std()
-    return {"coverage": round(np.mean(errors), 4), "bias": round(bias, 4)}
+        error = (agent.dist.mean(outputs).numpy() - truth)[mask]
+        predicted = agent.dist.describe(outputs)["std"].numpy()[mask]
+    facts = {"bias": error.mean(), "spread": error.std(), "predicted": predicted.mean()}
+    result = {key: round(float(x / truth[mask].std()), 4) for key, x in facts.items()}
+    return {"coverage": round(np.mean(errors), 4), **result}
 
 
 def run_one(cell: Cell, seed: int) -> dict[str, Any]:
@@ -351,13 +354,18 @@ def report() -> None:
         "|" + "---|" * 9,
     ]
     real = [
-        "| task | script | critics | coverage error | bias / std |", "|" + "---|" * 5
-    ]  # fmt: skip
+        "Real tasks: mean error of the coverage of the deciles; bias of the value, spread of the",
+        "returns around it and predicted standard deviation, over the std of all returns.",
+        "",
+        "| task | script | critics | coverage error | bias | spread | predicted |",
+        "|" + "---|" * 7,
+    ]
     for key in sorted(groups, key=lambda k: (list({**PROCESSES, **REAL}).index(k[0]), order[k])):
         task, script, variant = key[0], key[1].split("_")[-1], key[2]
         if task in REAL:
-            facts = [np.mean([float(r[x]) for r in groups[key]]) for x in ("coverage", "bias")]
-            real.append(f"| {task} | {script} | {variant} | {facts[0]:.3f} | {facts[1]:+.3f} |")
+            names = ("coverage", "bias", "spread", "predicted")
+            facts = (f"{np.mean([float(r[x]) for r in groups[key]]):.3f}" for x in names)
+            real.append("| " + " | ".join((task, script, variant, *facts)) + " |")
             continue
         rows = [{k: float(r[k]) for f in FIGURES for k in (f, f"{f}_floor")} for r in groups[key]]
         figures = []
