@@ -20,12 +20,12 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PATH = HERE / "results" / "tuning.csv"
+sys.path[:0] = [str(HERE.parent), str(HERE)]
 FIELDS = ("script", "task", "flags", "seed", "return_mean", "return_std")
 
 
 def run_one(script: str, task: str, flags: list[str], seed: int) -> dict[str, object]:
     """Train one seed in a process of its own."""
-    sys.path[:0] = [str(HERE.parent), str(HERE)]
     module = importlib.import_module(script)
     with tempfile.TemporaryDirectory() as top, contextlib.redirect_stdout(io.StringIO()):
         args = ["--env-id", task, *flags, "--seed", str(seed), "--run-dir", top]
