@@ -110,7 +110,7 @@ class Args:
     num_critics: Literal[1, 2] = 2  # value heads with parameters of their own
     twin_reduce: Literal["min", "mean", "min_quantile"] = "min"  # how two critics give one value
     norm_returns: bool = True  # critics predict normalised returns; heads are rescaled (PopArt)
-    vf_clip_coef: float = 0.2  # range d of value clipping, in standard deviations of returns, > 0
+    vf_clip_coef: float = 0.2  # range d of value clipping, in normalised returns, > 0
     # lambda_return: its spread and CVaR are too small; sr_lambda: samples, CVaR is the return's
     value_target: Literal["lambda_return", "sr_lambda"] = "lambda_return"
     cvar_alpha: float = 0.05  # tail mass averaged by CVaR, in [1e-3, 1]; 1 is the mean
@@ -842,14 +842,16 @@ def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, ent_coef: fl
 # ------------------------------------------------------------------------ checkpoint and evaluation
 def load_agent(path: str | Path) -> tuple[Agent, Args]:
     """Agent and flags of a saved run, given its directory or `checkpoint.pt`; runs no code from it.
-    On the CPU where there is no GPU. Raises `UsageError` for what this script did not write."""
+    Does without a missing GPU or moviepy. Raises `UsageError` for what the script did not write."""
     path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         flags = {**checkpoint["args"]}
         other = flags.keys() ^ {field.name for field in fields(Args)}
         require(not other, f"of another script, flags {', '.join(sorted(other))} do not match")
-        agent = Agent(args := Args(**flags | {"cuda": flags["cuda"] and torch.cuda.is_available()}))
+        flags["cuda"] &= torch.cuda.is_available()
+        flags["capture_video"] &= find_spec("moviepy") is not None
+        agent = Agent(args := Args(**flags))
         agent.load_state_dict(checkpoint["agent"])
     except Exception as error:  # torch raises half a dozen kinds
         reason = str(error).split(". ")[0]

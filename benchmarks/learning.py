@@ -368,8 +368,9 @@ def mujoco() -> str:
                 like_for_like.append(returns.mean() / cleanrl)
     told = ", ".join(f"{task} {ratio:.2f}" for task, ratio in means.items())
     return (
-        f"MuJoCo, one flag line: IQM of score over CleanRL's {iqm(np.array(over)):.2f} (of the "
-        f"last 100 training returns, as CleanRL reports: {iqm(np.array(like_for_like)):.2f}); "
+        f"MuJoCo, one flag line: IQM of score over CleanRL's on the three tasks it reports "
+        f"{iqm(np.array(over)):.2f} (of the last 100 training returns, as CleanRL reports: "
+        f"{iqm(np.array(like_for_like)):.2f}); "
         f"mean of score over the zoo's {np.mean([*means.values()]):.2f} ({told}).\n"
     )
 

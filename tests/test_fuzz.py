@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 
+import numpy as np
 import pytest
 import torch
 from command import run_main, undisturbed
@@ -133,7 +135,10 @@ def check_draw(script, capsys, tmp_path, monkeypatch, draw):
     if not wrong:
         assert (code, err) == (0, ""), " ".join(line)
         (path,) = tmp_path.glob("runs/*/checkpoint.pt")
-        assert torch.load(path, weights_only=True)["global_step"] == steps
+        checkpoint = torch.load(path, weights_only=True)
+        assert checkpoint["global_step"] == steps
+        logged = pickle.loads(checkpoint["run"])["logged"]
+        assert np.isfinite([*logged.values()]).all(), (" ".join(line), logged)
         return
     assert code == 2, " ".join(line)
     text = " ".join(err.replace("│", " ").split())

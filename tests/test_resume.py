@@ -252,7 +252,7 @@ def fail_at(function, call):
 
 
 def test_a_finished_run_is_not_logged_twice(script, tmp_path, monkeypatch):
-    """Resumed with nothing left to do, it evaluates again to the same end: one point, not two."""
+    """Resumed with nothing left to do, it is not evaluated again: one point, not two."""
     metrics = script.train(flags_for(script, tmp_path, 2, env_id="CartPole-v1"))
     before = scalars(metrics["run_dir"])
     next_second()
@@ -478,6 +478,18 @@ def test_flags_are_stored_as_given(script, tmp_path, monkeypatch):
     resumed(script, monkeypatch, directory, "--eval-episodes", "2")
     _, stored = script.load_agent(directory)
     assert asdict(stored) == asdict(args) | {"eval_episodes": 2}
+
+
+def test_a_filmed_run_loads_where_moviepy_is_missing(script, tmp_path, monkeypatch):
+    """Its agent plays on; nothing is filmed."""
+    args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0")
+    directory = stopped(script, monkeypatch, args, 1)
+    content = torch.load(directory / "checkpoint.pt", weights_only=True)
+    content["args"]["capture_video"] = True
+    torch.save(content, directory / "checkpoint.pt")
+    for missing in (True, False):
+        monkeypatch.setattr(script, "find_spec", lambda name, m=missing: None if m else name)
+        assert script.load_agent(directory)[1].capture_video is not missing
 
 
 def test_a_run_directory_may_contain_an_equals_sign(script, tmp_path, monkeypatch):
