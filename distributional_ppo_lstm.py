@@ -298,11 +298,13 @@ def quantile_huber_loss(quantiles: Tensor, targets: Tensor, taus: Tensor, kappa:
     pinball loss as kappa -> 0; mean over i where QR-DQN sums. No gradient through the indicator.
     Source: Dabney et al. 2018a, eq. 8 to 10; 2018b, eq. 3."""
     if kappa == 0:  # tau u + max(-u, 0), summed over sorted samples x by prefix sums: no (B, K, J)
-        x = targets.sort(-1).values.expand(*quantiles.shape[:-1], -1).contiguous()
-        below = torch.searchsorted(x, quantiles.detach())  # samples with u < 0, (B, K)
+        center = targets.mean(-1, keepdim=True)  # or large returns would round in the sums
+        x, q = (targets - center).sort(-1).values, quantiles - center
+        x = x.expand(*q.shape[:-1], -1).contiguous()
+        below = torch.searchsorted(x, q.detach())  # samples with u < 0, (B, K)
         sums = nn.functional.pad(x.cumsum(-1), (1, 0))
-        total = taus * (sums[..., -1:] - x.shape[-1] * quantiles)
-        return (total + below * quantiles - sums.gather(-1, below)).mean(-1) / x.shape[-1]
+        total = taus * (sums[..., -1:] - x.shape[-1] * q)
+        return (total + below * q - sums.gather(-1, below)).mean(-1) / x.shape[-1]
     u = targets[..., None, :] - quantiles[..., None]  # (B, K, J)
     size = torch.where(u.abs() <= kappa, 0.5 * u.square() / kappa, u.abs() - 0.5 * kappa)
     return ((taus[:, None] - (u < 0).to(u.dtype)).abs() * size).mean((-2, -1))

@@ -139,6 +139,15 @@ def test_pinball_minimiser_is_the_quantile_of_its_level(tau, expected):
 
 
 @pytest.mark.parametrize("kappa", [0.0, 0.3])
+def test_quantile_huber_loss_of_large_returns_keeps_its_digits(kappa):
+    """Around 8192, where float32 holds steps of 1 / 1024: exact inputs, errors of rounding only."""
+    q, x = torch.randint(-2000, 2000, (6, 9)) / 1024, torch.randint(-2000, 2000, (6, 51)) / 1024
+    taus = script.quantile_midpoints(9)
+    near, far = (script.quantile_huber_loss(q + c, x + c, taus, kappa) for c in (0, 8192))
+    torch.testing.assert_close(far, near, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kappa", [0.0, 0.3])
 def test_losses_of_the_rows_do_not_mix(kappa):
     """A permuted batch has permuted losses, and rows appended behind leave the others bit-equal."""
     quantiles, targets, taus = torch.randn(6, 6), torch.randn(6, 6), tensor(midpoints(6)).float()
