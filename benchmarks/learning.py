@@ -35,7 +35,8 @@ SB3, CONTRIB = "stable_baselines3_ppo", "sb3_contrib_recurrent_ppo"
 FOLLOWED = ("norm/return_std", "norm/value_shift", "value/outside_support")
 PENDULUM_NOVEL = (
     "--gamma 0.9 --gae-lambda 0.95 --num-envs 4 --num-steps 1000 --seq-len 100 "
-    "--num-minibatches 20 --update-epochs 10 --learning-rate 2e-3 --ent-coef 0"
+    "--num-minibatches 20 --update-epochs 10 --learning-rate 2e-3 --ent-coef 0 --min-entropy 1.4 "
+    "--min-entropy-penalty 0.1"
 )
 MOUNTAIN = (
     "--total-timesteps 300000 --gamma 0.999 --gae-lambda 0.95 --num-envs 16 --num-steps 500 "
