@@ -93,6 +93,7 @@ PUBLISHED |= {"Walker2d-v5": (2288, 3479), "Ant-v5": (None, 1327)}
 # (script, task, variant, flags beyond --env-id, seeds)
 GRID = [
     (LSTM, "CartPoleNoVel-v1", "default", "", range(1, 11)),
+    (LSTM, "CartPoleNoVel-v1", "evaluated", "--eval-every 10 --eval-episodes 10", range(1, 11)),
     (LSTM, "CartPoleNoVel-v1", "no_memory", "", range(1, 4)),
     (LSTM, "PendulumNoVel-v1", "default", PENDULUM_NOVEL, range(1, 11)),
     (LSTM, "MountainCarContinuousNoVel-v0", "default", MOUNTAIN, range(1, 11)),
@@ -203,11 +204,12 @@ def run_ours(script: str, task: str, variant: str, flags: str, seed: int) -> tup
         points = [(p.step, round(p.value, 4)) for p in events.Scalars("charts/episodic_return")]
         present = [tag for tag in FOLLOWED if tag in metrics]
         followed = {tag: [p.value for p in events.Scalars(tag)] for tag in present}
+        scores = [(p.step, round(p.value, 4)) for p in events.Scalars("eval/return_mean")]
         told = json.loads(Path(metrics["run_dir"], "args.json").read_text())
     told["args"]["run_dir"] = "runs"
     result = {k: round(v, 4) for k, v in metrics.items() if k.startswith(("eval/", "charts/SPS"))}
     over_run = {tag: {"mean": np.mean(v), "max": np.max(v)} for tag, v in followed.items()}
-    return points, {"result": result, "over_run": over_run, **told}
+    return points, {"result": result, "evaluations": scores, "over_run": over_run, **told}
 
 
 def run_peer(script: str, task: str, flags: str, seed: int) -> tuple[list, dict]:
@@ -330,6 +332,22 @@ def first_step(path: Path, threshold: float | None) -> float:
     return steps[19 + (means >= threshold).argmax()] if (means >= threshold).any() else np.inf
 
 
+def evaluated() -> str:
+    """When the mode of the policy reaches the threshold, and whether it stays there."""
+    threshold, first, stayed = THRESHOLDS["CartPoleNoVel-v1"], [], []
+    for path in folder(LSTM, "CartPoleNoVel-v1", "evaluated").glob("seed*.json"):
+        steps, scores = np.array(json.loads(path.read_text())["evaluations"]).T
+        good = scores >= threshold
+        first.append(steps[good.argmax()] if good.any() else np.inf)
+        stayed += [*good[good.argmax() + 1 :]] if good.any() else []
+    return (
+        f"CartPoleNoVel-v1, the mode of the policy evaluated every 5,120 steps (10 episodes, "
+        f"{len(first)} seeds): {threshold} is first reached after {np.median(first):,.0f} steps "
+        f"(median; {min(first):,.0f} to {max(first):,.0f}); of the later evaluations "
+        f"{np.mean(stayed):.0%} are that good.\n"
+    )
+
+
 def table(cells: list[tuple]) -> list[str]:
     """A line for each cell with results."""
     lines = [
@@ -389,7 +407,11 @@ def report() -> None:
     base = [cell for cell in GRID if cell[:2] in compared and cell[2] == "default"]
     ablations = sorted([*base, *ABLATIONS], key=lambda cell: cell[:2])
     for name, cells in (("learning", GRID), ("ablations", ablations)):
-        text = "\n".join(table(cells)) + "\n" + (f"\n{mujoco()}" if cells is GRID else "")
+        text = (
+            "\n".join(table(cells))
+            + "\n"
+            + (f"\n{mujoco()}\n{evaluated()}" if cells is GRID else "")
+        )
         (RESULTS / f"{name}.md").write_text(text)
         print(text)
 
