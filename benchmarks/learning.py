@@ -344,7 +344,7 @@ def evaluated() -> str:
         f"CartPoleNoVel-v1, the mode of the policy evaluated every 5,120 steps (10 episodes, "
         f"{len(first)} seeds): {threshold} is first reached after {np.median(first):,.0f} steps "
         f"(median; {min(first):,.0f} to {max(first):,.0f}); of the later evaluations "
-        f"{np.mean(stayed):.0%} are that good.\n"
+        f"{np.mean(stayed):.0%} are that good."
     )
 
 
@@ -392,7 +392,7 @@ def mujoco() -> str:
         f"MuJoCo, one flag line: IQM of score over CleanRL's on the three tasks it reports "
         f"{iqm(np.array(over)):.2f} (of the last 100 training returns, as CleanRL reports: "
         f"{iqm(np.array(like_for_like)):.2f}); "
-        f"mean of score over the zoo's {np.mean([*means.values()]):.2f} ({told}).\n"
+        f"mean of score over the zoo's {np.mean([*means.values()]):.2f} ({told})."
     )
 
 
