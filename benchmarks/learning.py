@@ -33,10 +33,11 @@ RESULTS = HERE / "results"
 LSTM, CATEGORICAL = "distributional_ppo_lstm", "distributional_ppo_categorical"
 SB3, CONTRIB = "stable_baselines3_ppo", "sb3_contrib_recurrent_ppo"
 FOLLOWED = ("norm/return_std", "norm/value_shift", "value/outside_support")
+# keeps the std at 1 or above: a mean beyond the limits of the action is not left with little noise
+FLOOR = " --min-entropy 1.4 --min-entropy-penalty 0.1"
 PENDULUM_NOVEL = (
     "--gamma 0.9 --gae-lambda 0.95 --num-envs 4 --num-steps 1000 --seq-len 100 "
-    "--num-minibatches 20 --update-epochs 10 --learning-rate 2e-3 --ent-coef 0 --min-entropy 1.4 "
-    "--min-entropy-penalty 0.1"
+    "--num-minibatches 20 --update-epochs 10 --learning-rate 2e-3 --ent-coef 0" + FLOOR
 )
 MOUNTAIN = (
     "--total-timesteps 300000 --gamma 0.999 --gae-lambda 0.95 --num-envs 16 --num-steps 500 "
@@ -101,7 +102,7 @@ GRID = [
     (LSTM, "popgym:popgym-RepeatPreviousEasy-v0", "default", "", range(1, 6)),
     (LSTM, "envs:MiniGrid-MemoryS7-Image-v0", "default", "--total-timesteps 500000", range(1, 6)),
     (CATEGORICAL, "CartPole-v1", "default", "", range(1, 11)),
-    (CATEGORICAL, "Pendulum-v1", "default", PENDULUM, range(1, 6)),
+    (CATEGORICAL, "Pendulum-v1", "default", PENDULUM + FLOOR, range(1, 6)),
     (CATEGORICAL, "Acrobot-v1", "default", ACROBOT, range(1, 6)),
     (CATEGORICAL, "LunarLander-v3", "default", LUNAR, range(1, 6)),
     (CATEGORICAL, "HalfCheetah-v5", "default", MUJOCO, range(1, 4)),
@@ -123,7 +124,8 @@ GRID = [
 ]
 
 
-BOTH = {  # variant: flags; one thing differs from the row of the task in GRID
+BOTH = {  # variant: flags; one thing differs from the row of the task in GRID, or from no_floor
+    "no_floor": "",  # Pendulum-v1 without the entropy floor it has in GRID, like its other variants
     "single_critic": "--num-critics 1",
     "twin_min": "--twin-reduce min",
     "twin_mean": "--twin-reduce mean",
@@ -161,7 +163,7 @@ ABLATIONS = [
         (CATEGORICAL, "Pendulum-v1", PENDULUM),
     )
     for variant, own in (BOTH | OWN[script]).items()
-    if variant != ("twin_mean" if task == "Pendulum-v1" else "twin_min")  # the default
+    if variant not in (("twin_mean",) if task == "Pendulum-v1" else ("twin_min", "no_floor"))
 ]
 
 
