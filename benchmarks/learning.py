@@ -342,6 +342,8 @@ def evaluated() -> str:
         good = scores >= threshold
         first.append(steps[good.argmax()] if good.any() else np.inf)
         stayed += [*good[good.argmax() + 1 :]] if good.any() else []
+    if not first:
+        return "CartPoleNoVel-v1, evaluated on the way: no runs yet."
     return (
         f"CartPoleNoVel-v1, the mode of the policy evaluated every 5,120 steps (10 episodes, "
         f"{len(first)} seeds): {threshold} is first reached after {np.median(first):,.0f} steps "
