@@ -411,11 +411,8 @@ def report() -> None:
     base = [cell for cell in GRID if cell[:2] in compared and cell[2] == "default"]
     ablations = sorted([*base, *ABLATIONS], key=lambda cell: cell[:2])
     for name, cells in (("learning", GRID), ("ablations", ablations)):
-        text = (
-            "\n".join(table(cells))
-            + "\n"
-            + (f"\n{mujoco()}\n{evaluated()}" if cells is GRID else "")
-        )
+        below = [evaluated(), mujoco()] if cells is GRID else []
+        text = "\n\n".join(["\n".join(table(cells)), *below]) + "\n"
         (RESULTS / f"{name}.md").write_text(text)
         print(text)
 
