@@ -100,6 +100,8 @@ GRID = [
     (LSTM, "MountainCarContinuousNoVel-v0", "default", MOUNTAIN, range(1, 11)),
     (LSTM, "popgym:popgym-RepeatFirstEasy-v0", "default", "", range(1, 6)),
     (LSTM, "popgym:popgym-RepeatPreviousEasy-v0", "default", "", range(1, 6)),
+    (LSTM, "popgym:popgym-RepeatFirstEasy-v0", "long", "--total-timesteps 500000", range(1, 6)),
+    (LSTM, "popgym:popgym-RepeatPreviousEasy-v0", "long", "--total-timesteps 500000", range(1, 6)),
     (LSTM, "envs:MiniGrid-MemoryS7-Image-v0", "default", "--total-timesteps 500000", range(1, 6)),
     (CATEGORICAL, "CartPole-v1", "default", "", range(1, 11)),
     (CATEGORICAL, "Pendulum-v1", "default", PENDULUM + FLOOR, range(1, 6)),
