@@ -3,7 +3,8 @@
     python benchmarks/tune.py distributional_ppo_lstm PendulumNoVel-v1 --gamma 0.9
     python benchmarks/tune.py distributional_ppo_lstm CartPoleNoVel-v1 --seeds 1000 1001 --kappa 1
 
-Whatever this program does not know goes to the script. Runs that have a row are skipped.
+Whatever this program does not know goes to the script. Runs that have a row are skipped. With
+--eval-every the row holds every evaluation, step:return, the last one included.
 """
 
 from __future__ import annotations
@@ -21,17 +22,22 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 PATH = HERE / "results" / "tuning.csv"
 sys.path[:0] = [str(HERE.parent), str(HERE)]
-FIELDS = ("script", "task", "flags", "seed", "return_mean", "return_std")
+FIELDS = ("script", "task", "flags", "seed", "return_mean", "return_std", "evaluations")
 
 
 def run_one(script: str, task: str, flags: list[str], seed: int) -> dict[str, object]:
     """Train one seed in a process of its own."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     module = importlib.import_module(script)
     with tempfile.TemporaryDirectory() as top, contextlib.redirect_stdout(io.StringIO()):
         args = ["--env-id", task, *flags, "--seed", str(seed), "--run-dir", top]
         metrics = module.train(module.tyro.cli(module.Args, args=args))
-    scores = {key: round(metrics[f"eval/{key}"], 4) for key in FIELDS[-2:]}
-    return {"seed": seed, **scores}
+        events = EventAccumulator(metrics["run_dir"], {"scalars": 0})
+        events.Reload()
+        scores = [f"{x.step}:{x.value:.1f}" for x in events.Scalars("eval/return_mean")]
+    final = {key: round(metrics[f"eval/{key}"], 4) for key in ("return_mean", "return_std")}
+    return {"seed": seed, **final, "evaluations": " ".join(scores) if len(scores) > 1 else ""}
 
 
 def main() -> None:
