@@ -92,7 +92,7 @@ class Args:
     norm_obs: bool = True  # normalise observations by running moments, clipped to +-10
     learning_rate: float = 1e-3  # of Adam, > 0
     anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
-    gamma: float = 0.99  # discount per step, in [0, 1]
+    gamma: float = 0.98  # discount per step, in [0, 1]
     gae_lambda: float = 0.9  # weight of longer returns in GAE, in [0, 1]
     num_minibatches: int = 2  # per epoch; divides num_envs * num_steps / seq_len
     seq_len: int = 0  # steps of a training sequence, divides num_steps; 0: the whole rollout

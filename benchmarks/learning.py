@@ -44,7 +44,6 @@ MOUNTAIN = (
     "--seq-len 250 --num-minibatches 16 --update-epochs 10 --learning-rate 3e-3 --log-std-init 2 "
     "--ent-coef 0"
 )
-MINIGRID = "--total-timesteps 500000 --gamma 0.98"
 PENDULUM = (
     "--total-timesteps 100000 --gamma 0.9 --num-envs 4 --num-steps 256 --num-minibatches 16 "
     "--update-epochs 10 --twin-reduce mean"
@@ -103,7 +102,7 @@ GRID = [
     (LSTM, "popgym:popgym-RepeatPreviousEasy-v0", "default", "", range(1, 6)),
     (LSTM, "popgym:popgym-RepeatFirstEasy-v0", "long", "--total-timesteps 500000", range(1, 6)),
     (LSTM, "popgym:popgym-RepeatPreviousEasy-v0", "long", "--total-timesteps 500000", range(1, 6)),
-    (LSTM, "envs:MiniGrid-MemoryS7-Image-v0", "default", MINIGRID, range(1, 6)),
+    (LSTM, "envs:MiniGrid-MemoryS7-Image-v0", "default", "--total-timesteps 500000", range(1, 6)),
     (CATEGORICAL, "CartPole-v1", "default", "", range(1, 11)),
     (CATEGORICAL, "Pendulum-v1", "default", PENDULUM + FLOOR, range(1, 6)),
     (CATEGORICAL, "Acrobot-v1", "default", ACROBOT, range(1, 6)),
@@ -149,7 +148,7 @@ OWN = {
         "quantiles_8": "--num-quantiles 8",
         "quantiles_128": "--num-quantiles 128",
         "sequence_16": "--seq-len 16",
-        "gamma_0.98": "--gamma 0.98",
+        "gamma_0.99": "--gamma 0.99",
         # loss u^2 / (4 kappa): with this vf_coef the usual 0.5 * 0.5 * mean squared error
         "scalar": "--num-quantiles 1 --kappa 10 --vf-coef 10",
     },
