@@ -2,6 +2,7 @@
 
     python benchmarks/tune.py distributional_ppo_lstm PendulumNoVel-v1 --gamma 0.9
     python benchmarks/tune.py distributional_ppo_lstm CartPoleNoVel-v1 --seeds 1000 1001 --kappa 1
+    python benchmarks/tune.py --report CartPoleNoVel-v1     # what the rows say, a line per setting
 
 Whatever this program does not know goes to the script. Runs that have a row are skipped. With
 --eval-every the row holds every evaluation, step:return, the last one included.
@@ -18,6 +19,9 @@ import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+
+import numpy as np
+from learning import THRESHOLDS
 
 HERE = Path(__file__).resolve().parent
 PATH = HERE / "results" / "tuning.csv"
@@ -40,14 +44,38 @@ def run_one(script: str, task: str, flags: list[str], seed: int) -> dict[str, ob
     return {"seed": seed, **final, "evaluations": " ".join(scores) if len(scores) > 1 else ""}
 
 
+def report(task: str) -> None:
+    """Print seeds, final evaluations, those at the threshold, and the mean of all evaluations in
+    the last three quarters of the runs, for every setting tried on a task."""
+    settings: dict[tuple[str, str], list[dict[str, str]]] = {}
+    with PATH.open() as file:
+        for row in csv.DictReader(file):
+            if row["task"] == task:
+                settings.setdefault((row["script"], row["flags"]), []).append(row)
+    print("| script | flags | seeds | mean | worst | reached | later |\n|" + "---|" * 7)
+    for (script, flags), rows in sorted(settings.items()):
+        final, later = np.array([float(row["return_mean"]) for row in rows]), []
+        for row in rows:
+            points = [[float(x) for x in point.split(":")] for point in row["evaluations"].split()]
+            later += [score for step, score in points if step > points[-1][0] / 4]
+        reached = sum(final >= THRESHOLDS[task]) if task in THRESHOLDS else "-"
+        figures = (len(rows), f"{final.mean():.1f}", f"{final.min():.1f}", reached)
+        mean = f"{np.mean(later):.1f}" if later else "-"
+        print("|", " | ".join(map(str, (script, flags or "none", *figures, mean))), "|")
+
+
 def main() -> None:
     """Parse, run what is missing, append."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("script")
+    parser.add_argument("script", nargs="?", default="")
     parser.add_argument("task", help="gymnasium id")
+    parser.add_argument("--report", action="store_true", help="only print what the rows say")
     parser.add_argument("--seeds", nargs="*", type=int, default=[*range(1000, 1008)])
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     args, flags = parser.parse_known_args()
+    if args.report:
+        report(args.task)
+        return
     same = {"script": args.script, "task": args.task, "flags": " ".join(flags)}
     with PATH.open() as file:
         done = {row["seed"] for row in csv.DictReader(file) if same.items() <= row.items()}
