@@ -301,7 +301,7 @@ def quantile_huber_loss(quantiles: Tensor, targets: Tensor, taus: Tensor, kappa:
         center = targets.mean(-1, keepdim=True)  # or large returns would round in the sums
         x, q = (targets - center).sort(-1).values, quantiles - center
         x = x.expand(*q.shape[:-1], -1).contiguous()
-        below = torch.searchsorted(x, q.detach())  # samples with u < 0, (B, K)
+        below = torch.searchsorted(x, q.detach().contiguous())  # samples with u < 0, (B, K)
         sums = nn.functional.pad(x.cumsum(-1), (1, 0))
         total = taus * (sums[..., -1:] - x.shape[-1] * q)
         return (total + below * q - sums.gather(-1, below)).mean(-1) / x.shape[-1]
