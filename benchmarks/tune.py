@@ -76,6 +76,8 @@ def main() -> None:
     if args.report:
         report(args.task)
         return
+    if not args.script:
+        parser.error("name the script ahead of the task")
     same = {"script": args.script, "task": args.task, "flags": " ".join(flags)}
     with PATH.open() as file:
         done = {row["seed"] for row in csv.DictReader(file) if same.items() <= row.items()}
