@@ -23,16 +23,11 @@ import math
 import os
 import pickle
 import random
-import re
 import signal
 import subprocess
 import sys
 import time
-import traceback
-from dataclasses import asdict, dataclass, fields
-from importlib.util import find_spec
-from inspect import isroutine
-from multiprocessing import parent_process
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace as Batch
 from typing import Any, ClassVar, Literal
@@ -76,7 +71,6 @@ class Args:
     cuda: bool = False  # run the networks on the GPU; small ones are faster on the CPU
     torch_threads: int = 1  # CPU threads of torch, integer >= 1; 1 is fastest for small networks
     run_dir: str = "runs"  # directory under which the run directory is created
-    capture_video: bool = False  # record the final evaluation (needs: pip install moviepy)
     eval_episodes: int = 50  # episodes of an evaluation, integer >= 1
     eval_every: int = 0  # iterations between evaluations, integer >= 0; 0: only at the end
     checkpoint_every: int = 100  # iterations between checkpoints, integer >= 0; 0: at the end
@@ -86,7 +80,6 @@ class Args:
     total_timesteps: int = 50_000  # environment steps of the run, rounded down to whole rollouts
     num_envs: int = 8  # parallel environments, integer >= 1
     num_steps: int = 64  # steps of each environment per rollout, integer >= 1
-    async_envs: bool = False  # train with a process per environment; pays off above 1 ms a step
     masked_obs: tuple[int, ...] = ()  # entries of the observation vector multiplied by zero
     hidden_size: int = 64  # width of all hidden layers, integer >= 1
     activation: Literal["tanh", "relu"] = "relu"  # of all hidden layers
@@ -115,8 +108,6 @@ class Args:
     value_target: Literal["lambda_return", "sr_lambda"] = "lambda_return"
     cvar_alpha: float = 0.05  # tail mass averaged by CVaR, in [1e-3, 1]; 1 is the mean
     cvar_weight: float = 0.0  # weight of the CVaR advantage against GAE's, in [0, 1]
-    cvar_limit: float | None = None  # lower bound on the CVaR of episode returns, undiscounted
-    cvar_dual_lr: float = 0.02  # learning rate of the bound's dual variable, > 0
     # ---- value distribution: categorical (flags) ----
     num_atoms: int = 51  # atoms of each critic, integer >= 2
     v_min: float = -5.0  # smallest atom, in normalised returns
@@ -135,8 +126,8 @@ class Args:
             (0, math.inf, "eval_every checkpoint_every ent_coef ent_coef_final vf_coef"),
             (0, math.inf, "min_entropy_penalty"), (0, 4e9, "seed"), (1e-3, 1, "cvar_alpha"),
             (1e-12, math.inf, "learning_rate clip_coef max_grad_norm target_kl vf_clip_coef"),
-            (1e-12, math.inf, "cvar_dual_lr"), (0, 1, "gamma gae_lambda cvar_weight"),
-            (-1e9, 1e9, "min_entropy cvar_limit"), (*LOG_STD_RANGE, "log_std_init"), *self.BOUNDS,
+            (0, 1, "gamma gae_lambda cvar_weight"), (-1e9, 1e9, "min_entropy"),
+            (*LOG_STD_RANGE, "log_std_init"), *self.BOUNDS,
         ):  # fmt: skip
             for name in names.split():
                 value, flag = getattr(self, name), name.replace("_", "-")
@@ -146,18 +137,14 @@ class Args:
         self.num_iterations = self.total_timesteps // self.batch_size  # rollouts, and updates
         self.chunk_len = 1  # steps of a training sequence
         size = "num_envs * num_steps"
-        fixed = self.cvar_weight > 0 or self.cvar_alpha == 1
         for name, valid, rule in (
             ("num_steps", self.batch_size > 1, f"a rollout, {size}, needs 2 steps"),
             ("total_timesteps", self.num_iterations > 0, f"must be at least one rollout, {size}"),
             ("num_minibatches", self.batch_size % self.num_minibatches == 0,
              f"must divide the rollout, {size}"),
-            ("cvar_limit", self.cvar_limit is None or not fixed,
-             "excludes --cvar-weight > 0 and --cvar-alpha 1"),
-            ("capture_video", not self.capture_video or find_spec("moviepy"),
-             "moviepy is missing; pip install moviepy"),
-            ("cuda", not self.cuda or torch.cuda.is_available(),
-             "torch sees no GPU here; leave the flag out to use the CPU"),
+            ("cuda", not self.cuda or torch.cuda.is_available(), "torch sees no GPU; leave it out"),
+            ("resume", not self.resume or Path(self.resume).is_dir(), "is not a run directory"),
+            ("evaluate", not (self.evaluate and self.resume), "excludes --resume"),
         ):  # fmt: skip
             require(valid, f"--{name.replace('_', '-')} {getattr(self, name)}: {rule}")
 
@@ -239,17 +226,6 @@ def empirical_cvar(returns: Tensor, alpha: float) -> float:
     return float((mass * returns.sort().values).sum() / (alpha * len(returns)))
 
 
-def update_dual(dual: float, returns: Tensor, limit: float, alpha: float, lr: float) -> float:
-    """Dual variable of the constraint CVaR_alpha(episode returns) >= limit after one step.
-        lambda <- max(0, lambda + lr * (limit - CVaR_alpha) / std)
-    Free of units. Unchanged below 20 returns (n,) and where they do not vary.
-    Source: Chow & Ghavamzadeh 2014; Ray et al. 2019."""
-    if len(returns) < 20 or returns.max() == returns.min():
-        return dual
-    shortfall = limit - empirical_cvar(returns, alpha)
-    return max(0.0, dual + lr * shortfall / float(returns.std(correction=0)))
-
-
 # ---------------------------------------------------------------------------------- running moments
 class RunningMoments(nn.Module):
     """Mean and variance of everything seen, in float64, saved with the weights.
@@ -273,8 +249,7 @@ class RunningMoments(nn.Module):
         x = x.double().reshape(-1, *self.mean.shape)
         past = self.count / (self.count + len(x))  # its weight in the merged moments
         delta = x.mean(0) - self.mean
-        self.var = past * self.var + (1 - past) * x.var(0, correction=0)
-        self.var += past * (1 - past) * delta.square()
+        self.var = past * self.var + (1 - past) * (x.var(0, correction=0) + past * delta.square())
         self.mean = self.mean + (1 - past) * delta
         self.count = (self.count + len(x)).clamp(max=self.max_count)
 
@@ -617,48 +592,13 @@ class Agent(nn.Module):
 
 
 # ------------------------------------------------------------------------- environments and rollout
-class Snapshot(gym.Wrapper):
-    """The outermost wrapper: `snapshot` reads and sets the whole state of an environment.
-    These are the attributes of every layer, RNG and MuJoCo's state included, as bytes; EzPickle
-    would build a fresh environment in silence. None where that lurks deeper or where an attribute
-    cannot be pickled (Box2D)."""
-
-    def layers(self) -> list[dict[str, Any]]:  # attributes of every wrapper and of the task
-        found: list[gym.Env] = [self]
-        while isinstance(found[-1], gym.Wrapper):
-            found.append(found[-1].env)
-        return [vars(layer) for layer in found]
-
-    @property
-    def snapshot(self) -> bytes | None:
-        skip = ("env", "spec", "_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs")
-        layers = [{k: x[k] for k in x if not (k in skip or isroutine(x[k]))} for x in self.layers()]
-        layers[-1] |= {k: x for k, x in self.layers()[-1].items() if k == "env"}  # of an adapter
-        try:
-            state = pickle.dumps(layers)
-        except Exception:  # each library has its own
-            return None
-        own = type(self.unwrapped).__name__.encode()  # it refers to itself: a copy would
-        return None if b"_ezpickle" in state or own in state else state
-
-    @snapshot.setter
-    def snapshot(self, state: bytes) -> None:
-        for layer, attributes in zip(self.layers(), pickle.loads(state)):
-            layer.update(attributes)
-
-
-def make_env(args: Args, run_dir: Path | None = None) -> gym.Env:
-    """One environment: flat float32 observations, masked; episode statistics; films in `run_dir`.
+def make_env(args: Args) -> gym.Env:
+    """One environment: flat float32 observations, masked; episode statistics.
     Raises `UsageError` for an unknown task, a missing package, unflattenable spaces, a bad mask."""
-    if args.async_envs and parent_process():  # a worker: Ctrl-C is for the main process to handle
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
     hidden = VELOCITIES.get(args.env_id.split("-")[0], ())
     try:
         name = args.env_id.replace("NoVel-", "-") if hidden else args.env_id
-        options = {"render_mode": "rgb_array"} if run_dir else {}
-        env = gym.make(name, disable_env_checker=True, **options)
-        if run_dir:  # film every episode
-            env = gym.wrappers.RecordVideo(env, f"{run_dir}/videos", episode_trigger=lambda _: True)
+        env = gym.make(name, disable_env_checker=True)
         space = env.observation_space
         if not isinstance(space, Box) or len(space.shape) != 1:
             env = gym.wrappers.FlattenObservation(env)
@@ -671,14 +611,13 @@ def make_env(args: Args, run_dir: Path | None = None) -> gym.Env:
         keep[index] = 0
     vector = Box(-np.inf, np.inf, keep.shape, np.float32)
     env = gym.wrappers.TransformObservation(env, lambda obs: obs.astype(np.float32) * keep, vector)
-    return Snapshot(gym.wrappers.RecordEpisodeStatistics(env))
+    return gym.wrappers.RecordEpisodeStatistics(env)
 
 
 def make_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
     """`num_envs` environments stepped together; one that ends is reset within the same step."""
-    kind = gym.vector.AsyncVectorEnv if args.async_envs else gym.vector.SyncVectorEnv
-    makers = [lambda: make_env(args)] * num_envs
-    return kind(makers, copy=False, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+    makers, mode = [lambda: make_env(args)] * num_envs, gym.vector.AutoresetMode.SAME_STEP
+    return gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=mode)
 
 
 @torch.inference_mode()
@@ -689,20 +628,15 @@ def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, carry: Tensors, ar
     Rollout: obs, next_obs (T, N, D), raw s_t and true successor s'_t; episode_start, terminated,
     truncated (T, N) bool; rewards (T, N); actions and the params of their distribution (T, N, ...);
     actor_state (chunks, 2, N, H) ahead of each training sequence; episodes that ended, (step,
-    return, length). Raises RuntimeError for what is not finite."""
+    return, length). Raises RuntimeError for what is not finite. Tensors are of inference mode."""
     names = "obs actions params next_obs rewards terminated truncated".split()
     (obs, start, state, critic_state), acted, stepped, states, episodes = carry, [], [], [], []
     for t in range(args.num_steps):
-        if t % args.chunk_len == 0:
-            states.append(state)
+        states.append(state)
         params, state = agent.policy(obs, state)
         actions = agent.actions.sample(params)
         acted.append((obs, actions, params))
-        try:
-            array, rewards, *ends, info = envs.step(agent.actions.to_env(actions))
-        except Exception as error:
-            error.add_note(f"the environment raised, step {t} of the rollout; check the task")
-            raise
+        array, rewards, *ends, info = envs.step(agent.actions.to_env(actions))
         next_obs, done = array.copy(), ends[0] | ends[1]
         if done.any():
             array[done] = np.stack(info["final_obs"][done])  # it held the next episode's first
@@ -716,20 +650,18 @@ def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, carry: Tensors, ar
             raise RuntimeError(f"{bad}, environment {i}, step {t} of the rollout; check the task")
         stepped.append((array.copy(), rewards.astype("f4"), *ends))
         obs = torch.as_tensor(next_obs, device=obs.device)
-    with torch.inference_mode(False):  # copies, which autograd accepts
-        tensors = [torch.stack(x) for x in zip(*acted)]
-        tensors += [torch.as_tensor(np.stack(x), device=obs.device) for x in zip(*stepped)]
-        rollout = Batch(**dict(zip(names, tensors)), episodes=episodes)
-        ended = rollout.terminated | rollout.truncated
-        rollout.episode_start = torch.cat((start[None], ended[:-1]))
-        rollout.actor_state = torch.stack(states)
-        return rollout, (obs.clone(), ended[-1].clone(), state.clone(), critic_state)
+    tensors = [torch.stack(x) for x in zip(*acted)]
+    tensors += [torch.as_tensor(np.stack(x), device=obs.device) for x in zip(*stepped)]
+    rollout = Batch(**dict(zip(names, tensors)), episodes=episodes)
+    ended = rollout.terminated | rollout.truncated
+    rollout.episode_start = torch.cat((start[None], ended[:-1]))
+    rollout.actor_state = torch.stack(states[:: args.chunk_len])
+    return rollout, (obs, ended[-1], state, critic_state)
 
 
 # ------------------------------------------------------------------------------------------- update
 @torch.no_grad()
-def prepare_batch(agent: Agent, rollout: Batch, carry: Tensors, args: Args,
-                  cvar_weight: float = 0.0) -> tuple[Batch, Tensors, dict]:  # fmt: skip
+def prepare_batch(agent: Agent, rollout: Batch, carry: Tensors, args: Args) -> tuple:
     """Values, advantages and targets of a rollout; return statistics and value heads move.
     The order matters: decode with the old statistics, take in the targets, rescale the heads in the
     same moment, express old values in the new units (van Hasselt et al. 2016). The values are taken
@@ -747,8 +679,8 @@ def prepare_batch(agent: Agent, rollout: Batch, carry: Tensors, args: Args,
     targets, weights = returns[..., None], torch.ones_like(returns[..., None])  # (T, N, J = 1)
     if args.value_target == "sr_lambda":
         targets, weights = dist.sample_returns(rollout.rewards, next_reduced, *facts)
-    if cvar_weight > 0 and args.cvar_alpha < 1:
-        raw = raw.lerp(dist.risk_advantages(targets, weights, reduced), cvar_weight)
+    if args.cvar_weight > 0 and args.cvar_alpha < 1:
+        raw = raw.lerp(dist.risk_advantages(targets, weights, reduced), args.cvar_weight)
     advantages = normalize_advantages(raw) if args.norm_adv else raw
 
     stats, deciles = dist.describe(reduced), ("p10", "p50", "p90")
@@ -763,7 +695,7 @@ def prepare_batch(agent: Agent, rollout: Batch, carry: Tensors, args: Args,
         "value/predicted_returns": torch.stack([stats[key] for key in deciles]),
         "value/realised_returns": realised, "value/std_predicted": stats["std"].mean(),
         "value/bias": (values - returns).mean(), "value/std_target": returns.std(correction=0),
-        "cvar/predicted": stats["cvar"].mean(), "cvar/weight": cvar_weight,
+        "cvar/predicted": stats["cvar"].mean(), "cvar/weight": args.cvar_weight,
         "cvar/coverage": (realised < stats["var"]).float().mean(),
         "losses/explained_variance": explained_variance(values, returns),
         "twin/abs_difference": (twins[0] - twins[-1]).abs().mean(),
@@ -781,7 +713,7 @@ def prepare_batch(agent: Agent, rollout: Batch, carry: Tensors, args: Args,
     }  # fmt: skip
     batch = {key: x.unflatten(0, (-1, args.chunk_len)) for key, x in batch.items()}
     batch |= {"actor_state": rollout.actor_state, "critic_state": critic_states}  # (chunks, 2, ...)
-    batch = Batch(**{key: x.transpose(0, 1).flatten(1, 2) for key, x in batch.items()})
+    batch = Batch(**{key: x.transpose(0, 1).flatten(1, 2).clone() for key, x in batch.items()})
     return batch, (*carry[:-1], critic_state), metrics
 
 
@@ -792,9 +724,9 @@ def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, ent_coef: fl
     `target_kl` ends the update. Returns means over the minibatches evaluated, that one included;
     `grad/*` over the steps taken. Raises RuntimeError for what is not finite."""
     nets, rows, norms = [[*net.parameters()] for net in (agent.actor, agent.critic)], [], []
-    epochs = [torch.randperm(batch.advantages.shape[1]) for _ in range(args.update_epochs)]
+    orders = [torch.randperm(batch.advantages.shape[1]) for _ in range(args.update_epochs)]
+    epochs = torch.stack(orders).to(batch.obs.device)
     for columns in (part for epoch in epochs for part in epoch.chunk(args.num_minibatches)):
-        columns = columns.to(batch.obs.device)
         mb = Batch(**{key: x.index_select(1, columns) for key, x in vars(batch).items()})
         params = agent.actions(agent.actor(mb.obs, mb.actor_state, mb.episode_start)[0])
         policy = agent.actions.distribution(params)
@@ -817,9 +749,8 @@ def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, ent_coef: fl
         norms.append(torch.stack([nn.utils.get_total_norm([p.grad for p in net]) for net in nets]))
         norm = norms[-1].norm()
         if not (loss + norm).isfinite():
-            what = f"{'gradient' if loss.isfinite() else 'loss'} of minibatch {len(norms) - 1}"
-            remedy = "try a smaller --learning-rate or --max-grad-norm"
-            raise RuntimeError(f"{what} of the update: not finite; {remedy}")
+            what = f"loss {loss:g}, gradient {norm:g} of minibatch {len(norms) - 1} of the update"
+            raise RuntimeError(f"{what}: not finite; try a smaller --learning-rate")
         nn.utils.clip_grads_with_norm_((*nets[0], *nets[1]), args.max_grad_norm, norm)
         optimizer.step()
 
@@ -842,17 +773,13 @@ def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, ent_coef: fl
 # ------------------------------------------------------------------------ checkpoint and evaluation
 def load_agent(path: str | Path) -> tuple[Agent, Args]:
     """Agent and flags of a saved run, given its directory or `checkpoint.pt`; runs no code from it.
-    Does without a missing GPU or moviepy. Raises `UsageError` for what the script did not write."""
+    Does without a missing GPU. Raises `UsageError` for what the script did not write."""
     path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        flags = {**checkpoint["args"]}
-        other = flags.keys() ^ {field.name for field in fields(Args)}
-        require(not other, f"of another script, flags {', '.join(sorted(other))} do not match")
-        flags["cuda"] &= torch.cuda.is_available()
-        flags["capture_video"] &= find_spec("moviepy") is not None
-        agent = Agent(args := Args(**flags))
-        agent.load_state_dict(checkpoint["agent"])
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        cuda = saved["args"]["cuda"] and torch.cuda.is_available()
+        agent = Agent(args := Args(**saved["args"] | {"cuda": cuda}))
+        agent.load_state_dict(saved["agent"])
     except Exception as error:  # torch raises half a dozen kinds
         reason = str(error).split(". ")[0]
         raise UsageError(f"{path}: cannot be loaded by this script: {reason:.200}") from error
@@ -874,16 +801,14 @@ def save_checkpoint(run_dir: Path, args: Args, agent: Agent, run: dict[str, Any]
     (run_dir / "checkpoint.tmp").replace(run_dir / "checkpoint.pt")
 
 
-def evaluate(agent: Agent, args: Args, run_dir: Path | None = None) -> dict[str, float]:
+def evaluate(agent: Agent, args: Args) -> dict[str, float]:
     """Metrics of `eval_episodes` fresh episodes with the mode of the policy, statistics frozen.
-    Seeds are apart from training's. Tasks without a time limit are cut at 10,000 steps. Videos, if
-    any, go below `run_dir`."""
-    env, episodes = make_env(args, run_dir if args.capture_video else None), []
-    limit = env.spec.max_episode_steps or 10_000
+    Seeds are apart from training's. Tasks without a time limit are cut at 10,000 steps."""
+    env, episodes = make_env(args), []
     for episode in range(args.eval_episodes):
         obs, _ = env.reset(seed=None if episode else args.seed + 1_000_000)
         state, ends, rewards = None, [False], []
-        while not any(ends) and len(rewards) < limit:
+        while not any(ends) and len(rewards) < (env.spec.max_episode_steps or 10_000):
             action, state = agent.act(obs, state)
             obs, reward, *ends, _ = env.step(action)
             rewards.append(reward)
@@ -902,7 +827,8 @@ def evaluate(agent: Agent, args: Args, run_dir: Path | None = None) -> dict[str,
 def make_run_dir(args: Args) -> Path:
     """Create <run_dir>/<env_id>__<exp_name>__<seed>__<time> with flags, versions and source."""
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
-    path, source = Path(args.run_dir, re.sub("[/:]", "_", name)), Path(__file__).resolve()
+    path = Path(args.run_dir, name.replace("/", "_").replace(":", "_"))
+    source = Path(__file__).resolve()
     commit = subprocess.getoutput(f"git -C '{source.parent}' rev-parse HEAD 2>/dev/null")
     versions = {m.__name__: m.__version__ for m in (torch, gym, np, tyro)} | {"python": sys.version}
     content = {"args": asdict(args), "versions": versions, "commit": commit}
@@ -919,6 +845,9 @@ def train(args: Args) -> dict[str, Any]:
     """Train, save, evaluate. Returns the last value of every logged metric, and `run_dir`.
     What goes wrong is raised with a note that names the last checkpoint, and KeyboardInterrupt once
     one is written after `STOP`."""
+    # EzPickle would build a fresh environment where one is pickled: take it as it stands
+    gym.utils.EzPickle.__getstate__ = object.__getstate__
+    gym.utils.EzPickle.__setstate__ = lambda env, state: vars(env).update(state)
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cudnn.allow_tf32 = False  # acting and training with the same precision
@@ -927,11 +856,17 @@ def train(args: Args) -> dict[str, Any]:
     agent = load_agent(args.resume)[0] if args.resume else Agent(args)
     optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
     run_dir = Path(args.resume) if args.resume else make_run_dir(args)
-    # what a resumed run continues; `recent` holds the returns of the last 100 episodes
-    run: dict[str, Any] = {"step": 0, "seconds": 0.0, "dual": 0.0, "recent": [], "logged": {}}
+    envs = make_envs(args, args.num_envs)
     total, checkpoint = args.num_iterations * args.batch_size, run_dir / "checkpoint.pt"
+    # what a resumed run continues; `recent` holds the returns of the last 100 episodes
+    run: dict[str, Any] = {"step": 0, "seconds": 0.0, "recent": [], "logged": {}, "envs": None}
     if args.resume:
         run = pickle.loads(torch.load(checkpoint, weights_only=True)["run"])
+        optimizer.load_state_dict(run["optimizer"])
+        setters = (random.setstate, np.random.set_state, torch.set_rng_state)
+        for set_state, rng in zip((*setters, torch.cuda.set_rng_state_all), run["rngs"]):
+            set_state(rng)
+    recent, logged, step = run["recent"], run["logged"], run["step"]
     last_ent_coef = args.ent_coef if args.ent_coef_final is None else args.ent_coef_final
 
     def log(metrics: dict[str, Any], step: int, histograms: bool = True) -> None:
@@ -942,35 +877,26 @@ def train(args: Args) -> dict[str, Any]:
             elif histograms:
                 writer.add_histogram(tag, value, step)
 
-    print(f"{args.env_id}: logging to {run_dir}", flush=True)
-    envs = make_envs(args, args.num_envs)
+    lost = "" if run["envs"] or not step else "; its state was not saved: episodes start afresh"
+    print(f"{args.env_id}: logging to {run_dir}{lost}", flush=True)
     try:
-        first, _ = envs.reset(seed=args.seed + run["step"])
-        obs = torch.as_tensor(first.copy(), device=agent.dist.support.device)
-        state = agent.initial_state(args.num_envs)
-        carry = (obs, torch.ones_like(obs[:, 0], dtype=torch.bool), state, state)
-        if args.resume:
-            optimizer.load_state_dict(run["optimizer"])
-            if None in run["envs"]:
-                print("this task's state cannot be saved: its episodes start afresh")
-            else:
-                envs.set_attr("snapshot", run["envs"])
-                carry = run["carry"]
-            setters = (random.setstate, np.random.set_state, torch.set_rng_state)
-            for set_state, rng in zip((*setters, torch.cuda.set_rng_state_all), run["rngs"]):
-                set_state(rng)
-        recent, logged, step = run["recent"], run["logged"], run["step"]
+        if run["envs"]:
+            envs.envs, carry = pickle.loads(run["envs"]).fn, run["carry"]
+        else:
+            first, _ = envs.reset(seed=args.seed + step)
+            obs = torch.as_tensor(first.copy(), device=agent.dist.support.device)
+            state = agent.initial_state(args.num_envs)
+            carry = (obs, torch.ones_like(obs[:, 0], dtype=torch.bool), state, state)
         writer = SummaryWriter(str(run_dir), purge_step=step + 1 if args.resume else None)
         terminal, shown, began = sys.stdout.isatty(), time.time(), time.time() - run["seconds"]
         for iteration in range(step // args.batch_size, args.num_iterations):
             progress, times = step / total, [time.time()]
-            learning_rate = linear_schedule(args.learning_rate, 0.0, progress * args.anneal_lr)
+            lr = linear_schedule(args.learning_rate, 0.0, progress * args.anneal_lr)
             ent_coef = linear_schedule(args.ent_coef, last_ent_coef, progress)
-            cvar_weight = args.cvar_weight or run["dual"] / (1 + run["dual"])
-            optimizer.param_groups[0]["lr"] = learning_rate
+            optimizer.param_groups[0]["lr"] = lr
             rollout, carry = collect_rollout(envs, agent, carry, args)
             times.append(time.time())
-            batch, carry, metrics = prepare_batch(agent, rollout, carry, args, cvar_weight)
+            batch, carry, metrics = prepare_batch(agent, rollout, carry, args)
             times.append(time.time())
             metrics |= update(agent, optimizer, batch, args, ent_coef)
             times.append(time.time())
@@ -983,45 +909,34 @@ def train(args: Args) -> dict[str, Any]:
             if recent:
                 metrics["charts/recent_returns"] = returns = torch.tensor(recent).double()
                 metrics["cvar/empirical"] = empirical_cvar(returns, args.cvar_alpha)
-                if args.cvar_limit is not None:
-                    limit = (args.cvar_limit, args.cvar_alpha, args.cvar_dual_lr)
-                    run["dual"] = update_dual(run["dual"], returns, *limit)
             run |= {"step": step, "seconds": times[-1] - began}
-            speed = step / run["seconds"]
-            metrics |= {"charts/SPS": speed, "charts/learning_rate": learning_rate}
-            metrics |= {"policy/entropy_coef": ent_coef, "cvar/lambda": run["dual"]}
+            metrics |= {"charts/learning_rate": lr, "policy/entropy_coef": ent_coef}
+            metrics["charts/SPS"] = speed = step / run["seconds"]
             metrics |= zip(("time/rollout", "time/values", "time/update"), np.diff(times))
             log(metrics, step, histograms=step == total or iteration % 10 == 0)
-            if args.eval_every and (iteration + 1) % args.eval_every == 0 and step < total:
-                log(evaluate(agent, args), step)
             if step == total or times[-1] - shown > (0.2 if terminal else 5):
                 shown, now = times[-1], f"  return {np.mean(recent):.1f}" if recent else ""
                 line = f"{step:,} of {total:,} steps ({step / total:.0%})  {speed:,.0f} steps/s  "
                 line += f"{(total - step) / speed:,.0f} s left{now}"
                 print(line, end="   \r" if terminal and step < total else "\n", flush=True)
-            due = args.checkpoint_every and (iteration + 1) % args.checkpoint_every == 0
-            if due or step == total or STOP:
+            if step == total or (iteration + 1) % (args.eval_every or total) == 0:
+                log(evaluate(agent, args), step)
+            if step == total or STOP or (iteration + 1) % (args.checkpoint_every or total) == 0:
                 writer.flush()
                 run |= {"optimizer": optimizer.state_dict(), "carry": carry}
-                run["envs"] = envs.get_attr("snapshot")
+                try:
+                    run["envs"] = pickle.dumps(gym.vector.utils.CloudpickleWrapper(envs.envs))
+                except Exception:  # each library has its own
+                    run["envs"] = None
                 save_checkpoint(run_dir, args, agent, run)
                 if STOP:
                     raise KeyboardInterrupt(f"stopped after {step:,} steps; --resume {run_dir}")
-        if run.get("evaluated") != total:  # else the run had ended
-            log(evaluate(agent, args, run_dir), total)
-            run["evaluated"] = total
-            writer.flush()
-            save_checkpoint(run_dir, args, agent, run)
     except Exception as error:
-        for worker in getattr(envs, "processes", ()):  # close() would wait for a dead one
-            worker.kill()
-        envs.closed = args.async_envs
         last = f"last checkpoint: {checkpoint}" if checkpoint.exists() else "no checkpoint yet"
         error.add_note(f"after {run['step']:,} steps; {last}")
         raise
-    finally:
-        envs.close()
 
+    envs.close()
     logged["run_dir"] = str(run_dir)
     print(f"saved {checkpoint}")
     flags = asdict(args) | {"masked_obs": str(args.masked_obs)}
@@ -1032,22 +947,16 @@ def train(args: Args) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> None:
-    """Command line. One line on stderr, and exit code 2 for a user's mistake, 1 for a fault.
+    """Command line. A user's mistake costs one line on stderr and exit code 2; a fault is raised.
     With --resume and --evaluate the flags are those of the run, few of which may change."""
-    free = "total_timesteps resume evaluate eval_episodes eval_every checkpoint_every capture_video"
-    free += " run_dir torch_threads"
+    free = "total_timesteps resume evaluate eval_episodes eval_every checkpoint_every torch_threads"
     try:
-        words = (part for word in argv for part in word.split("=", word[:2] == "--"))
+        words = [part for word in argv for part in word.split("=", word[:2] == "--")]
         given = dict(itertools.pairwise(words))
-        path, stored = given.get("--resume") or given.get("--evaluate"), None
-        if path:  # the other flags count together with the run's
-            both = {"--resume", "--evaluate"} <= given.keys()
-            require(not both, "--resume and --evaluate exclude each other")
-            is_dir = Path(path).is_dir() or "--evaluate" in given
-            require(is_dir, f"--resume {path}: is not a run directory")
-            agent, stored = load_agent(path)
-        args = tyro.cli(Args, args=argv, default=stored or Args())
-        if stored:
+        path = given.get("--resume") or given.get("--evaluate")
+        agent, stored = load_agent(path) if path else (None, Args())
+        args = tyro.cli(Args, args=argv, default=stored)  # flags count together with the run's
+        if path:
             new = dict(asdict(args).items() - asdict(stored).items()).keys() - free.split()
             message = f"{', '.join(sorted(new))}: not as in {path}; only these may differ: {free}"
             require(not new, message)
@@ -1055,21 +964,15 @@ def main(argv: list[str]) -> None:
             require(total >= least, f"--total-timesteps {total}: below the run's, {least}")
         if args.evaluate:
             torch.set_num_threads(args.torch_threads)
-            evaluate(agent, args, Path(path) if Path(path).is_dir() else Path(path).parent)
+            evaluate(agent, args)
             return
         for number in (signal.SIGINT, signal.SIGTERM):  # the second one has its default effect
             signal.signal(number, lambda n, _: STOP.append(n) or signal.signal(n, signal.SIG_DFL))
         train(args)
-    except (Exception, KeyboardInterrupt) as error:
-        code = {UsageError: 2, KeyboardInterrupt: 130}.get(type(error), 1)
-        line = str(error) or "interrupted"
-        if code == 1:
-            frames = traceback.extract_tb(error.__traceback__)
-            where = " > ".join(dict.fromkeys(frame.name for frame in frames))
-            where += f", {frames[-1].filename}:{frames[-1].lineno}"
-            line = f"{type(error).__name__}: {error}; look at {where}"
-        print("error:", "; ".join((line, *getattr(error, "__notes__", ()))), file=sys.stderr)
-        sys.exit(code)
+    except (UsageError, KeyboardInterrupt) as error:
+        facts = (str(error) or "interrupted", *getattr(error, "__notes__", ()))
+        print("error:", "; ".join(facts), file=sys.stderr)
+        sys.exit(2 if isinstance(error, UsageError) else 130)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -24,7 +24,7 @@ TESTS = Path(__file__).resolve().parent
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Handlers of signals, the wish to stop and processes left behind end with the block."""
+    """Handlers of signals and the wish to stop end with the block."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     handlers = [signal.getsignal(number) for number in numbers]
     yield
@@ -32,9 +32,6 @@ def undisturbed() -> Iterator[None]:
         signal.signal(number, handler)
     for name in SCRIPTS:
         importlib.import_module(name).STOP.clear()
-    for child in multiprocessing.active_children():
-        child.kill()
-        child.join()
 
 
 def words(args: Any) -> list[str]:
@@ -53,13 +50,16 @@ def words(args: Any) -> list[str]:
 
 
 def run_main(script: ModuleType, capsys: pytest.CaptureFixture, line: list[str]) -> tuple:
-    """Exit code, standard output and standard error of `main`."""
+    """Exit code, standard output and standard error of `main`, as the interpreter would end it."""
     capsys.readouterr()
     try:
         script.main(line)
         code = 0
     except SystemExit as stop:
         code = stop.code
+    except Exception as error:
+        traceback.print_exception(error)
+        code = 1
     return code, *capsys.readouterr()
 
 

@@ -5,7 +5,6 @@ Run one with `env_id="probes:ConstantReward-v0"`: gymnasium imports this module 
 
 from __future__ import annotations
 
-import os
 import threading
 
 import gymnasium as gym
@@ -297,9 +296,8 @@ class Faulty(Probe):
     """7-step episodes until environment 1 of a run with seed 1 fails in its 30th step.
 
     With 12 steps to a rollout that is step 5 of the third one. Kinds of faults: "observation",
-    "reward", "error", "death" of the process; "reset": the observation that opens the episode after
-    step 28; "opening", "construction": an error ahead of all steps; "evaluation": an error in
-    evaluation episodes alone.
+    "reward", "error"; "reset": the observation that opens the episode after step 28; "opening",
+    "construction": an error ahead of all steps; "evaluation": in evaluation episodes alone.
     """
 
     length = 7
@@ -327,8 +325,6 @@ class Faulty(Probe):
         self.steps += 1
         if self.due("error"):
             raise RuntimeError("the simulator broke")
-        if self.due("death"):
-            os._exit(3)
         obs, reward, *rest = super().step(action)
         obs = obs + (np.nan if self.due("observation") else 0)
         return obs, reward + (np.inf if self.due("reward") else 0), *rest
@@ -378,7 +374,7 @@ ACTIONS = {
 SIMPLE = (ConstantReward, ObservationValue, Discounting, ActionReward, ActionAndObservation)
 gym.register("Endless-v0", TimeLimit)
 WALKS = (Walk, Locked, Simulated, Handlers, Adapter, Noisy)
-FAULTS = ("observation", "reward", "error", "death", "reset", "opening", "construction")
+FAULTS = ("observation", "reward", "error", "reset", "opening", "construction")
 for fault in (*FAULTS, "evaluation"):
     gym.register(f"Faulty{fault.title()}-v0", Faulty, kwargs={"fault": fault})
 for probe in (*SIMPLE, RandomReward, Memory, Counter, Staggered, *WALKS):

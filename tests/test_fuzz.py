@@ -43,7 +43,6 @@ VALUES = {
     "--value-target": ("lambda_return", "sr_lambda"),
     "--cvar-alpha": ("0.001", "0.05", "0.5", "1"),
     "--cvar-weight": ("0", "0.3", "1"),
-    "--cvar-dual-lr": ("0.001", "1"),
 }
 OWN = {
     "distributional_ppo_lstm": {
@@ -71,7 +70,7 @@ WRONG = {
     ),
     **dict.fromkeys(
         ("--learning-rate", "--clip-coef", "--max-grad-norm", "--target-kl", "--vf-clip-coef",
-         "--cvar-dual-lr"), ("0", "-1", "nan", "inf", "-inf", "much"),
+         ), ("0", "-1", "nan", "inf", "-inf", "much"),
     ),
     **dict.fromkeys(("--gamma", "--gae-lambda", "--cvar-weight"), ("-0.01", "1.01", "nan", "inf")),
     **dict.fromkeys(("--ent-coef", "--vf-coef", "--min-entropy-penalty"), ("-1", "nan", "inf")),
@@ -79,7 +78,7 @@ WRONG = {
     "--cvar-alpha": ("0", "0.0009", "1.1", "nan"), "--log-std-init": ("-5.1", "2.1", "nan"),
     "--env-id": ("", "CartPole", "probes:", "probes:Nothing-v0", "nowhere:CartPole-v1", "../x-v0"),
     "--masked-obs": ("-1", "999", "x"), "--num-critics": ("0", "3"), "--norm": ("1",),
-    "--resume": ("nowhere",), "--evaluate": ("nowhere",), "--cvar-limit": ("nan", "inf"),
+    "--resume": ("nowhere",), "--evaluate": ("nowhere",),
 }  # fmt: skip
 
 
@@ -100,9 +99,6 @@ def draw_flags(script, draw):
     for flag, values in (VALUES | OWN[name]).items():
         if rng.random() < 0.4:
             flags[flag] = rng.choice(values)
-    if rng.random() < 0.3:
-        flags |= {"--cvar-limit": rng.choice(("-50", "0", "20.5")), "--cvar-weight": "0"}
-        flags["--cvar-alpha"] = "0.1"
     if rng.random() < 0.3:
         flags["--masked-obs"] = rng.choice(("0", "0 1", "2"))
     wrong = rng.choice([*WRONG]) if rng.random() < 0.4 else ""

@@ -24,10 +24,11 @@ TASKS = {
     "Pendulum": {"env_id": "Pendulum-v1", "num_envs": 2, "num_steps": 50, "anneal_lr": False},
     "HalfCheetah": {"env_id": "HalfCheetah-v5", "num_envs": 2, "eval_episodes": 1},
     "spaces": {"env_id": "probes:NestedBox-v0"},
-    "processes": {"env_id": "probes:Staggered-v0", "async_envs": True, "num_envs": 2},
+    "staggered": {"env_id": "probes:Staggered-v0", "num_envs": 2},
     "sequences": {"env_id": "probes:Memory-v0", "seq_len": 4},
     "sr_lambda": {"env_id": "CartPole-v1", "value_target": "sr_lambda", "num_steps": 24},
-    "limit": {"env_id": "CartPole-v1", "num_steps": 60, "cvar_limit": 100.0, "cvar_alpha": 0.5},
+    "simulator": {"env_id": "probes:Simulated-v0"},
+    "handlers": {"env_id": "probes:Handlers-v0"},
     "adapter": {"env_id": "probes:Adapter-v0"},
     "callable": {"env_id": "probes:Noisy-v0"},
     "weight": {"env_id": "probes:Walk-v0", "cvar_weight": 0.4, "vf_clip": "mean_only"},
@@ -88,7 +89,7 @@ def contents(directory):
     """All that a checkpoint holds but for clocks, flags and the environments' bytes."""
     saved = torch.load(Path(directory) / "checkpoint.pt", weights_only=True)
     run = pickle.loads(saved["run"])
-    keys = ("step", "dual", "recent", "optimizer", "carry", "rngs")
+    keys = ("step", "recent", "optimizer", "carry", "rngs")
     kept = {key: run[key] for key in keys} | {"logged": timeless(run["logged"])}
     kept["iteration"] = run["step"] // (saved["args"]["num_envs"] * saved["args"]["num_steps"])
     return {"agent": saved["agent"], "step": saved["global_step"], "run": kept}
@@ -135,8 +136,6 @@ def test_stop_and_resume_change_no_bit(script, tmp_path, monkeypatch, task):
     assert_same(timeless(again), timeless(whole))
     assert_same(contents(directory), contents(whole["run_dir"]))
     assert whole["grad/norm"] > 0
-    if task == "limit":
-        assert whole["cvar/lambda"] > 0
 
 
 def test_an_episode_goes_on_where_it_stopped(script, tmp_path, monkeypatch, capsys):
@@ -172,12 +171,9 @@ def test_a_run_may_be_stopped_after_every_iteration(script, tmp_path, monkeypatc
     assert_same(contents(directory)["agent"], contents(whole["run_dir"])["agent"])
 
 
-@pytest.mark.parametrize("env", ["Locked", "Simulated"])
-def test_a_state_that_cannot_be_saved_is_said_to_be_lost(
-    script, tmp_path, monkeypatch, capsys, env
-):
+def test_a_state_that_cannot_be_saved_is_said_to_be_lost(script, tmp_path, monkeypatch, capsys):
     """One line; all episodes open at the resumed step, none a second time; the run ends well."""
-    args = flags_for(script, tmp_path, 4, env_id=f"probes:{env}-v0")
+    args = flags_for(script, tmp_path, 4, env_id="probes:Locked-v0")
     directory = stopped(script, monkeypatch, args, 2)
     capsys.readouterr()
     seen, collect = [], script.collect_rollout
@@ -196,18 +192,6 @@ def test_a_state_that_cannot_be_saved_is_said_to_be_lost(
     assert seen[0][-1][0] == args.seed + 2 * args.batch_size
     assert contents(directory)["run"]["iteration"] == 4
     assert np.isfinite(metrics["eval/return_mean"])
-
-
-def test_a_state_with_references_to_itself_is_not_copied_in_silence(
-    script, tmp_path, monkeypatch, capsys
-):
-    """A table of bound methods, copied, moves a copy of the task. Exact, or said to be lost."""
-    args = flags_for(script, tmp_path, 4, env_id="probes:Handlers-v0")
-    whole = script.train(args)
-    directory = stopped(script, monkeypatch, args, 2)
-    capsys.readouterr()
-    again = resumed(script, monkeypatch, directory)
-    assert AFRESH in capsys.readouterr().out or timeless(again) == timeless(whole)
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -329,7 +313,6 @@ def test_a_failing_write_leaves_the_previous_checkpoint(script, tmp_path, monkey
     (path,) = (tmp_path / "runs").glob("*/checkpoint.pt")
     for part in ("No space left", "last checkpoint", str(path)):
         assert part in err
-    assert "Traceback" not in err
     assert contents(path.parent)["run"]["iteration"] == 2
     whole = script.train(args)
     assert_same(timeless(resumed(script, monkeypatch, path.parent)), timeless(whole))
@@ -420,11 +403,11 @@ def test_evaluation_prints_what_training_ended_with(script, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_signal_ends_the_run_with_a_checkpoint(tmp_path, monkeypatch, name):
-    """SIGTERM, and Ctrl-C that reaches all processes: exit code 130, one line; resume ends it."""
+    """SIGTERM, and Ctrl-C: exit code 130, one line; resume ends it."""
     script, number = importlib.import_module(name), signal.SIGTERM
     flags = {"env_id": "probes:Walk-v0", "checkpoint_every": 1, "num_envs": 2}
     if name == SCRIPTS[1]:
-        number, flags = signal.SIGINT, flags | {"async_envs": True}
+        number = signal.SIGINT
     args = flags_for(script, tmp_path, 100_000, **flags)
     process = start(script, tmp_path, words(args))
     path = await_file(process, tmp_path, "runs/*/checkpoint.pt")
@@ -478,18 +461,6 @@ def test_flags_are_stored_as_given(script, tmp_path, monkeypatch):
     resumed(script, monkeypatch, directory, "--eval-episodes", "2")
     _, stored = script.load_agent(directory)
     assert asdict(stored) == asdict(args) | {"eval_episodes": 2}
-
-
-def test_a_filmed_run_loads_where_moviepy_is_missing(script, tmp_path, monkeypatch):
-    """Its agent plays on; nothing is filmed."""
-    args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0")
-    directory = stopped(script, monkeypatch, args, 1)
-    content = torch.load(directory / "checkpoint.pt", weights_only=True)
-    content["args"]["capture_video"] = True
-    torch.save(content, directory / "checkpoint.pt")
-    for missing in (True, False):
-        monkeypatch.setattr(script, "find_spec", lambda name, m=missing: None if m else name)
-        assert script.load_agent(directory)[1].capture_video is not missing
 
 
 def test_a_run_directory_may_contain_an_equals_sign(script, tmp_path, monkeypatch):

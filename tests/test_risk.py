@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import make_run, prepare, roll, small_args
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -320,43 +319,14 @@ def test_advantages_carry_no_gradient():
     assert not out.requires_grad
 
 
-# ----------------------------------------------------------------------------------- dual variable
-def test_dual_variable_by_hand(script):
-    """Returns 1..20: CVaR_0.1 is 1.5, their std sqrt(399 / 12) = 5.7663."""
-    returns = torch.arange(1.0, 21.0).double()
-    step = 0.5 * (10 - 1.5) / 5.76628
-    assert script.update_dual(0.2, returns, 10.0, 0.1, 0.5) == pytest.approx(0.2 + step, rel=1e-5)
-    down = 0.5 * (0.5 - 1.5) / 5.76628  # met with room to spare: down
-    assert script.update_dual(0.2, returns, 0.5, 0.1, 0.5) == pytest.approx(0.2 + down, rel=1e-5)
-    assert script.update_dual(0.01, returns, 0.5, 0.1, 0.5) == 0.0
-    # alpha 0.125: 2.5 returns, the third in part: (1 + 2 + 1.5) / 2.5 = 1.8
-    assert script.empirical_cvar(returns.flip(0), 0.125) == pytest.approx(1.8)
-
-
-def test_dual_variable_stays_without_a_reason_to_move(script):
-    """Fewer than 20 returns, or no spread (0.1 is where rounding pretends one)."""
-    returns = torch.arange(20.0).double()
-    assert script.update_dual(0.3, returns[1:], 99.0, 0.1, 0.5) == 0.3
-    assert script.update_dual(0.3, returns, 99.0, 0.1, 0.5) > 0.3
-    for value in (0.0, 0.1, -123.4, 1 / 3):
-        for count in (20, 23, 100):
-            same = torch.full((count,), value, dtype=torch.float64)
-            assert script.update_dual(0.3, same, 99.0, 0.1, 0.5) == 0.3
-
-
-def test_dual_path_has_no_units(script):
-    """Rewards and limit times 10: the same path, to rounding; it moves up and down."""
-    paths = []
-    for scale in (1, 10):
-        dual, path, rng = 0.0, [], np.random.default_rng(0)
-        for k in range(40):
-            returns = torch.tensor(scale * (rng.normal(size=60) + k / 10))
-            dual = script.update_dual(dual, returns, scale * 0.5, 0.2, 0.1)
-            path.append(dual)
-        paths.append(path)
-    assert paths[1] == pytest.approx(paths[0], rel=1e-9)
-    assert max(paths[0]) > 0.5
-    assert paths[0][-1] == 0
+# --------------------------------------------------------------------------------- CVaR of a sample
+def test_empirical_cvar_by_hand(script):
+    """Of 1..20. Alpha 0.1: (1 + 2) / 2. Alpha 0.125: 2.5 returns, (1 + 2 + 1.5) / 2.5 = 1.8."""
+    returns = torch.arange(20.0, 0.0, -1.0).double()
+    assert script.empirical_cvar(returns, 0.1) == pytest.approx(1.5)
+    assert script.empirical_cvar(returns, 0.125) == pytest.approx(1.8)
+    assert script.empirical_cvar(returns, 1.0) == pytest.approx(10.5)
+    assert script.empirical_cvar(returns, 0.001) == pytest.approx(1.0)
 
 
 # ------------------------------------------------------------------------------------- whole runs
@@ -372,8 +342,6 @@ def run(script, tmp_path, env: str = "RandomReward", **flags) -> dict[str, float
 def test_weight_0_and_alpha_1_are_the_neutral_run_bit_for_bit(script, tmp_path):
     """And any other weight is not."""
     facts = {"value_target": "sr_lambda", "total_timesteps": 144}
-    metrics = script.train(small_args(script, "RandomReward", run_dir=str(tmp_path), **facts))
-    assert metrics["cvar/lambda"] == metrics["cvar/weight"] == 0  # there is no limit
     neutral = run(script, tmp_path, **facts)
     assert run(script, tmp_path, **facts, cvar_alpha=0.3) == neutral
     assert run(script, tmp_path, **facts, cvar_alpha=1.0, cvar_weight=0.7) == neutral
@@ -384,38 +352,19 @@ def test_the_risk_term_reaches_the_policy_and_not_the_critics(script):
     """One batch: advantages are the mixture of section 8, targets and old values bit-equal."""
     batches, raw = {}, {}
     for weight in (0.0, 0.4, 1.0):
-        one = make_run(script, "Counter", norm_adv=False, value_target="sr_lambda", cvar_alpha=0.3)
+        facts = {"norm_adv": False, "value_target": "sr_lambda", "cvar_alpha": 0.3}
+        one = make_run(script, "Counter", cvar_weight=weight, **facts)
         torch.manual_seed(0)
         roll(one)
         torch.manual_seed(1)
-        batch, _, _ = script.prepare_batch(one.agent, one.rollout, one.carry, one.args, weight)
+        batch, _, metrics = script.prepare_batch(one.agent, one.rollout, one.carry, one.args)
+        assert metrics["cvar/weight"] == weight
         batches[weight], raw[weight] = batch, batch.advantages
     assert_close(raw[0.4], 0.6 * raw[0.0] + 0.4 * raw[1.0], rtol=1e-4, atol=1e-3)
     assert (raw[0.0] - raw[1.0]).abs().max() > 1
     for weight in (0.4, 1.0):
         assert torch.equal(batches[weight].targets, batches[0.0].targets)
         assert torch.equal(batches[weight].old, batches[0.0].old)
-
-
-def test_a_limit_sets_the_weight_through_its_dual_variable(script, tmp_path):
-    """An unreachable limit: lambda rises; each iteration acts with lambda / (1 + lambda)."""
-    args = small_args(
-        script, "RandomReward", run_dir=str(tmp_path), total_timesteps=480, cvar_limit=9.0,
-        cvar_dual_lr=0.3, cvar_alpha=0.2,
-    )  # fmt: skip
-    events = EventAccumulator(script.train(args)["run_dir"], {"scalars": 0}).Reload()
-    dual = [0.0] + [p.value for p in events.Scalars("cvar/lambda")]
-    weight = [p.value for p in events.Scalars("cvar/weight")]
-    assert dual[-1] > 1
-    assert sorted(dual) == dual
-    assert weight == pytest.approx([x / (1 + x) for x in dual[:-1]], rel=1e-5)
-
-
-@pytest.mark.parametrize("flags", [{"cvar_weight": 0.1}, {"cvar_alpha": 1.0}])
-def test_a_limit_excludes_a_weight_and_the_mean(script, flags):
-    """One line that names the flag."""
-    with pytest.raises(script.UsageError, match="--cvar-limit"):
-        script.Args(cvar_limit=1.0, **flags)
 
 
 def test_sr_lambda_trains_on_its_samples(script):
