@@ -76,7 +76,7 @@ WRONG = {
     **dict.fromkeys(("--ent-coef", "--vf-coef", "--min-entropy-penalty"), ("-1", "nan", "inf")),
     **dict.fromkeys(("--twin-reduce", "--activation", "--vf-clip", "--value-target"), ("", "Mean")),
     "--cvar-alpha": ("0", "0.0009", "1.1", "nan"), "--log-std-init": ("-5.1", "2.1", "nan"),
-    "--env-id": ("", "CartPole", "probes:", "probes:Nothing-v0", "nowhere:CartPole-v1", "../x-v0"),
+    "--env-id": ("", "CartPol", "probes:", "probes:Nothing-v0", "nowhere:CartPole-v1", "../x-v0"),
     "--masked-obs": ("-1", "999", "x"), "--num-critics": ("0", "3"), "--norm": ("1",),
     "--resume": ("nowhere",), "--evaluate": ("nowhere",),
 }  # fmt: skip
