@@ -27,6 +27,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace as Batch
@@ -67,7 +68,7 @@ class Args:
 
     exp_name: str = Path(__file__).stem  # name of the experiment, part of the run directory's name
     seed: int = 1  # seed of environments, weights and sampling, integer >= 0
-    torch_deterministic: bool = True  # deterministic GPU kernels (CPU runs always repeat exactly)
+    torch_deterministic: bool = True  # deterministic cuDNN kernels (CPU runs always repeat exactly)
     cuda: bool = False  # run the networks on the GPU; small ones are faster on the CPU
     torch_threads: int = 1  # CPU threads of torch, integer >= 1; 1 is fastest for small networks
     run_dir: str = "runs"  # directory under which the run directory is created
@@ -102,7 +103,7 @@ class Args:
     target_kl: float | None = None  # stop the update ahead of a step at a larger KL, nats, > 0
     num_critics: Literal[1, 2] = 2  # value heads with parameters of their own
     twin_reduce: Literal["min", "mean", "min_quantile"] = "min"  # how two critics give one value
-    norm_returns: bool = True  # critics predict normalised returns; heads are rescaled (PopArt)
+    norm_returns: bool = True  # critics predict normalised returns; with PopArt
     vf_clip_coef: float = 0.2  # range d of value clipping, in normalised returns, > 0
     # lambda_return: its spread and CVaR are too small; sr_lambda: samples, CVaR is the return's
     value_target: Literal["lambda_return", "sr_lambda"] = "lambda_return"
@@ -604,7 +605,7 @@ def make_env(args: Args) -> gym.Env:
             env = gym.wrappers.FlattenObservation(env)
         require(isinstance(env.observation_space, Box), f"{space} cannot be flattened")
     except Exception as error:  # of gymnasium, a missing package, the task itself
-        raise UsageError(f"--env-id {args.env_id}: {error}") from error
+        raise UsageError(f"--env-id {args.env_id}: {str(error) or repr(error)}") from error
     keep = np.ones(env.observation_space.shape, np.float32)
     for index in (*args.masked_obs, *hidden):
         require(0 <= index < len(keep), f"--masked-obs {index}: must be in 0..{len(keep) - 1}")
@@ -782,14 +783,15 @@ def load_agent(path: str | Path) -> tuple[Agent, Args]:
         agent.load_state_dict(saved["agent"])
     except Exception as error:  # torch raises half a dozen kinds
         reason = str(error).split(". ")[0]
-        raise UsageError(f"{path}: cannot be loaded by this script: {reason:.200}") from error
+        raise UsageError(f"{path}: no run or checkpoint of this script: {reason:.200}") from error
     return agent, args
 
 
-def save_checkpoint(run_dir: Path, args: Args, agent: Agent, run: dict[str, Any]) -> None:
+def save_checkpoint(run_dir: Path, args: Args, agent: Agent, run: dict, writer: Any) -> None:
     """Write `checkpoint.pt`: flags, weights and normalisers, and what else an exact resume needs.
     That is `run` and all RNGs, pickled: only --resume opens it. A kill at any instant leaves the
-    previous checkpoint or this one: written beside it, synced, renamed."""
+    previous checkpoint or this one: written beside it, synced, renamed, after all events."""
+    writer.flush()
     run["rngs"] = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
     run["rngs"] += [torch.cuda.get_rng_state_all()] if args.cuda else []
     content = {"args": {**asdict(args), "resume": ""}, "agent": agent.state_dict()}
@@ -818,7 +820,7 @@ def evaluate(agent: Agent, args: Args) -> dict[str, float]:
     mean, std = float(returns.mean()), float(returns.std(correction=0))
     tail = empirical_cvar(returns, args.cvar_alpha)
     line = f"return {mean:.1f} +- {std:.1f}, CVaR_{args.cvar_alpha:g} {tail:.1f}"
-    print(f"evaluation of {len(returns)} episodes: {line}", flush=True)
+    print(f"evaluation of {len(returns)} episodes: {line:<50}", flush=True)  # over the progress
     result = {"eval/return_mean": mean, "eval/return_std": std, "eval/return_cvar": tail}
     return result | {"eval/length_mean": float(lengths.mean())}
 
@@ -844,7 +846,7 @@ def make_run_dir(args: Args) -> Path:
 def train(args: Args) -> dict[str, Any]:
     """Train, save, evaluate. Returns the last value of every logged metric, and `run_dir`.
     What goes wrong is raised with a note that names the last checkpoint, and KeyboardInterrupt once
-    one is written after `STOP`."""
+    one is written after `STOP`. Sets RNGs and torch's options, and from now on EzPickle copies."""
     # EzPickle would build a fresh environment where one is pickled: take it as it stands
     gym.utils.EzPickle.__getstate__ = object.__getstate__
     gym.utils.EzPickle.__setstate__ = lambda env, state: vars(env).update(state)
@@ -877,8 +879,8 @@ def train(args: Args) -> dict[str, Any]:
             elif histograms:
                 writer.add_histogram(tag, value, step)
 
-    lost = "" if run["envs"] or not step else "; its state was not saved: episodes start afresh"
-    print(f"{args.env_id}: logging to {run_dir}{lost}", flush=True)
+    afresh = "" if run["envs"] or step in (0, total) else "; the task's episodes start afresh"
+    print(f"{args.env_id}: logging to {run_dir}{afresh}", flush=True)
     try:
         if run["envs"]:
             envs.envs, carry = pickle.loads(run["envs"]).fn, run["carry"]
@@ -889,7 +891,7 @@ def train(args: Args) -> dict[str, Any]:
             carry = (obs, torch.ones_like(obs[:, 0], dtype=torch.bool), state, state)
         writer = SummaryWriter(str(run_dir), purge_step=step + 1 if args.resume else None)
         terminal, shown, began = sys.stdout.isatty(), time.time(), time.time() - run["seconds"]
-        for iteration in range(step // args.batch_size, args.num_iterations):
+        for iteration in range(step // args.batch_size + 1, args.num_iterations + 1):
             progress, times = step / total, [time.time()]
             lr = linear_schedule(args.learning_rate, 0.0, progress * args.anneal_lr)
             ent_coef = linear_schedule(args.ent_coef, last_ent_coef, progress)
@@ -913,32 +915,32 @@ def train(args: Args) -> dict[str, Any]:
             metrics |= {"charts/learning_rate": lr, "policy/entropy_coef": ent_coef}
             metrics["charts/SPS"] = speed = step / run["seconds"]
             metrics |= zip(("time/rollout", "time/values", "time/update"), np.diff(times))
-            log(metrics, step, histograms=step == total or iteration % 10 == 0)
+            log(metrics, step, histograms=step == total or iteration % 10 == 1)
             if step == total or times[-1] - shown > (0.2 if terminal else 5):
                 shown, now = times[-1], f"  return {np.mean(recent):.1f}" if recent else ""
                 line = f"{step:,} of {total:,} steps ({step / total:.0%})  {speed:,.0f} steps/s  "
                 line += f"{(total - step) / speed:,.0f} s left{now}"
                 print(line, end="   \r" if terminal and step < total else "\n", flush=True)
-            if step == total or (iteration + 1) % (args.eval_every or total) == 0:
+            if step < total and iteration % (args.eval_every or math.inf) == 0:
                 log(evaluate(agent, args), step)
-            if step == total or STOP or (iteration + 1) % (args.checkpoint_every or total) == 0:
-                writer.flush()
-                run |= {"optimizer": optimizer.state_dict(), "carry": carry}
-                try:
-                    run["envs"] = pickle.dumps(gym.vector.utils.CloudpickleWrapper(envs.envs))
-                except Exception:  # each library has its own
-                    run["envs"] = None
-                save_checkpoint(run_dir, args, agent, run)
+            if step == total or STOP or iteration % (args.checkpoint_every or math.inf) == 0:
+                run |= {"optimizer": optimizer.state_dict(), "carry": carry, "envs": None}
+                with suppress(Exception):  # each library raises its own, some when it is loaded
+                    state = pickle.dumps(gym.vector.utils.CloudpickleWrapper(envs.envs))
+                    run["envs"] = pickle.loads(state) and state
+                save_checkpoint(run_dir, args, agent, run, writer)
                 if STOP:
                     raise KeyboardInterrupt(f"stopped after {step:,} steps; --resume {run_dir}")
+        if run.get("evaluated") != total:  # else the run had ended
+            log(evaluate(agent, args), total)
+            save_checkpoint(run_dir, args, agent, run | {"evaluated": total}, writer)
     except Exception as error:
         last = f"last checkpoint: {checkpoint}" if checkpoint.exists() else "no checkpoint yet"
         error.add_note(f"after {run['step']:,} steps; {last}")
         raise
-
-    envs.close()
+    finally:
+        envs.close()
     logged["run_dir"] = str(run_dir)
-    print(f"saved {checkpoint}")
     flags = asdict(args) | {"masked_obs": str(args.masked_obs)}
     for entry in summary.hparams(flags, {"eval/return_mean": 0}):
         writer.file_writer.add_summary(entry)
@@ -949,14 +951,14 @@ def train(args: Args) -> dict[str, Any]:
 def main(argv: list[str]) -> None:
     """Command line. A user's mistake costs one line on stderr and exit code 2; a fault is raised.
     With --resume and --evaluate the flags are those of the run, few of which may change."""
-    free = "total_timesteps resume evaluate eval_episodes eval_every checkpoint_every torch_threads"
+    free = "total_timesteps eval_episodes eval_every checkpoint_every torch_threads resume evaluate"
     try:
         words = [part for word in argv for part in word.split("=", word[:2] == "--")]
         given = dict(itertools.pairwise(words))
-        path = given.get("--resume") or given.get("--evaluate")
-        agent, stored = load_agent(path) if path else (None, Args())
+        path = given.get("--resume", given.get("--evaluate"))
+        agent, stored = (None, Args()) if path is None else load_agent(path)
         args = tyro.cli(Args, args=argv, default=stored)  # flags count together with the run's
-        if path:
+        if agent:
             new = dict(asdict(args).items() - asdict(stored).items()).keys() - free.split()
             message = f"{', '.join(sorted(new))}: not as in {path}; only these may differ: {free}"
             require(not new, message)

@@ -102,7 +102,7 @@ TASKS = {
     ),
 }
 VARIANTS = {"neutral": "", "weight 0.5": "--cvar-weight 0.5", "weight 1": "--cvar-weight 1"}
-FIELDS = (
+FIELDS = (  # dual: of the rows with a limit
     "task", "script", "variant", "seed", "seconds", "mean", "std", "cvar", "sampled_mean",
     "sampled_std", "sampled_cvar", "dual", "risky",
 )  # fmt: skip

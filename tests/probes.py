@@ -143,7 +143,6 @@ class Counter(gym.Env):
 
     observation_space = Box(-np.inf, np.inf, (3,), np.float64)
     action_space = Discrete(3, start=5)
-    created = 0
 
     def __init__(self, lengths=(3, 5, 2), kinds=("truncated", "terminated", "both")):
         self.lengths, self.kinds = lengths, kinds
@@ -253,43 +252,32 @@ class Handlers(Walk):
 
 
 class Adapter(gym.Env):
-    """No wrapper, but the real task stands in `env` all the same."""
+    """Hands on whatever it has not got: it can be pickled, but not be loaded again."""
 
     observation_space, action_space = Walk.observation_space, Walk.action_space
 
     def __init__(self):
-        self.env = Walk()
+        self.inner = Walk()
+
+    def __getattr__(self, name):
+        """Of the task."""
+        return getattr(self.inner, name)
 
     def reset(self, *, seed=None, options=None):
         """Of the task."""
         super().reset(seed=seed)
-        return self.env.reset(seed=seed)
+        return self.inner.reset(seed=seed)
 
     def step(self, action):
         """Of the task."""
-        return self.env.step(action)
+        return self.inner.step(action)
 
 
-class Noise:
-    """A callable that remembers."""
-
-    def __init__(self):
-        self.last = 0.0
-
-    def __call__(self, rng):
-        self.last = 0.9 * self.last + 0.1 * rng.standard_normal()
-        return self.last
-
-
-class Noisy(Walk):
-    """Its reward has noise with a state of its own."""
+class Wordless(Walk):
+    """Cannot be made, and does not say why."""
 
     def __init__(self):
-        self.noise = Noise()
-
-    def pay(self, action):
-        """With noise."""
-        return super().pay(action) + self.noise(self.np_random)
+        raise NotImplementedError
 
 
 class Faulty(Probe):
@@ -373,7 +361,7 @@ ACTIONS = {
 }
 SIMPLE = (ConstantReward, ObservationValue, Discounting, ActionReward, ActionAndObservation)
 gym.register("Endless-v0", TimeLimit)
-WALKS = (Walk, Locked, Simulated, Handlers, Adapter, Noisy)
+WALKS = (Walk, Locked, Simulated, Handlers, Adapter, Wordless)
 FAULTS = ("observation", "reward", "error", "reset", "opening", "construction")
 for fault in (*FAULTS, "evaluation"):
     gym.register(f"Faulty{fault.title()}-v0", Faulty, kwargs={"fault": fault})

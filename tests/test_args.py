@@ -190,6 +190,8 @@ BAD_MORE = [
     ("--env-id :CartPole-v1", "env-id", ":CartPole-v1"),
     ("--env-id a,b", "env-id", "a,b"),
     ("--env-id probes:FaultyConstruction-v0", "FaultyConstruction", "the simulator broke"),
+    ("--env-id probes:Wordless-v0", "Wordless", "NotImplementedError"),
+    ("--resume=", "no run or checkpoint", "No such file"),
     ("--resume no/such/run", "no/such/run", "No such file"),
     ("--evaluate no/such/checkpoint.pt", "no/such/checkpoint.pt", "No such file"),
     ("--no-such-flag", "no-such-flag", "help"),

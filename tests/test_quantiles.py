@@ -147,15 +147,6 @@ def test_quantile_huber_loss_of_large_returns_keeps_its_digits(kappa):
     torch.testing.assert_close(far, near, rtol=0, atol=1e-6)
 
 
-def test_pinball_loss_of_transposed_quantiles_warns_of_nothing(recwarn):
-    """Critics' outputs may be transposed views; torch would warn of a copy on a user's terminal."""
-    always = torch.is_warn_always_enabled()
-    torch.set_warn_always(True)
-    script.quantile_huber_loss(torch.rand(5, 4).T, torch.rand(4, 3), torch.rand(5), 0.0)
-    torch.set_warn_always(always)
-    assert not recwarn.list
-
-
 @pytest.mark.parametrize("kappa", [0.0, 0.3])
 def test_losses_of_the_rows_do_not_mix(kappa):
     """A permuted batch has permuted losses, and rows appended behind leave the others bit-equal."""

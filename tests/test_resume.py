@@ -29,8 +29,6 @@ TASKS = {
     "sr_lambda": {"env_id": "CartPole-v1", "value_target": "sr_lambda", "num_steps": 24},
     "simulator": {"env_id": "probes:Simulated-v0"},
     "handlers": {"env_id": "probes:Handlers-v0"},
-    "adapter": {"env_id": "probes:Adapter-v0"},
-    "callable": {"env_id": "probes:Noisy-v0"},
     "weight": {"env_id": "probes:Walk-v0", "cvar_weight": 0.4, "vf_clip": "mean_only"},
 }
 AFRESH = "episodes start afresh"
@@ -166,14 +164,17 @@ def test_a_run_may_be_stopped_after_every_iteration(script, tmp_path, monkeypatc
     directory = stopped(script, monkeypatch, args, 1)
     for _ in range(3):
         assert stopped(script, monkeypatch, replace(args, resume=str(directory)), 1) == directory
-    last = resumed(script, monkeypatch, directory)  # nothing is left but the evaluation
+    last = resumed(script, monkeypatch, directory)
     assert_same(timeless(last), timeless(whole))
     assert_same(contents(directory)["agent"], contents(whole["run_dir"])["agent"])
 
 
-def test_a_state_that_cannot_be_saved_is_said_to_be_lost(script, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("env", ["Locked", "Adapter"])
+def test_a_state_that_cannot_be_saved_is_said_to_be_lost(
+    script, tmp_path, monkeypatch, capsys, env
+):
     """One line; all episodes open at the resumed step, none a second time; the run ends well."""
-    args = flags_for(script, tmp_path, 4, env_id="probes:Locked-v0")
+    args = flags_for(script, tmp_path, 4, env_id=f"probes:{env}-v0")
     directory = stopped(script, monkeypatch, args, 2)
     capsys.readouterr()
     seen, collect = [], script.collect_rollout
@@ -192,6 +193,18 @@ def test_a_state_that_cannot_be_saved_is_said_to_be_lost(script, tmp_path, monke
     assert seen[0][-1][0] == args.seed + 2 * args.batch_size
     assert contents(directory)["run"]["iteration"] == 4
     assert np.isfinite(metrics["eval/return_mean"])
+    resumed(script, monkeypatch, directory)  # there is nothing left to open
+    assert AFRESH not in capsys.readouterr().out
+
+
+def test_processes_resume_afresh(script, tmp_path, monkeypatch, capsys):
+    """With another vector environment in `make_envs`, as the README says."""
+    monkeypatch.setattr(script.gym.vector, "SyncVectorEnv", script.gym.vector.AsyncVectorEnv)
+    args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0")
+    directory = stopped(script, monkeypatch, args, 1)
+    resumed(script, monkeypatch, directory)
+    assert AFRESH in capsys.readouterr().out
+    assert contents(directory)["run"]["iteration"] == 2
 
 
 @pytest.mark.parametrize("lost", [0, 1])

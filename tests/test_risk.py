@@ -1,4 +1,4 @@
-"""Return distributions that are true, and policies that use them: targets, advantages, dual."""
+"""Return distributions that are true, and policies that use them: targets, advantages."""
 
 import itertools
 import math
