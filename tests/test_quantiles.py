@@ -147,6 +147,14 @@ def test_quantile_huber_loss_of_large_returns_keeps_its_digits(kappa):
     torch.testing.assert_close(far, near, rtol=0, atol=1e-6)
 
 
+def test_pinball_gradient_of_huge_errors_is_finite():
+    """Kappa 0, u = 1e6 and -1e6: d loss / d q_i = -tau_i and 1 - tau_i, over K = 2."""
+    taus, quantiles = torch.tensor([0.25, 0.75]), torch.zeros(2, 2, requires_grad=True)
+    script.quantile_huber_loss(quantiles, torch.tensor([[1e6], [-1e6]]), taus, 0.0).sum().backward()
+    expected = torch.tensor([[-0.125, -0.375], [0.375, 0.125]])
+    torch.testing.assert_close(quantiles.grad, expected)
+
+
 @pytest.mark.parametrize("kappa", [0.0, 0.3])
 def test_losses_of_the_rows_do_not_mix(kappa):
     """A permuted batch has permuted losses, and rows appended behind leave the others bit-equal."""
