@@ -102,7 +102,7 @@ class Args:
     target_kl: float | None = None  # stop the update ahead of a step at a larger KL, nats, > 0
     num_critics: Literal[1, 2] = 2  # value heads with parameters of their own
     twin_reduce: Literal["min", "mean", "min_quantile"] = "min"  # how two critics give one value
-    norm_returns: bool = True  # critics predict normalised returns; with PopArt
+    norm_returns: bool = True  # critics predict normalised returns (PopArt)
     vf_clip_coef: float = 0.2  # range d of value clipping, in normalised returns, > 0
     # lambda_return: its spread and CVaR are too small; sr_lambda: samples, CVaR is the return's
     value_target: Literal["lambda_return", "sr_lambda"] = "lambda_return"
