@@ -159,8 +159,13 @@ def test_the_value_pass_equals_single_steps(script, env, seq_len):
 def test_advantages_and_targets_follow_from_the_values(script, norm_adv):
     """The whole chain in NumPy: decode with the old statistics, GAE, encode with the new."""
     run = make_run(script, "Counter", norm_adv=norm_adv, gamma=0.9, gae_lambda=0.8)
+    one, two = run.agent.critic.heads
+    two.load_state_dict(one.state_dict())
+    with torch.no_grad():  # now the one critic is smaller, now the other
+        two[0].weight[::2].neg_()
     prepare(run)
     before = run.carry
+    run.agent.dist.moments.mean += 1200  # to where the returns are: some are below their quantile
     mean, std = float(run.agent.dist.moments.mean), float(run.agent.dist.moments.std)
     rollout = roll(run)
     see = run.agent.normalize_obs
@@ -186,10 +191,11 @@ def test_advantages_and_targets_follow_from_the_values(script, norm_adv):
     gap = abs(twins[0] - twins[1]).numpy()
     assert float(metrics["twin/abs_difference"]) == pytest.approx(gap.mean(), rel=1e-3)
     share = (twins[0] <= twins[1]).double().numpy().mean()
+    assert 0 < share < 1
     assert float(metrics["twin/critic1_is_min"]) == pytest.approx(share)
 
     rewards = rollout.rewards.double().numpy()
-    advantages = np.zeros((12, 4))
+    advantages, realised = np.zeros((12, 4)), np.zeros((12, 4))
     for n in range(4):
         last = 0.0
         for t in reversed(range(12)):
@@ -197,6 +203,8 @@ def test_advantages_and_targets_follow_from_the_values(script, norm_adv):
             delta = rewards[t, n] + (0 if dead else 0.9 * next_values[t, n]) - values[t, n]
             last = delta + (0 if dead or over else 0.9 * 0.8 * last)
             advantages[t, n] = last
+            later = next_values[t, n] if over or t == 11 else realised[min(t + 1, 11), n]
+            realised[t, n] = rewards[t, n] + (0 if dead else 0.9 * later)
     returns = advantages + values
     expected = (advantages - advantages.mean()) / advantages.std() if norm_adv else advantages
     got = batch.advantages.reshape(12, 4).double().numpy()
@@ -206,6 +214,11 @@ def test_advantages_and_targets_follow_from_the_values(script, norm_adv):
     assert float(metrics["adv/abs_max"]) == pytest.approx(abs(expected).max(), rel=1e-3)
     assert float(metrics["value/bias"]) == pytest.approx((values - returns).mean(), rel=1e-3)
     assert float(metrics["value/std_target"]) == pytest.approx(returns.std(), rel=1e-3)
+    got = metrics["value/realised_returns"].reshape(12, 4)
+    np.testing.assert_allclose(got, realised, rtol=1e-4, atol=1e-3)
+    below = realised < facts["var"].double().numpy() * std + mean
+    assert 0 < below.sum() < 48
+    assert float(metrics["cvar/coverage"]) == pytest.approx(below.mean())
     variance = 1 - (returns - values).var() / returns.var()
     assert float(metrics["losses/explained_variance"]) == pytest.approx(variance, abs=1e-3)
     assert float(metrics["data/truncated_fraction"]) == pytest.approx(2 / 12, abs=0.1)
