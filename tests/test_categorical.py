@@ -278,6 +278,8 @@ def test_description_by_hand():
     expected = {k: 2 * x + (0 if k == "std" else 10) for k, x in expected.items()}
     assert {k: float(v) for k, v in facts.items()} == pytest.approx(expected, abs=1e-4)
     assert float(dist.mean(probs.log())) == pytest.approx(12.2)
+    many = dist.describe(probs.log().expand(3, 2, -1))  # (T, N, K)
+    assert all(torch.equal(many[k], x.reshape(1, 1).expand(3, 2)) for k, x in facts.items())
 
 
 def test_share_outside_of_the_support():
@@ -288,6 +290,9 @@ def test_share_outside_of_the_support():
     assert float(metrics["value/outside_support"]) == 0.5
     samples, weights = torch.tensor([[-1.5, 2.0, 9.0]]), torch.tensor([[0.25, 0.7, 0.05]])
     _, metrics = dist.encode_targets(outputs, samples, weights)
+    assert float(metrics["value/outside_support"]) == pytest.approx(0.3)
+    many = (samples.expand(4, 2, 3), weights.expand(4, 2, 3))  # (T, N, J)
+    _, metrics = dist.encode_targets(outputs, *many)
     assert float(metrics["value/outside_support"]) == pytest.approx(0.3)
     dist.moments.mean.fill_(9.0)  # -10.5, -7, 0: only the last is inside
     _, metrics = dist.encode_targets(outputs, samples, weights)
