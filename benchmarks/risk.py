@@ -232,7 +232,7 @@ def report() -> None:
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), constrained_layout=True)
     panels = dict(zip(("road", "cliff"), axes))
     place = {name: i for i, name in enumerate((*TASKS, CATEGORICAL, LSTM, *VARIANTS))}
-    order = sorted(groups, key=lambda cell: [place.get(part, 99) for part in cell])
+    order = sorted(groups, key=lambda cell: [(place.get(part, 99), part) for part in cell])
     for task, script, variant in order:
         rows = groups[task, script, variant]
         keys = ("mean", "cvar", "sampled_mean", "sampled_cvar")
