@@ -328,9 +328,10 @@ def interval(scores: np.ndarray) -> np.ndarray:
     return np.percentile([iqm(draw) for draw in draws], [2.5, 97.5])
 
 
-def first_step(path: Path, threshold: float | None) -> float:
-    """Step at which the mean of the last 20 training episodes reaches the threshold."""
-    steps, returns = np.loadtxt(path, delimiter=",", skiprows=1, ndmin=2).T
+def first_step(points: np.ndarray, threshold: float | None) -> float:
+    """Step at which the mean of the last 20 training episodes, (step, return), reaches the
+    threshold."""
+    steps, returns = points.T
     if threshold is None or len(returns) < 20:
         return np.inf
     means = np.convolve(returns, np.ones(20) / 20, "valid")
@@ -370,7 +371,8 @@ def table(cells: list[tuple]) -> list[str]:
         scores = np.array([r["result"]["eval/return_mean"] for r in runs])
         low, high = interval(scores)
         spread = f"{iqm(scores):.1f} ({low:.1f} to {high:.1f})" if len(runs) > 4 else "-"
-        needed = [first_step(path, THRESHOLDS.get(name)) for path in where.glob("seed*.csv")]
+        curves = [np.loadtxt(p, delimiter=",", skiprows=1, ndmin=2) for p in where.glob("seed*.csv")]
+        needed = [first_step(points, THRESHOLDS.get(name)) for points in curves]
         reached = f"{np.median(needed):,.0f}" if np.isfinite(np.median(needed)) else "not reached"
         reached = reached if name in THRESHOLDS else "-"
         row = (script, name, variant, f"{runs[0]['args']['total_timesteps']:,}", len(runs))

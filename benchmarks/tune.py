@@ -21,12 +21,13 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from learning import THRESHOLDS
+from learning import THRESHOLDS, first_step
 
 HERE = Path(__file__).resolve().parent
 PATH = HERE / "results" / "tuning.csv"
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 FIELDS = ("script", "task", "flags", "seed", "return_mean", "return_std", "evaluations")
+FIELDS += ("steps_to_threshold",)  # of the training returns; empty in early rows
 
 
 def run_one(script: str, task: str, flags: list[str], seed: int) -> dict[str, object]:
@@ -40,8 +41,11 @@ def run_one(script: str, task: str, flags: list[str], seed: int) -> dict[str, ob
         events = EventAccumulator(metrics["run_dir"], {"scalars": 0})
         events.Reload()
         scores = [f"{x.step}:{x.value:.1f}" for x in events.Scalars("eval/return_mean")]
+        curve = [(x.step, x.value) for x in events.Scalars("charts/episodic_return")]
+    needed = first_step(np.array(curve), THRESHOLDS.get(task))
     final = {key: round(metrics[f"eval/{key}"], 4) for key in ("return_mean", "return_std")}
-    return {"seed": seed, **final, "evaluations": " ".join(scores) if len(scores) > 1 else ""}
+    scores = " ".join(scores) if len(scores) > 1 else ""
+    return {"seed": seed, **final, "evaluations": scores, "steps_to_threshold": needed}
 
 
 def report(task: str) -> None:
