@@ -371,7 +371,8 @@ def table(cells: list[tuple]) -> list[str]:
         scores = np.array([r["result"]["eval/return_mean"] for r in runs])
         low, high = interval(scores)
         spread = f"{iqm(scores):.1f} ({low:.1f} to {high:.1f})" if len(runs) > 4 else "-"
-        curves = [np.loadtxt(p, delimiter=",", skiprows=1, ndmin=2) for p in where.glob("seed*.csv")]
+        files = where.glob("seed*.csv")
+        curves = [np.loadtxt(file, delimiter=",", skiprows=1, ndmin=2) for file in files]
         needed = [first_step(points, THRESHOLDS.get(name)) for points in curves]
         reached = f"{np.median(needed):,.0f}" if np.isfinite(np.median(needed)) else "not reached"
         reached = reached if name in THRESHOLDS else "-"
