@@ -15,7 +15,7 @@ actor and critic), SB3's PPO and, given the path of ppo_continuous_action.py in 
 environments stepped with random actions, resets as often as in the run; the actor's forward pass
 for every step, the critics' once; forward and backward of bare layers for every minibatch. Losses,
 optimizer, advantages and metrics are not in it. Peak memory is the largest resident set of the
-process, imports included.
+process, imports included. "kept" is ours with glibc told to keep freed memory (KEEP below).
 
 Raw rows are appended to results/speed.csv; the next call measures what is missing for the scripts'
 last commit ("+": changed since then), and tables show each cell's newest commit.
@@ -52,7 +52,8 @@ HERE = Path(__file__).resolve().parent
 LSTM, CATEGORICAL = "distributional_ppo_lstm", "distributional_ppo_categorical"
 SECONDS = 4  # between the two lengths of a run, about
 # seconds of a measurement on idle cores
-ESTIMATE = {"ours": 11, "sb3": 12, "cleanrl": 15, "floor": 6, "pass": 6}
+ESTIMATE = {"ours": 11, "kept": 11, "sb3": 12, "cleanrl": 15, "floor": 6, "pass": 6}
+KEEP = {"MALLOC_MMAP_THRESHOLD_": "1000000000", "MALLOC_TRIM_THRESHOLD_": "1000000000"}
 PACKAGES = ("torch", "gymnasium", "mujoco", "stable-baselines3", "sb3-contrib")
 COLUMNS = (  # value: steps per second, or milliseconds for pass-*; parts: milliseconds
     "cell program threads repeat value short_steps short_s long_steps long_s steps_per_reset "
@@ -266,7 +267,7 @@ def child(program: str, cell: str, threads: int, steps: int, what: str) -> None:
     resets, reset, began = [], CartPoleEnv.reset, time.perf_counter()
     CartPoleEnv.reset = lambda self, **options: resets.append(1) or reset(self, **options)
     script = what if program == "cleanrl" else name
-    {"ours": ours, "sb3": sb3, "cleanrl": cleanrl}[program](script, flags, steps)
+    {"ours": ours, "kept": ours, "sb3": sb3, "cleanrl": cleanrl}[program](script, flags, steps)
     row = {"inside": time.perf_counter() - began}
     row["steps_per_reset"] = steps / len(resets) if resets else 1000  # HalfCheetah: always
     row["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -278,7 +279,9 @@ def start(program: str, cell: str, threads: int, steps: int = 0, what: str = "")
     """Run `child` in a process; its result, with the wall time `outside` of the process."""
     job = json.dumps((program, cell, threads, steps, what))
     command = [sys.executable, str(HERE / Path(__file__).name), "--child", job]
-    options = {"env": {**os.environ, "OMP_NUM_THREADS": str(threads)}, "text": True}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    environment |= KEEP if program == "kept" else {}
+    options = {"env": environment, "text": True}
     options["cwd"] = tempfile.gettempdir()  # MuJoCo leaves a log where it runs
     began = time.perf_counter()
     done = subprocess.run(command, capture_output=True, **options)
@@ -345,6 +348,7 @@ def measure_missing(
     done = {tuple(row[k] for k in key) for row in rows}
     for number, repeat, cell in itertools.product(threads, range(repeats), cells):
         programs = ("ours", "sb3", "floor") if cell in GRID else ("ours",)
+        programs += ("kept",) if cell.startswith("growth-num_envs") else ()
         programs += ("cleanrl",) if peer and cell.startswith("cheetah") else ()
         for program in ("pass",) if cell in PASSES else programs:
             if (str(number), str(repeat), cell, program, same["commit"]) not in done:
@@ -413,14 +417,16 @@ def growth_lines(axis: str, picked: dict[str, dict[str, list[dict]]]) -> list[tu
     """Exponents: log of time per iteration over log of size, since the last line and the first."""
     lines, x, y = [], [], []
     for size in AXES[axis]:
-        flags, rows = GROWTH[f"growth-{axis}-{size}"][1], picked[f"growth-{axis}-{size}"]["ours"]
-        if rows:
+        flags, programs = GROWTH[f"growth-{axis}-{size}"][1], picked[f"growth-{axis}-{size}"]
+        if rows := programs["ours"]:
             seconds = flags["num_envs"] * flags["num_steps"] / middle(rows)
             x, y = [*x, math.log(size)], [*y, math.log(seconds)]
             bases = (-2, 0) if len(x) > 1 else ()
             slopes = [f"{(y[-1] - y[i]) / (x[-1] - x[i]):.2f}" for i in bases] or ["", ""]
             line = (axis, size, f"{middle(rows):,.0f}", f"{seconds:.3f}", *slopes)
-            lines.append((*line, f"{middle(rows, 'peak_mb'):.0f}", len(rows)))
+            line += (f"{middle(rows, 'peak_mb'):.0f}", len(rows))
+            kept = programs["kept"]
+            lines.append((*line, f"{middle(kept):,.0f}" if kept else ""))
     return lines
 
 
@@ -445,7 +451,7 @@ def report(path: Path) -> None:
         lines = [(c, *both[c], compare(r, "cleanrl"), len(r["ours"])) for c, r in found.items()]
         text += table(head, lines)
         head = "axis | size | steps/s | seconds per iteration | exponent since the line above | "
-        head += "since the first | peak MB | repeats"
+        head += "since the first | peak MB | repeats | memory kept: steps/s"
         text += table(head, [line for axis in AXES for line in growth_lines(axis, picked)])
         head = "LSTM pass: columns | `unroll_lstm`, episodes of 60: ms | step loop | "
         head += "`unroll_lstm`, no end: ms | step loop | repeats"
