@@ -231,8 +231,10 @@ def test_observations_become_flat_vectors(script):
 
 
 def test_the_loop_stops_early_and_says_so(script, tmp_path):
-    """A tiny KL limit ends every update after one step."""
-    metrics, _ = run(script, tmp_path, "VectorDiscrete", target_kl=1e-9)
+    """A limit far below the KL of a large step, far above rounding, ends updates after one step."""
+    flags = {"target_kl": 1e-5, "learning_rate": 0.1, "anneal_lr": False}
+    metrics, _ = run(script, tmp_path, "VectorDiscrete", **flags)
+    assert metrics["policy/kl_max"] > 1e-4
     assert metrics["policy/stopped_early"] == 1
     assert metrics["policy/epochs_done"] == 0.5
 
