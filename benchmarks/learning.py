@@ -106,6 +106,7 @@ GRID = [
     (LSTM, "popgym:popgym-RepeatPreviousEasy-v0", "long", "--total-timesteps 500000", range(1, 6)),
     (LSTM, "envs:MiniGrid-MemoryS7-Image-v0", "default", "--total-timesteps 500000", range(1, 6)),
     (CATEGORICAL, "CartPole-v1", "default", "", range(1, 11)),
+    (CATEGORICAL, "CartPole-v1", "again", "", range(1, 11)),
     (CATEGORICAL, "Pendulum-v1", "default", PENDULUM + FLOOR, range(1, 6)),
     (CATEGORICAL, "Acrobot-v1", "default", ACROBOT, range(1, 6)),
     (CATEGORICAL, "LunarLander-v3", "default", LUNAR, range(1, 6)),
