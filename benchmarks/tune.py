@@ -26,8 +26,10 @@ from learning import THRESHOLDS, first_step
 HERE = Path(__file__).resolve().parent
 PATH = HERE / "results" / "tuning.csv"
 sys.path[:0] = [str(HERE.parent), str(HERE)]
-FIELDS = ("script", "task", "flags", "seed", "return_mean", "return_std", "evaluations")
-FIELDS += ("steps_to_threshold",)  # of the training returns; empty in early rows
+FIELDS = (  # steps_to_threshold: of the training returns; empty in early rows and without threshold
+    "script", "task", "flags", "seed", "return_mean", "return_std", "evaluations",
+    "steps_to_threshold",
+)  # fmt: skip
 
 
 def run_one(script: str, task: str, flags: list[str], seed: int) -> dict[str, object]:
@@ -42,21 +44,21 @@ def run_one(script: str, task: str, flags: list[str], seed: int) -> dict[str, ob
         events.Reload()
         scores = [f"{x.step}:{x.value:.1f}" for x in events.Scalars("eval/return_mean")]
         curve = [(x.step, x.value) for x in events.Scalars("charts/episodic_return")]
-    needed = first_step(np.array(curve), THRESHOLDS.get(task))
+    needed = first_step(np.array(curve), THRESHOLDS[task]) if task in THRESHOLDS else ""
     final = {key: round(metrics[f"eval/{key}"], 4) for key in ("return_mean", "return_std")}
     scores = " ".join(scores) if len(scores) > 1 else ""
     return {"seed": seed, **final, "evaluations": scores, "steps_to_threshold": needed}
 
 
 def report(task: str) -> None:
-    """Print seeds, final evaluations, those at the threshold, and the mean of all evaluations in
-    the last three quarters of the runs, for every setting tried on a task."""
+    """Print seeds, final evaluations, those at the threshold, the mean of all evaluations in the
+    last three quarters of the runs and the median steps to the threshold, for every setting."""
     settings: dict[tuple[str, str], list[dict[str, str]]] = {}
     with PATH.open() as file:
         for row in csv.DictReader(file):
             if row["task"] == task:
                 settings.setdefault((row["script"], row["flags"]), []).append(row)
-    print("| script | flags | seeds | mean | worst | reached | later |\n|" + "---|" * 7)
+    print("| script | flags | seeds | mean | worst | reached | later | steps |\n|" + "---|" * 8)
     for (script, flags), rows in sorted(settings.items()):
         final, later = np.array([float(row["return_mean"]) for row in rows]), []
         for row in rows:
@@ -65,7 +67,9 @@ def report(task: str) -> None:
         reached = sum(final >= THRESHOLDS[task]) if task in THRESHOLDS else "-"
         figures = (len(rows), f"{final.mean():.1f}", f"{final.min():.1f}", reached)
         mean = f"{np.mean(later):.1f}" if later else "-"
-        print("|", " | ".join(map(str, (script, flags or "none", *figures, mean))), "|")
+        needed = [float(row["steps_to_threshold"] or "nan") for row in rows]
+        steps = f"{np.nanmedian(needed):.0f}" if not np.isnan(needed).all() else "-"
+        print("|", " | ".join(map(str, (script, flags or "none", *figures, mean, steps))), "|")
 
 
 def main() -> None:
