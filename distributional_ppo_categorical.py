@@ -17,7 +17,6 @@ Shapes: T steps, N environments, B rows of a minibatch, D observation, K atoms, 
 C critics, H width of the state (0), L steps of a training sequence (1), M sequences of a rollout.
 Rewards, values and returns are in the task's units; critics see and predict them normalised."""
 
-import itertools
 import json
 import math
 import os
@@ -38,9 +37,8 @@ import numpy as np
 import torch
 import tyro
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.distributions import Categorical, Distribution, Independent, Normal, kl_divergence
-from torch.optim import Adam
 from torch.utils.tensorboard import SummaryWriter, summary
 
 VELOCITIES = {  # entries that are zero in the velocity-free tasks of rl-baselines3-zoo
@@ -184,10 +182,9 @@ def normalize_advantages(advantages: Tensor, eps: float = 1e-8) -> Tensor:
 
 def explained_variance(predictions: Tensor, targets: Tensor) -> Tensor:
     """1 - Var(targets - predictions) / Var(targets), a scalar; 0 where the targets do not vary."""
-    variance = targets.var(correction=0)
-    if variance == 0 or targets.max() == targets.min():
-        return targets.new_zeros(())
-    return 1 - (targets - predictions).var(correction=0) / variance
+    variance, residual = targets.var(correction=0), (targets - predictions).var(correction=0)
+    varies = (variance > 0) & (targets.max() > targets.min())
+    return torch.where(varies, 1 - residual / variance, 0)
 
 
 def clipped_policy_loss(log_ratio: Tensor, advantages: Tensor, clip_coef: float) -> Tensors:
@@ -706,11 +703,10 @@ def prepare_batch(agent: Agent, rollout: Batch, carry: Tensors, args: Args) -> t
         "norm/return_mean": dist.moments.mean, "norm/return_std": dist.moments.std,
         "norm/value_shift": (dist.mean(outputs) - twins).abs().mean(), **extra,
     }  # fmt: skip
-    policy = agent.actions.distribution(rollout.params)
     batch = {
-        "obs": seen.obs, "episode_start": rollout.episode_start, "actions": rollout.actions,
-        "params": rollout.params, "log_probs": policy.log_prob(rollout.actions),
-        "targets": encoded, "old": old.movedim(0, 2), "advantages": advantages,
+        "obs": seen.obs, "actions": rollout.actions, "targets": encoded, "advantages": advantages,
+        "episode_start": rollout.episode_start, "params": rollout.params, "old": old.movedim(0, 2),
+        "log_probs": agent.actions.distribution(rollout.params).log_prob(rollout.actions),
     }  # fmt: skip
     batch = {key: x.unflatten(0, (-1, args.chunk_len)) for key, x in batch.items()}
     batch |= {"actor_state": rollout.actor_state, "critic_state": critic_states}  # (chunks, 2, ...)
@@ -718,7 +714,7 @@ def prepare_batch(agent: Agent, rollout: Batch, carry: Tensors, args: Args) -> t
     return batch, (*carry[:-1], critic_state), metrics
 
 
-def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, ent_coef: float) -> dict:
+def update(agent: Agent, optimizer: optim.Adam, batch: Batch, args: Args, ent_coef: float) -> dict:
     """Train on one rollout for `update_epochs` epochs, fewer where the policy moves too far.
     A minibatch is a random part of the training sequences, each one environment's unbroken stretch
     of steps. Its exact KL(old || new) is tested ahead of its step; the first one larger than
@@ -856,7 +852,7 @@ def train(args: Args) -> dict[str, Any]:
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(args.seed)
     agent = load_agent(args.resume)[0] if args.resume else Agent(args)
-    optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
+    optimizer = optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
     run_dir = Path(args.resume) if args.resume else make_run_dir(args)
     envs = make_envs(args, args.num_envs)
     total, checkpoint = args.num_iterations * args.batch_size, run_dir / "checkpoint.pt"
@@ -885,8 +881,7 @@ def train(args: Args) -> dict[str, Any]:
         if run["envs"]:
             envs.envs, carry = pickle.loads(run["envs"]).fn, run["carry"]
         else:
-            first, _ = envs.reset(seed=args.seed + step)
-            obs = torch.as_tensor(first.copy(), device=agent.dist.support.device)
+            obs = torch.tensor(envs.reset(seed=args.seed + step)[0]).to(agent.dist.support)
             state = agent.initial_state(args.num_envs)
             carry = (obs, torch.ones_like(obs[:, 0], dtype=torch.bool), state, state)
         writer = SummaryWriter(str(run_dir), purge_step=step + 1 if args.resume else None)
@@ -954,7 +949,7 @@ def main(argv: list[str]) -> None:
     free = "total_timesteps eval_episodes eval_every checkpoint_every torch_threads resume evaluate"
     try:
         words = [part for word in argv for part in word.split("=", word[:2] == "--")]
-        given = dict(itertools.pairwise(words))
+        given = dict(zip(words, [*words[1:], None]))
         path = given.get("--resume", given.get("--evaluate"))
         agent, stored = (None, Args()) if path is None else load_agent(path)
         args = tyro.cli(Args, args=argv, default=stored)  # flags count together with the run's

@@ -14,7 +14,6 @@ Shapes: T steps, N environments, B rows, D observation, K quantiles, J target sa
 H LSTM width, M sequences of L steps. Rewards, values and returns are in the task's units; critics
 see and predict them normalised."""
 
-import itertools
 import json
 import math
 import os
@@ -35,9 +34,8 @@ import numpy as np
 import torch
 import tyro
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.distributions import Categorical, Distribution, Independent, Normal, kl_divergence
-from torch.optim import Adam
 from torch.utils.tensorboard import SummaryWriter, summary
 
 VELOCITIES = {  # entries that are zero in the velocity-free tasks of rl-baselines3-zoo
@@ -182,10 +180,9 @@ def normalize_advantages(advantages: Tensor, eps: float = 1e-8) -> Tensor:
 
 def explained_variance(predictions: Tensor, targets: Tensor) -> Tensor:
     """1 - Var(targets - predictions) / Var(targets), a scalar; 0 where the targets do not vary."""
-    variance = targets.var(correction=0)
-    if variance == 0 or targets.max() == targets.min():
-        return targets.new_zeros(())
-    return 1 - (targets - predictions).var(correction=0) / variance
+    variance, residual = targets.var(correction=0), (targets - predictions).var(correction=0)
+    varies = (variance > 0) & (targets.max() > targets.min())
+    return torch.where(varies, 1 - residual / variance, 0)
 
 
 def clipped_policy_loss(log_ratio: Tensor, advantages: Tensor, clip_coef: float) -> Tensors:
@@ -273,8 +270,15 @@ def quantile_huber_loss(quantiles: Tensor, targets: Tensor, taus: Tensor, kappa:
     quantiles (B, K), targets (B, J), taus (K,). Divided by kappa as in IQN, so that it meets the
     pinball loss as kappa -> 0; mean over i where QR-DQN sums. No gradient through the indicator.
     Source: Dabney et al. 2018a, eq. 8 to 10; 2018b, eq. 3."""
+    if kappa == 0:  # mean_j (tau u + max(-u, 0)) from prefix sums of sorted x_j: no (B, K, J)
+        center = targets.mean(-1, keepdim=True)  # or large returns would round in the sums
+        q = quantiles - center
+        x = (targets - center).sort(-1).values.expand(*q.shape[:-1], -1).contiguous()
+        below = torch.searchsorted(x, q.detach().contiguous())  # samples with u < 0, (B, K)
+        sums = nn.functional.pad(x.cumsum(-1), (1, 0)).gather(-1, below)
+        return ((below * q - sums) / x.shape[-1] + taus * (x.mean(-1, True) - q)).mean(-1)
     u = targets[..., None, :] - quantiles[..., None]  # (B, K, J)
-    size = torch.where(u.abs() < kappa, 0.5 * u.square() / max(kappa, 1e-30), u.abs() - 0.5 * kappa)
+    size = torch.where(u.abs() < kappa, 0.5 * u.square() / kappa, u.abs() - 0.5 * kappa)
     return ((taus[:, None] - (u < 0).to(u.dtype)).abs() * size).mean((-2, -1))
 
 
@@ -335,8 +339,7 @@ def value_at_risk(quantiles: Tensor, alpha: float) -> Tensor:
     ordered, num_quantiles = quantiles.sort(-1).values, quantiles.shape[-1]
     position = alpha * num_quantiles - 0.5  # in steps of the quantile index
     left = max(min(math.floor(position), num_quantiles - 2), 0)
-    right = min(left + 1, num_quantiles - 1)
-    return ordered[..., left] + (position - left) * (ordered[..., right] - ordered[..., left])
+    return ordered[..., left].lerp(ordered[..., min(left + 1, num_quantiles - 1)], position - left)
 
 
 def sr_lambda_targets(rewards: Tensor, next_quantiles: Tensor, terminated: Tensor,
@@ -351,10 +354,9 @@ def sr_lambda_targets(rewards: Tensor, next_quantiles: Tensor, terminated: Tenso
     draws = torch.rand(next_quantiles.shape, generator=generator, device=rewards.device)
     replace = (draws >= gae_lambda) | (terminated | truncated)[..., None]
     alive = gamma * (~terminated).to(rewards.dtype)[..., None]
-    targets, later = torch.empty_like(next_quantiles), next_quantiles[-1]
+    targets, x = torch.empty_like(next_quantiles), next_quantiles[-1]
     for t in reversed(range(len(rewards))):
-        tail = torch.where(replace[t], next_quantiles[t], later)
-        later = targets[t] = rewards[t, :, None] + alive[t] * tail
+        x = targets[t] = rewards[t, :, None] + alive[t] * next_quantiles[t].where(replace[t], x)
     return targets
 
 
@@ -725,11 +727,10 @@ def prepare_batch(agent: Agent, rollout: Batch, carry: Tensors, args: Args) -> t
         "norm/return_mean": dist.moments.mean, "norm/return_std": dist.moments.std,
         "norm/value_shift": (dist.mean(outputs) - twins).abs().mean(), **extra,
     }  # fmt: skip
-    policy = agent.actions.distribution(rollout.params)
     batch = {
-        "obs": seen.obs, "episode_start": rollout.episode_start, "actions": rollout.actions,
-        "params": rollout.params, "log_probs": policy.log_prob(rollout.actions),
-        "targets": encoded, "old": old.movedim(0, 2), "advantages": advantages,
+        "obs": seen.obs, "actions": rollout.actions, "targets": encoded, "advantages": advantages,
+        "episode_start": rollout.episode_start, "params": rollout.params, "old": old.movedim(0, 2),
+        "log_probs": agent.actions.distribution(rollout.params).log_prob(rollout.actions),
     }  # fmt: skip
     batch = {key: x.unflatten(0, (-1, args.chunk_len)) for key, x in batch.items()}
     batch |= {"actor_state": rollout.actor_state, "critic_state": critic_states}  # (chunks, 2, ...)
@@ -737,7 +738,7 @@ def prepare_batch(agent: Agent, rollout: Batch, carry: Tensors, args: Args) -> t
     return batch, (*carry[:-1], critic_state), metrics
 
 
-def update(agent: Agent, optimizer: Adam, batch: Batch, args: Args, ent_coef: float) -> dict:
+def update(agent: Agent, optimizer: optim.Adam, batch: Batch, args: Args, ent_coef: float) -> dict:
     """Train on one rollout for `update_epochs` epochs, fewer where the policy moves too far.
     A minibatch is a random part of the training sequences, each one environment's unbroken stretch
     of steps. Its exact KL(old || new) is tested ahead of its step; the first one larger than
@@ -875,7 +876,7 @@ def train(args: Args) -> dict[str, Any]:
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(args.seed)
     agent = load_agent(args.resume)[0] if args.resume else Agent(args)
-    optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
+    optimizer = optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
     run_dir = Path(args.resume) if args.resume else make_run_dir(args)
     envs = make_envs(args, args.num_envs)
     total, checkpoint = args.num_iterations * args.batch_size, run_dir / "checkpoint.pt"
@@ -904,8 +905,7 @@ def train(args: Args) -> dict[str, Any]:
         if run["envs"]:
             envs.envs, carry = pickle.loads(run["envs"]).fn, run["carry"]
         else:
-            first, _ = envs.reset(seed=args.seed + step)
-            obs = torch.as_tensor(first.copy(), device=agent.dist.support.device)
+            obs = torch.tensor(envs.reset(seed=args.seed + step)[0]).to(agent.dist.support)
             state = agent.initial_state(args.num_envs)
             carry = (obs, torch.ones_like(obs[:, 0], dtype=torch.bool), state, state)
         writer = SummaryWriter(str(run_dir), purge_step=step + 1 if args.resume else None)
@@ -973,7 +973,7 @@ def main(argv: list[str]) -> None:
     free = "total_timesteps eval_episodes eval_every checkpoint_every torch_threads resume evaluate"
     try:
         words = [part for word in argv for part in word.split("=", word[:2] == "--")]
-        given = dict(itertools.pairwise(words))
+        given = dict(zip(words, [*words[1:], None]))
         path = given.get("--resume", given.get("--evaluate"))
         agent, stored = (None, Args()) if path is None else load_agent(path)
         args = tyro.cli(Args, args=argv, default=stored)  # flags count together with the run's

@@ -147,6 +147,15 @@ def test_quantile_huber_loss_of_large_returns_keeps_its_digits(kappa):
     torch.testing.assert_close(far, near, rtol=0, atol=1e-6)
 
 
+def test_pinball_loss_does_without_all_pairs():
+    """Kappa 0 keeps nothing larger than sorted samples and their sums: no (B, K, J) tensor."""
+    kept, quantiles = [], torch.randn(3, 40, requires_grad=True)
+    hooks = (lambda x: kept.append(x.numel()) or x, lambda x: x)
+    with torch.autograd.graph.saved_tensors_hooks(*hooks):
+        script.quantile_huber_loss(quantiles, torch.randn(3, 50), torch.rand(40), 0.0)
+    assert max(kept) <= 3 * 51
+
+
 def test_pinball_gradient_of_huge_errors_is_finite():
     """Kappa 0, u = 1e6 and -1e6: d loss / d q_i = -tau_i and 1 - tau_i, over K = 2."""
     taus, quantiles = torch.tensor([0.25, 0.75]), torch.zeros(2, 2, requires_grad=True)
