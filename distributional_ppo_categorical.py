@@ -268,9 +268,10 @@ def project_categorical(probs: Tensor, source_atoms: Tensor, target_atoms: Tenso
     last = len(target_atoms) - 1
     dz = (target_atoms[-1] - target_atoms[0]) / last
     position = ((source_atoms - target_atoms[0]) / dz).clamp(0, last)  # in steps of the index
-    index = torch.arange(last + 1, dtype=probs.dtype, device=probs.device)
-    share = (1 - (position[..., None] - index).abs()).clamp(min=0)  # (B, K, K') or (K, K')
-    return (probs[..., None] * share).sum(-2)
+    left = position.detach().floor().clamp(max=last - 1).nan_to_num()  # the neighbour below
+    share, index = (position - left).expand_as(probs), left.long().expand_as(probs)
+    out = probs.new_zeros(*probs.shape[:-1], last + 1)
+    return out.scatter_add(-1, index, probs * (1 - share)).scatter_add(-1, index + 1, probs * share)
 
 
 def two_hot(targets: Tensor, atoms: Tensor) -> Tensor:

@@ -100,6 +100,22 @@ def test_projection_has_gradients_in_probabilities_and_atoms():
     assert gradcheck(project_categorical, (probs, source.requires_grad_(), ATOMS))
 
 
+def test_projection_does_without_all_pairs():
+    """Nothing larger than its inputs and its result is kept for the gradient: no (B, K, K')."""
+    kept, probs = [], torch.rand(3, 40, requires_grad=True)
+    source = torch.randn(3, 40, requires_grad=True)
+    hooks = (lambda x: kept.append(x.numel()) or x, lambda x: x)
+    with torch.autograd.graph.saved_tensors_hooks(*hooks):
+        project_categorical(probs, source, torch.linspace(-1, 1, 50))
+    assert max(kept) <= 3 * 50
+
+
+def test_projection_of_what_is_no_number_is_no_number():
+    """The finite check of the update names the fault, and no index error comes ahead of it."""
+    source = t64([[0.5, math.nan]])
+    assert project_categorical(t64([[0.5, 0.5]]), source, ATOMS).isnan().any()
+
+
 def test_two_hot_by_hand():
     """On an atom, between, outside."""
     out = two_hot(t64([2.0, 0.3, 9.0, -9.0]), ATOMS)
