@@ -238,7 +238,7 @@ def extend(taus: np.ndarray, points: np.ndarray) -> np.ndarray:
 def measure_real(module: ModuleType, agent: Any, args: Any, episodes: int = 64) -> dict[str, float]:
     """Mean absolute error of the coverage of the predicted deciles, bias and spread of the value.
 
-    The sampled policy plays on beyond time limits until rewards no longer count (gamma^k < 1e-3);
+    The sampled policy plays on beyond time limits until rewards no longer count (gamma^k < 1e-5);
     only steps within the limit are scored. Over the std of all returns: `bias`, mean of V - return;
     `spread`, std of return - V; `predicted`, mean std of the predicted distributions.
     """
@@ -252,7 +252,7 @@ def measure_real(module: ModuleType, agent: Any, args: Any, episodes: int = 64) 
     obs, _ = envs.reset(seed=2_000_000 + args.seed)
     torch.manual_seed(args.seed)
     state, alive, rows = agent.initial_state(episodes), np.ones(episodes, bool), []
-    for _ in range(scored + int(np.log(1e-3) / np.log(args.gamma))):
+    for _ in range(scored + int(np.log(1e-5) / np.log(args.gamma))):
         action, state = agent.act(obs, state, deterministic=False)
         seen = obs.copy()
         obs, reward, terminated, _, _ = envs.step(action)
