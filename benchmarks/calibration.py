@@ -14,7 +14,7 @@ lifted. Seed k trains with --seed 100 k: environments take consecutive seeds, an
 neighbouring ones would share most of their data. Flags were tuned on --seed 1000 and up.
 
 Recommended for calibration: --value-target sr_lambda --twin-reduce mean, with --kappa 0
---num-quantiles 51 or with --target-encoding two_hot --num-atoms 201. On the real tasks also many
+--num-quantiles 51 or with --target-encoding two_hot. On the real tasks also 201 atoms, many
 samples, few passes and a policy that stays noisy (REAL); `usual` are flags for a high return
 (USUAL). Interrupted at any point, the next call continues: one row of results/calibration.csv is
 one cell.
@@ -129,8 +129,7 @@ for name in PROCESSES:
 # ----------------------------------------------------------------------------------------- the grid
 RECOMMENDED = {
     LSTM: "--value-target sr_lambda --kappa 0 --num-quantiles 51 --twin-reduce mean",
-    CATEGORICAL: "--value-target sr_lambda --target-encoding two_hot --num-atoms 201 "
-    "--twin-reduce mean",
+    CATEGORICAL: "--value-target sr_lambda --target-encoding two_hot --twin-reduce mean",
 }
 BASE = (  # large minibatches and few passes: the estimate averages over most of the run's episodes
     "--num-envs 16 --num-steps 160 --total-timesteps 204800 --num-minibatches 4 --gae-lambda 0.95 "
@@ -150,8 +149,11 @@ MANY = "--num-envs 32 --update-epochs 4 --ent-coef 0.3 --ent-coef-final 0.3 --to
 REAL = {  # a policy without noise has returns without a distribution
     "CartPoleNoVel-v1": f"{MANY}500000 --gae-lambda 0.98 ",
     "Pendulum-v1": f"{PENDULUM}{MANY}1000000 ",
-    "Hopper-v5": f"{HOPPER}--update-epochs 4 --ent-coef 0.01 --ent-coef-final 0.01 ",
+    "Hopper-v5": f"{HOPPER}--update-epochs 4 --ent-coef 0.01 --ent-coef-final 0.01 "
+    "--gae-lambda 0.98 ",
 }
+ATOMS = " --num-atoms 201"
+UNITS = " --no-norm-returns --v-min -20 --v-max 480"  # moving statistics move what atoms mean
 REDUCE = {"min": "--twin-reduce min", "mean": "--twin-reduce mean", "single": "--num-critics 1"}
 FIGURES = ("w1", "std", "cvar05", "cvar25", "decile")  # each with its floor
 FIELDS = (
@@ -170,6 +172,8 @@ def cells() -> list[Cell]:
             flags = start + OWN[script]
             seeds = range(1, 4 if task in JUDGED else 2)
             small.append((task, script, "recommended", flags + RECOMMENDED[script], seeds))
+            if script == CATEGORICAL:
+                small.append((task, script, "201 atoms", small[-1][3] + ATOMS, seeds))
             for target in ("lambda_return", "sr_lambda"):
                 for kind in (0, 0.1, 1) if script == LSTM else ("two_hot", "hl_gauss"):
                     for number in (21, 32, 51):
@@ -183,9 +187,11 @@ def cells() -> list[Cell]:
         for script in (LSTM, CATEGORICAL):
             own = RECOMMENDED[script] + " --eval-episodes 10"
             own += " --seq-len 32" if task == "Hopper-v5" and script == LSTM else ""
+            real.append((task, script, "mean, usual", USUAL[task] + own, range(1, 4)))
+            if script == CATEGORICAL:
+                own += ATOMS + (UNITS if task == "Hopper-v5" else "")
             for name, reduce in REDUCE.items():
                 real.append((task, script, name, f"{flags}{own} {reduce}", range(1, 4)))
-            real.append((task, script, "mean, usual", f"{USUAL[task]}{own}", range(1, 4)))
     return [*small, *sorted(grid, key=lambda cell: "K 32" not in cell[2]), *real]
 
 
@@ -296,7 +302,7 @@ def measure_real(
         predicted = agent.dist.describe(outputs)["std"].numpy()[mask]
     facts = {"bias": error.mean(), "spread": error.std(), "predicted": predicted.mean()}
     result = {key: round(float(x / truth[mask].std()), 4) for key, x in facts.items()}
-    return {"coverage": round(np.mean(errors), 4), **result}
+    return {"coverage": round(float(np.mean(errors)), 4), **result}
 
 
 def run_one(cell: Cell, seed: int) -> dict[str, Any]:
@@ -306,10 +312,9 @@ def run_one(cell: Cell, seed: int) -> dict[str, Any]:
     env_id = f"calibration:{task}-v0" if task in PROCESSES else task
     with tempfile.TemporaryDirectory() as top, contextlib.redirect_stdout(io.StringIO()):
         line = ["--env-id", env_id, "--seed", str(100 * seed), "--run-dir", top]
-        words = dict(zip(flags.split()[::2], flags.split()[1::2]))  # the last of each flag counts
         began = time.time()
         metrics = module.train(
-            module.tyro.cli(module.Args, args=line + [w for item in words.items() for w in item])
+            module.tyro.cli(module.Args, args=line + flags.split())  # the last of each flag counts
         )
         seconds = round(time.time() - began, 1)
         agent, args = module.load_agent(metrics["run_dir"])
