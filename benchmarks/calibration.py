@@ -3,6 +3,7 @@
     python benchmarks/calibration.py             # run the missing cells and report
     python benchmarks/calibration.py --report    # table and figure from the committed CSV alone
     python benchmarks/calibration.py --only recommended gaussian --seeds 1 2
+    python benchmarks/calibration.py --only Hopper lstm --seeds 10 11 --tune="--gae-lambda 1"
 
 Five small Markov reward processes (the action does nothing) have return distributions that are
 known: in closed form as a mixture of Gaussians, or by four million Monte Carlo returns. Each cell
@@ -11,7 +12,8 @@ the truth; beside every figure stands its representation floor, the same figure 
 quantiles at that K, or for the truth projected on the trained atoms. Real tasks compare predicted
 quantiles along fresh episodes of the sampled policy with their discounted returns, time limits
 lifted. Seed k trains with --seed 100 k: environments take consecutive seeds, and runs on
-neighbouring ones would share most of their data. Flags were tuned on --seed 1000 and up.
+neighbouring ones would share most of their data. Flags were tuned on --seed 1000 and up; of the
+real tasks these runs are in results/tuning_calibration.csv.
 
 Recommended for calibration: --value-target sr_lambda --twin-reduce mean, with --kappa 0
 --num-quantiles 51 or with --target-encoding two_hot. On the real tasks also 201 atoms, many
@@ -160,6 +162,11 @@ FIELDS = (
     "task", "script", "variant", "seed", "seconds", "mean", *FIGURES,
     *(f"{figure}_floor" for figure in FIGURES), "coverage", "bias", "spread", "predicted", "curve",
 )  # fmt: skip
+TUNED = (
+    "task", "script", "seed", "seconds", "coverage", "bias", "spread", "predicted", "episodes",
+    "flags",
+)  # fmt: skip
+EPISODES = 256  # of a real task, scored
 Cell = tuple[str, str, str, str, range]  # task, script, variant, flags, seeds
 
 
@@ -251,9 +258,7 @@ def extend(taus: np.ndarray, points: np.ndarray) -> np.ndarray:
     return points[left] + share * (points[left + 1] - points[left])
 
 
-def measure_real(
-    module: ModuleType, agent: Any, args: Any, episodes: int = 256
-) -> dict[str, float]:
+def measure_real(module: ModuleType, agent: Any, args: Any) -> dict[str, float]:
     """Mean absolute error of the coverage of the predicted deciles, bias and spread of the value.
 
     The sampled policy plays on beyond time limits until rewards no longer count (gamma^k < 1e-5);
@@ -262,14 +267,14 @@ def measure_real(
     """
     import torch
 
-    envs = module.make_envs(args, episodes)
+    envs = module.make_envs(args, EPISODES)
     for env in envs.envs:
         while not isinstance(env, gym.wrappers.TimeLimit):
             env = env.env
         scored, env._max_episode_steps = env.spec.max_episode_steps, 10**9
     obs, _ = envs.reset(seed=2_000_000 + 10 * args.seed)  # none shared by runs
     torch.manual_seed(args.seed)
-    state, alive, rows = agent.initial_state(episodes), np.ones(episodes, bool), []
+    state, alive, rows = agent.initial_state(EPISODES), np.ones(EPISODES, bool), []
     for _ in range(scored + int(np.log(1e-5) / np.log(args.gamma))):
         action, state = agent.act(obs, state, deterministic=False)
         seen = obs.copy()
@@ -287,7 +292,7 @@ def measure_real(
         start = torch.zeros(inputs.shape[:2], dtype=torch.bool)
         start[0] = True
         outputs = agent.dist.reduce_twins(
-            agent.critic(inputs, agent.initial_state(episodes), start)
+            agent.critic(inputs, agent.initial_state(EPISODES), start)
         )
         if module.__name__ == LSTM:
             z, facts, quantile = agent.dist.moments.denormalize(outputs), (), module.value_at_risk
@@ -330,24 +335,39 @@ def read_rows() -> list[dict[str, str]]:
     return list(csv.DictReader(path.open())) if path.exists() else []
 
 
+def append(name: str, fields: tuple[str, ...], row: dict[str, Any]) -> None:
+    """One row at the end of a CSV."""
+    path = RESULTS / name
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, fields)
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+    print({k: v for k, v in row.items() if k != "curve"}, flush=True)
+
+
+def chosen(only: list[str]) -> list[Cell]:
+    """Cells whose task, script and variant match all words of `only`, each word any of them."""
+    return [c for c in cells() if all(any(word in part for part in c[:3]) for word in only)]
+
+
 def run_missing(only: list[str], seeds: list[int]) -> None:
-    """Every cell without a row; `only` names tasks, scripts or parts of variants, all to match."""
-    sys.path.insert(0, str(HERE.parent))
+    """Every chosen cell without a row."""
     done = {(r["task"], r["script"], r["variant"], r["seed"]) for r in read_rows()}
-    path = RESULTS / "calibration.csv"
-    for cell in cells():
+    for cell in chosen(only):
         for seed in seeds or cell[4]:
-            wanted = all(any(word in part for part in cell[:3]) for word in only)
-            if not wanted or (*cell[:3], str(seed)) in done:
-                continue
-            row = run_one(cell, seed)
-            new = not path.exists()
-            with path.open("a", newline="") as file:
-                writer = csv.DictWriter(file, FIELDS)
-                if new:
-                    writer.writeheader()
-                writer.writerow(row)
-            print({k: v for k, v in row.items() if k != "curve"}, flush=True)
+            if (*cell[:3], str(seed)) not in done:
+                append("calibration.csv", FIELDS, run_one(cell, seed))
+
+
+def tune(only: list[str], seeds: list[int], extra: str) -> None:
+    """The chosen real tasks with the flags `extra` added."""
+    for task, script, variant, flags, _ in chosen(only):
+        for seed in seeds if variant == "mean" else []:
+            row = run_one((task, script, variant, f"{flags} {extra}", range(0)), seed)
+            more = {"episodes": EPISODES, "flags": f"{flags} {extra}"}
+            append("tuning_calibration.csv", TUNED, {k: row[k] for k in TUNED if k in row} | more)
 
 
 # ------------------------------------------------------------------------------------------- report
@@ -433,7 +453,12 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="only rebuild tables and figure")
     parser.add_argument("--only", nargs="*", default=[], help="tasks, scripts, parts of variants")
     parser.add_argument("--seeds", nargs="*", type=int, default=[], help="seeds to run")
+    parser.add_argument("--tune", help="flags to add on real tasks, seeds 10 and up, to try them")
     args = parser.parse_args()
+    sys.path.insert(0, str(HERE.parent))
+    if args.tune is not None:
+        tune(args.only, args.seeds, args.tune)
+        return
     if not args.report:
         run_missing(args.only, args.seeds)
     report()
