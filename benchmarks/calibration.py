@@ -366,8 +366,8 @@ def tune(only: list[str], seeds: list[int], extra: str) -> None:
     for task, script, variant, flags, _ in chosen(only):
         for seed in seeds if variant == "mean" else []:
             row = run_one((task, script, variant, f"{flags} {extra}", range(0)), seed)
-            more = {"episodes": EPISODES, "flags": f"{flags} {extra}"}
-            append("tuning_calibration.csv", TUNED, {k: row[k] for k in TUNED if k in row} | more)
+            row |= {"episodes": EPISODES, "flags": f"{flags} {extra}"}
+            append("tuning_calibration.csv", TUNED, {key: row[key] for key in TUNED})
 
 
 # ------------------------------------------------------------------------------------------- report
@@ -453,10 +453,12 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="only rebuild tables and figure")
     parser.add_argument("--only", nargs="*", default=[], help="tasks, scripts, parts of variants")
     parser.add_argument("--seeds", nargs="*", type=int, default=[], help="seeds to run")
-    parser.add_argument("--tune", help="flags to add on real tasks, seeds 10 and up, to try them")
+    parser.add_argument("--tune", help="flags to add to those of real tasks; give --seeds 10 ...")
     args = parser.parse_args()
     sys.path.insert(0, str(HERE.parent))
     if args.tune is not None:
+        if min(args.seeds, default=0) < 10:
+            parser.error(f"--tune: --seeds {args.seeds} must be 10 and up; others are reported")
         tune(args.only, args.seeds, args.tune)
         return
     if not args.report:
