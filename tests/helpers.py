@@ -1,13 +1,13 @@
-"""Building blocks of the tests that run the real loop."""
+"""Building blocks of the tests that run the real loop, alike for both scripts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 OF_ONE_SCRIPT = {
     "lstm_hidden_size",
@@ -16,6 +16,11 @@ OF_ONE_SCRIPT = {
     "num_atoms",
     "target_encoding",
 }
+
+
+def is_recurrent(script: ModuleType) -> bool:
+    """What its rollouts carry on is more than observations."""
+    return hasattr(script, "Carry")
 
 
 def small_args(script: ModuleType, env: str, **flags: Any) -> Any:
@@ -48,43 +53,77 @@ def make_run(script: ModuleType, env: str, **flags: Any) -> SimpleNamespace:
     agent.obs_moments.update(torch.randn(50, agent.obs_moments.mean.numel()) * 3 + 1)
     agent.dist.moments.update(torch.randn(50) * 20 + 30)
     envs = script.make_envs(args, args.num_envs)
-    obs = torch.as_tensor(envs.reset(seed=args.seed)[0].copy())
-    state = agent.initial_state(args.num_envs)
-    start = torch.ones(args.num_envs, dtype=torch.bool)
-    carry = (obs, start, state, state)
+    of_agent = (agent,) if is_recurrent(script) else ()
+    carry = script.open_episodes(envs, *of_agent, args.seed)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate)
     return SimpleNamespace(
         script=script, args=args, agent=agent, envs=envs, carry=carry, optimizer=optimizer
     )
 
 
-def roll(run: SimpleNamespace) -> SimpleNamespace:
+def carried_obs(carry: Any) -> np.ndarray:
+    """Observations (N, D) that the next rollout acts on first."""
+    return carry if isinstance(carry, np.ndarray) else carry.obs
+
+
+def roll(run: SimpleNamespace) -> tuple:
     """One rollout; the run's carry moves on, except for the critics' state."""
     run.rollout, run.carry = run.script.collect_rollout(run.envs, run.agent, run.carry, run.args)
     return run.rollout
 
 
-def prepare(run: SimpleNamespace) -> SimpleNamespace:
+def prepare_rollout(run: SimpleNamespace, agent: Any = None, args: Any = None) -> tuple:
+    """Batch, carry and metrics of the run's last rollout; `agent` and `args` may be other ones."""
+    agent, args = agent or run.agent, args or run.args
+    if is_recurrent(run.script):
+        return run.script.prepare_batch(agent, run.rollout, run.carry, args)
+    batch, metrics = run.script.prepare_batch(agent, run.rollout, args)
+    return batch, run.carry, metrics
+
+
+def prepare(run: SimpleNamespace) -> tuple:
     """Rollout and batch; metrics are kept on the run."""
     roll(run)
-    run.before = run.carry
-    run.batch, run.carry, run.metrics = run.script.prepare_batch(
-        run.agent, run.rollout, run.carry, run.args
-    )
+    run.batch, run.carry, run.metrics = prepare_rollout(run)
     return run.batch
 
 
-@contextmanager
-def seen_minibatches(run: SimpleNamespace) -> Iterator[list[SimpleNamespace]]:
-    """What `update` trains on inside the block, minibatch by minibatch."""
-    original, seen = run.script.Batch, []
+def policy_params(agent: Any, mb: tuple) -> Tensor:
+    """Params of the agent's policy on a batch: a graph, in the layout of `mb.params`."""
+    if hasattr(mb, "episode_start"):
+        return agent.policy(mb.obs, mb.actor_state, mb.episode_start)
+    return agent.policy(mb.obs)
 
-    def look(**tensors: torch.Tensor) -> SimpleNamespace:
-        seen.append(original(**tensors))
-        return seen[-1]
 
-    run.script.Batch = look
-    try:
-        yield seen
-    finally:
-        run.script.Batch = original
+def value_outputs(agent: Any, mb: tuple) -> Tensor:
+    """Outputs of all critics on a batch, (C, ..., K): a graph."""
+    if hasattr(mb, "episode_start"):
+        return agent.value_outputs(agent.critic_body(mb.obs, mb.critic_state, mb.episode_start))
+    return agent.value_outputs(mb.obs)
+
+
+def old_of_critics(mb: tuple) -> Tensor:
+    """The values to clip around with the critics' axis in front, (C, ..., K)."""
+    return mb.old_values.movedim(-2, 0)
+
+
+def episode_outputs(agent: Any, obs: Tensor) -> Tensor:
+    """Outputs (C, T, K) for one episode of normalised observations (T, D), from its start."""
+    if not hasattr(agent, "initial_state"):
+        return agent.value_outputs(obs)
+    start = torch.zeros(len(obs), 1, dtype=torch.bool)
+    features = agent.critic_body(obs[:, None], agent.initial_state(1), start)
+    return agent.value_outputs(features)[..., 0, :]
+
+
+def act(agent: Any, obs: np.ndarray, state: Any = None, **options: Any) -> tuple:
+    """Action(s) and what the agent remembers: None in the feed-forward script."""
+    if hasattr(agent, "initial_state"):
+        return agent.act(obs, state, **options)
+    return agent.act(obs, **options), None
+
+
+def minibatches_ahead(script: ModuleType, batch: tuple, args: Any) -> list[tuple]:
+    """What the next `update` trains on, in order: the RNG stays where it stands."""
+    with torch.random.fork_rng():
+        return list(script.minibatches(batch, args))
