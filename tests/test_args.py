@@ -120,12 +120,13 @@ def test_sizes_are_derived_once(script):
 
 
 def test_sequence_sizes():
-    """chunk_len is seq_len, or the rollout; columns are environments times chunks."""
+    """L is seq_len, or the rollout; M environments times sequences, which minibatches divide."""
     import distributional_ppo_lstm as script
 
-    assert small_args(script, "Counter").chunk_len == 12
-    args = small_args(script, "Counter", seq_len=3, num_minibatches=16)  # 4 envs x 4 chunks
-    assert args.chunk_len == 3
+    args = small_args(script, "Counter")
+    assert (args.sequence_length, args.num_sequences) == (12, 4)
+    args = small_args(script, "Counter", seq_len=3, num_minibatches=16)  # 4 envs x 4 sequences
+    assert (args.sequence_length, args.num_sequences) == (3, 16)
 
 
 def test_help_explains_every_flag(script, capsys):

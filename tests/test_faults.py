@@ -149,7 +149,7 @@ def test_a_weight_that_is_not_finite(script, monkeypatch, capsys, tmp_path):
     args = flags_for(script, tmp_path, "VectorBox")
 
     def spoil(agent, optimizer):
-        agent.critic.heads[1][0].weight.data[0, 0] = torch.inf
+        agent.critic_heads[1][0].weight.data[0, 0] = torch.inf
 
     poison(script, monkeypatch, 2, spoil)
     parts = ["loss (inf|nan)", "minibatch 0 of the update", *REMEDY]
@@ -168,7 +168,7 @@ def test_a_gradient_that_is_not_finite(script, monkeypatch, capsys, tmp_path, mi
             seen.append(gradient)
             return gradient * (torch.inf if len(seen) == minibatch + 1 else 1)
 
-        agent.actor.heads[0].bias.register_hook(explode)
+        agent.actor_head.bias.register_hook(explode)
 
     poison(script, monkeypatch, 2, spoil)
     parts = [f"loss [-0-9.]+, gradient (inf|nan) of minibatch {minibatch} of the update", *REMEDY]
@@ -187,7 +187,7 @@ def test_an_infinite_divergence_is_no_fault(script):
     run = make_run(script, "VectorDiscrete", norm_adv=False)
     batch = prepare(run)
     with torch.no_grad():
-        run.agent.actor.heads[0].bias[0] += 300
+        run.agent.actor_head.bias[0] += 300
     metrics = script.update(run.agent, run.optimizer, batch, run.args, 0.01)
     assert metrics["policy/kl_exact"] > 100
     assert all(p.isfinite().all() for p in run.agent.parameters())
@@ -204,7 +204,7 @@ def test_a_fault_that_is_gone_does_not_spoil_the_resume(script, monkeypatch, cap
     """Whatever happened, the run goes on from its last checkpoint as if it had not."""
     args = flags_for(script, tmp_path, "VectorBox")
     with monkeypatch.context() as patch:
-        poison(script, patch, 2, lambda agent, optimizer: agent.actor.heads[0].bias.data.mul_(1e39))
+        poison(script, patch, 2, lambda agent, optimizer: agent.actor_head.bias.data.mul_(1e39))
         assert run_main(script, capsys, words(args))[0] == 1
     (directory,) = (tmp_path / "runs").iterdir()
     assert run_main(script, capsys, ["--resume", str(directory)])[0] == 0

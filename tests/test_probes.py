@@ -5,7 +5,7 @@ from __future__ import annotations
 import gymnasium as gym
 import pytest
 import torch
-from helpers import small_args
+from helpers import episode_outputs, small_args
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 
@@ -33,10 +33,8 @@ def learn(script, tmp_path, env, **flags):
 @torch.no_grad()
 def values(agent, observations):
     """Value of each step of one episode, in units of the return, both critics reduced."""
-    obs = agent.normalize_obs(torch.tensor(observations, dtype=torch.float32)[:, None])
-    start = torch.zeros(len(obs), 1, dtype=torch.bool)
-    outputs = agent.critic(obs, agent.initial_state(1), start)
-    return agent.dist.mean(agent.dist.reduce_twins(outputs))[:, 0].tolist()
+    obs = agent.normalize_obs(torch.tensor(observations, dtype=torch.float32))
+    return agent.dist.mean(agent.dist.reduce_twins(episode_outputs(agent, obs))).tolist()
 
 
 def test_constant_reward(script, tmp_path):
@@ -92,11 +90,10 @@ def test_predicted_spread_is_that_of_the_return(script, tmp_path):
     flags |= {"num_quantiles": 32, "num_atoms": 51, "target_encoding": "two_hot"}
     flags |= {"hidden_size": 32, "learning_rate": 6e-3}
     _, agent = learn(script, tmp_path, "RandomReward", **flags)
-    obs = agent.normalize_obs(torch.arange(10)[:, None, None] / 10)
-    start = torch.zeros(10, 1, dtype=torch.bool)
+    obs = agent.normalize_obs(torch.arange(10)[:, None] / 10)
     with torch.no_grad():
-        outputs = agent.dist.reduce_twins(agent.critic(obs, agent.initial_state(1), start))
-    std = agent.dist.describe(outputs)["std"][:, 0]
+        outputs = agent.dist.reduce_twins(episode_outputs(agent, obs))
+    std = agent.dist.describe(outputs)["std"]
     for t in (0, 5, 9):
         expected = sum(0.81**k for k in range(10 - t)) ** 0.5
         assert float(std[t]) == pytest.approx(expected, rel=0.1)
@@ -158,10 +155,8 @@ def test_predicted_spread_is_that_of_returns(script, tmp_path, target, lam, righ
     flags |= {"hidden_size": 16, "lstm_hidden_size": 8, "eval_episodes": 1, "checkpoint_every": 0}
     flags |= {"gamma": 0.9, "gae_lambda": lam, "value_target": target}
     _, agent = learn(script, tmp_path, "RandomReward", **flags)
-    obs = agent.normalize_obs(torch.zeros(1, 1, 1))
-    start = torch.ones(1, 1, dtype=torch.bool)
     with torch.no_grad():
-        outputs = agent.critic(obs, agent.initial_state(1), start)[0, 0]
+        outputs = episode_outputs(agent, agent.normalize_obs(torch.zeros(1, 1)))[0, 0]
     std = float(agent.dist.describe(outputs)["std"])
     if right:
         assert std == pytest.approx(2.150, rel=0.1)

@@ -10,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from helpers import make_run, prepare, small_args
+from helpers import act, carried_obs, is_recurrent, make_run, prepare, small_args
 from probes import ACTIONS, OBSERVATIONS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.testing import assert_close
@@ -135,8 +135,8 @@ def test_evaluation_cuts_a_task_without_end(script):
     """An episode that never ends is cut at 10,000 steps; a longer one fails here, not hangs."""
     args = small_args(script, "Endless", num_envs=1, num_minibatches=1, eval_episodes=1)
     agent = script.Agent(args)
-    act, patience = agent.act, iter(range(10_100))
-    agent.act = lambda obs, state: (act(obs, state), next(patience))[0]
+    decide, patience = agent.act, iter(range(10_100))
+    agent.act = lambda *seen: (decide(*seen), next(patience))[0]
     result = script.evaluate(agent, args)
     assert result["eval/length_mean"] == 10_000
 
@@ -151,7 +151,7 @@ def test_evaluation_statistics(script):
         obs, _ = env.reset(seed=None if i else args.seed + 1_000_000)
         state, total, over = None, 0.0, False
         while not over:
-            action, state = agent.act(obs, state)
+            action, state = act(agent, obs, state)
             obs, reward, terminated, truncated, _ = env.step(action)
             total, over = total + reward, terminated or truncated
         totals.append(total)
@@ -252,12 +252,12 @@ def test_gpu_equals_cpu(script):
     """One update from the same weights and rollout: parameters agree to 1e-4."""
     run = make_run(script, "Staggered", num_envs=4, num_steps=12)
     batch, updated = prepare(run), []
-    assert batch.episode_start[1:].any() or script.__name__ != "distributional_ppo_lstm"
+    assert not is_recurrent(script) or batch.episode_start[1:].any()
     for device in ("cpu", "cuda"):
         torch.manual_seed(3)
         agent = copy.deepcopy(run.agent).to(device)
-        moved = script.Batch(**{key: x.to(device) for key, x in vars(batch).items()})
-        optimizer = script.Adam(agent.parameters(), 1e-3, eps=1e-5, fused=True)
+        moved = script.Batch(*(x.to(device) for x in batch))
+        optimizer = script.optim.Adam(agent.parameters(), 1e-3, eps=1e-5, fused=True)
         script.update(agent, optimizer, moved, run.args, 0.0)
         updated.append([parameter.detach().cpu() for parameter in agent.parameters()])
     for one, two in zip(*updated):
