@@ -48,7 +48,7 @@ def test_clip_fraction_worked_by_hand(script, dtype):
 
 
 def test_policy_loss_is_flat_only_where_the_clip_binds(script):
-    """Schulman et al. 2017, eq. 7: d loss / d log r = -A r / B; 0 past the clip in A's direction."""
+    """Schulman et al. 2017, eq. 7: d loss / d log r = -A r / B; 0 past the clip, in A's sense."""
     log_ratio = tensor(RATIOS).log().requires_grad_()
     script.clipped_policy_loss(log_ratio, tensor(ADVANTAGES), 0.25)[0].backward()
     assert_close(log_ratio.grad, tensor([0, 2, -2, 0, -9]) / 5)

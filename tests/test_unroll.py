@@ -73,7 +73,7 @@ def everything(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_unroll_equals_the_loop_over_steps(pattern, dtype):
-    """Ours: one call gives what the loop gives, gradients too; 1e-10 in float64, 1e-5 in float32."""
+    """Ours: one call gives what the loop gives, gradients too; to 1e-10 in float64."""
     data, episode_start = problem(dtype), starts(pattern)
     actual = everything(unroll_lstm, *data, episode_start)
     expected = everything(step_by_step, *data, episode_start)

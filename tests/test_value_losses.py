@@ -133,7 +133,7 @@ def test_quantile_huber_loss_is_the_double_sum(K, J, kappa, dtype):
     assert all(x.equal(y) for x, y in zip(arguments, copies))
 
 
-# ------------------------------------------------------------------ quantiles: properties and limits
+# ----------------------------------------------------------------- quantiles: properties and limits
 @pytest.mark.parametrize("kappa", [0.0, 0.5, 1.0, 10.0])
 def test_quantile_huber_loss_passes_gradcheck(kappa):
     """Dabney et al. 2018a, eq. 10: quadratic part, linear part, both sides."""
