@@ -71,7 +71,8 @@ def test_closed_form_of_a_lottery_with_atoms(outcome, alpha, expected):
 )
 def test_value_at_risk_of_cvar_advantages_is_an_atom(probs, alpha, expected):
     """Rockafellar & Uryasev 2000: all returns at 2; nu is the least atom z with F(z) >= alpha."""
-    target, atoms = tensor([[[0.0, 0.0, 1.0]]]), tensor([0.0, 1.0, 2.0])
+    target = tensor([[[0.0, 0.0, 1.0]]])
+    atoms = tensor([0.0, 1.0, 2.0])
     advantage = categorical.cvar_advantages_categorical(target, tensor([[probs]]), atoms, alpha)
     assert float(advantage) == pytest.approx(expected, abs=1e-12)
 
@@ -86,7 +87,8 @@ def test_alpha_1_is_the_difference_of_means_of_quantiles():
 def test_alpha_1_is_the_difference_of_means_of_atoms():
     """Rockafellar & Uryasev 2000: CVaR_1 is the mean, for any distributions."""
     atoms = torch.linspace(-2, 3, 9).double()
-    targets, probs = randn(5, 2, 9).softmax(-1), randn(5, 2, 9).softmax(-1)
+    targets = randn(5, 2, 9).softmax(-1)
+    probs = randn(5, 2, 9).softmax(-1)
     out = categorical.cvar_advantages_categorical(targets, probs, atoms, 1.0)
     assert_close(out, targets @ atoms - probs @ atoms)
 
@@ -119,9 +121,10 @@ def test_advantages_of_quantiles_scale_and_shift_with_the_returns():
 def test_advantages_of_atoms_scale_and_shift_with_the_returns():
     """Rockafellar & Uryasev 2000: atoms x10 + 3, advantages x10."""
     atoms = torch.linspace(-2, 2, 9).double()
-    facts = (randn(3, 2, 9).softmax(-1), randn(3, 2, 9).softmax(-1))
-    base = categorical.cvar_advantages_categorical(*facts, atoms, 0.2)
-    out = categorical.cvar_advantages_categorical(*facts, 10 * atoms + 3, 0.2)
+    targets = randn(3, 2, 9).softmax(-1)
+    probs = randn(3, 2, 9).softmax(-1)
+    base = categorical.cvar_advantages_categorical(targets, probs, atoms, 0.2)
+    out = categorical.cvar_advantages_categorical(targets, probs, 10 * atoms + 3, 0.2)
     assert_close(out, 10 * base)
 
 

@@ -53,7 +53,8 @@ def test_moments_of_batches_are_those_of_all_their_data(script):
 def test_axes_ahead_of_the_shape_are_samples(script):
     """Chan et al. 1983: (T, N, D) and (T N, D) are the same data; scalars (T, N) and (T N,) too."""
     x = torch.randn(5, 4, 3)
-    for shape, flat in (((3,), x.reshape(-1, 3)), ((), x.reshape(-1))):
+    for shape in ((3,), ()):
+        flat = x.reshape(-1, *shape)
         one, two = of(script, x, shape=shape), of(script, flat, shape=shape)
         assert_close(dict(one.state_dict()), dict(two.state_dict()))
         assert float(one.count) == len(flat)
@@ -63,7 +64,8 @@ def test_axes_ahead_of_the_shape_are_samples(script):
 @pytest.mark.parametrize("max_count", [None, 1, 3, 1000])
 def test_the_first_update_gives_exactly_the_moments_of_its_batch(script, max_count):
     """Chan et al. 1983: the count starts at 0, nothing is left of the initial values."""
-    moments = of(script, tensor([[5, -2], [7, 2], [12, 3]]), shape=(2,), max_count=max_count)
+    batch = tensor([[5, -2], [7, 2], [12, 3]])
+    moments = of(script, batch, shape=(2,), max_count=max_count)
     assert_close(moments.mean, tensor([8, 1]))  # squares 9 + 1 + 16 and 9 + 1 + 4
     assert_close(moments.var, tensor([26 / 3, 14 / 3]))
     assert float(moments.count) == min(3, max_count or 3)
@@ -98,13 +100,16 @@ def test_without_a_cap_nothing_fades(script):
 
 def test_count_below_the_cap_is_kept(script):
     """Chan et al. 1983 with a cap of ours: it bounds the count and does not replace it."""
-    assert float(of(script, tensor([1, 2]), max_count=5).count) == 2
-    assert float(of(script, tensor([1, 2]), tensor([1, 2, 3]), max_count=5).count) == 5
+    moments = of(script, tensor([1, 2]), max_count=5)
+    assert float(moments.count) == 2
+    moments.update(tensor([1, 2, 3]))
+    assert float(moments.count) == 5
 
 
 def test_variance_survives_a_large_mean(script):
     """Chan et al. 1983: unit variance at 1e9, where E[x^2] - E[x]^2 has lost all digits."""
-    moments = of(script, *(1e9 + tensor([-1, 1]).repeat(n) for n in (2, 1, 7)))
+    pair = 1e9 + tensor([-1, 1])
+    moments = of(script, pair.repeat(2), pair, pair.repeat(7))
     assert float(moments.mean) == pytest.approx(1e9, abs=1e-6)
     assert float(moments.var) == pytest.approx(1, abs=1e-6)
 
@@ -214,12 +219,14 @@ SCALES = [  # old mean, old std, new mean, new std
 @pytest.mark.parametrize("scales", SCALES)
 def test_rescale_head_keeps_decoded_values(scales, dtype):
     """Van Hasselt et al. 2016, eq. 5: std * output + mean stays to 1e-5 of max(1, std, |value|)."""
-    linear, x = nn.Linear(6, 5, dtype=dtype), torch.randn(50, 6, dtype=dtype)
+    linear = nn.Linear(6, 5, dtype=dtype)
+    x = torch.randn(50, 6, dtype=dtype)
     old_mean, old_std, new_mean, new_std = stats = [tensor(s) for s in scales]
     before = old_std * linear(x).detach().double() + old_mean
     quantile_script.rescale_head(linear, *stats)
     after = new_std * linear(x).detach().double() + new_mean
-    bound = 1e-5 * before.abs().clamp(min=max(1, scales[1], scales[3]))
+    largest = max(1, scales[1], scales[3])
+    bound = 1e-5 * before.abs().clamp(min=largest)
     assert ((after - before).abs() <= bound).all()
     assert linear.weight.dtype == linear.bias.dtype == dtype
     assert [float(s) for s in stats] == list(scales)
@@ -235,7 +242,8 @@ def test_rescale_head_follows_the_running_moments():
         moments.update(scale * torch.randn(64) - 3 * scale)
         quantile_script.rescale_head(linear, old.mean, old.std, moments.mean, moments.std)
         after = moments.denormalize(linear(x).detach())
-        bound = 1e-5 * before.abs().clamp(min=max(1, float(old.std), float(moments.std)))
+        largest = max(1, float(old.std), float(moments.std))
+        bound = 1e-5 * before.abs().clamp(min=largest)
         assert ((after - before).abs() <= bound).all()
 
 

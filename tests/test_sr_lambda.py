@@ -50,7 +50,9 @@ def end_of(t: int, n: int) -> int:
 
 def n_step(t: int, n: int, last: int) -> tuple[float, float]:
     """Discounted rewards of the steps t to `last`, and the factor of what follows s'_last."""
-    total = sum(GAMMA ** (k - t) * float(REWARDS[k, n]) for k in range(t, last + 1))
+    total = 0.0
+    for k in range(t, last + 1):
+        total += GAMMA ** (k - t) * float(REWARDS[k, n])
     return total, 0.0 if TERMINATED[last, n] else GAMMA ** (last - t + 1)
 
 
@@ -111,7 +113,8 @@ def test_mean_over_draws_of_samples_is_the_lambda_return(lam):
     out = samples(lam, copies=copies).view(T, copies, N, K)
     error = out.std(1).mean(-1) / copies**0.5
     expected = lambda_returns(next_quantiles().mean(-1), lam)
-    assert ((out.mean((1, 3)) - expected).abs() < 4.5 * error + 1e-9).all()
+    difference = out.mean((1, 3)) - expected
+    assert (difference.abs() < 4.5 * error + 1e-9).all()
 
 
 @pytest.mark.parametrize("lam", [0.5, 0.9])
@@ -121,24 +124,23 @@ def test_mean_over_draws_of_probabilities_is_the_lambda_return(lam):
     out = (probabilities(lam, copies=copies) @ ATOMS).view(T, copies, N)
     error = out.std(1) / copies**0.5
     expected = lambda_returns(next_probs() @ ATOMS, lam)
-    assert ((out.mean(1) - expected).abs() < 4.5 * error + 1e-9).all()
+    difference = out.mean(1) - expected
+    assert (difference.abs() < 4.5 * error + 1e-9).all()
 
 
 def test_each_particle_is_a_draw_from_the_n_step_returns():
     """Nam et al. 2021 (GMAC), SR(lambda): particle i takes only returns that end in theta_i."""
-    copies, lam = 5000, 0.7
-    out = samples(lam, copies=copies).view(T, copies, N, K)
+    out = samples(0.7, copies=5000).view(T, 5000, N, K)
     theta = next_quantiles()
-    for t, n in STEPS:
-        for i in range(K):
-            seen = 0
-            for last, weight in horizons(t, n, lam):
-                total, scale = n_step(t, n, last)
-                error = out[t, :, n, i] - (total + scale * theta[last, n, i])
-                count = int((error.abs() < 1e-9).sum())
-                assert count / copies == pytest.approx(weight, abs=0.033)  # 4.5 / sqrt(4 * 5000)
-                seen += count
-            assert seen == copies
+    for (t, n), i in itertools.product(STEPS, range(K)):
+        seen = 0
+        for last, weight in horizons(t, n, 0.7):
+            total, scale = n_step(t, n, last)
+            error = out[t, :, n, i] - (total + scale * theta[last, n, i])
+            count = int((error.abs() < 1e-9).sum())
+            assert count / 5000 == pytest.approx(weight, abs=0.033)  # 4.5 / sqrt(4 * 5000)
+            seen += count
+        assert seen == 5000
 
 
 @pytest.mark.parametrize("lam", [0.0, 1.0])
@@ -162,15 +164,17 @@ def test_values_by_hand():
 
     30, then -2 + 0.9 * 30 = 25 and 1 + 0.9 * 25 = 23.5; behind the end 4 + 0.405 + 0.729 theta.
     """
-    out, theta = samples(1.0)[:, 0], next_quantiles()[5, 0]
-    assert_close(out[:3], torch.tensor([[23.5], [25.0], [30.0]]).double().expand(3, K))
-    assert_close(out[3], 4.405 + 0.729 * theta)
+    out = samples(1.0)[:, 0]
+    for t, expected in enumerate((23.5, 25.0, 30.0)):
+        assert out[t].tolist() == pytest.approx([expected] * K)
+    assert_close(out[3], 4.405 + 0.729 * next_quantiles()[5, 0])
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
 def test_a_terminal_reward_reaches_all_earlier_targets(lam):
     """Nam et al. 2021 (GMAC), SR(lambda): targets ahead hold it with probability lambda^steps."""
-    copies, rewards = 400, REWARDS.clone()
+    copies = 400
+    rewards = REWARDS.clone()
     rewards[2, 0] += 100
     base = samples(lam, copies=copies).view(T, copies, N, K)
     more = samples(lam, copies=copies, rewards=rewards).view(T, copies, N, K)
@@ -178,7 +182,8 @@ def test_a_terminal_reward_reaches_all_earlier_targets(lam):
         gained = (more - base)[t, :, 0]
         taken = gained > 1
         assert_close(gained[taken], torch.full_like(gained[taken], 100 * GAMMA ** (2 - t)))
-        assert float(taken.double().mean()) == pytest.approx(lam ** (2 - t), abs=0.03)
+        share = float(taken.double().mean())
+        assert share == pytest.approx(lam ** (2 - t), abs=0.03)
     assert torch.equal(more[3:], base[3:])
     assert torch.equal(more[:, :, 1], base[:, :, 1])
 
@@ -193,7 +198,8 @@ def one_reward(steps: int, envs: int) -> tuple[Tensor, Tensor]:
 
 def test_draws_of_samples_are_independent_over_particles_steps_and_environments():
     """Nam et al. 2021 (GMAC), SR(lambda): X_0 is 1 where all of 3 draws went on, else 0."""
-    envs, particles = 3000, 4
+    envs = 3000
+    particles = 4
     rewards, none = one_reward(4, envs)
     draws = torch.Generator().manual_seed(1)
     theta = torch.zeros(4, envs, particles)
@@ -249,11 +255,13 @@ def test_probabilities_leave_the_arguments_alone(dtype):
 # ------------------------------------------------------------------------------------- projection
 def test_mean_of_probabilities_is_the_mixture_projected_once():
     """After Nam et al. 2021 (GMAC), with Bellemare et al. 2017, algorithm 1, once per target."""
-    copies, lam = 400, 0.9
+    copies = 400
+    lam = 0.9
     out = probabilities(lam, copies=copies).view(T, copies, N, 61)
     assert_close(out.sum(-1), torch.ones(T, copies, N).double())
     error = out.std(1) / copies**0.5
-    assert ((out.mean(1) - mean_probs(lam)).abs() < 4.5 * error + 1e-6).all()
+    difference = out.mean(1) - mean_probs(lam)
+    assert (difference.abs() < 4.5 * error + 1e-6).all()
 
 
 def test_variance_grows_by_one_projection_and_not_by_one_per_step():

@@ -1,6 +1,7 @@
 """Recurrent pass over a rollout in which episodes begin anywhere."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,10 @@ def starts(pattern: str) -> Tensor:
     return episode_start
 
 
-def problem(dtype: torch.dtype = torch.float64) -> tuple[nn.LSTM, Tensor, tuple[Tensor, Tensor]]:
+State = tuple[Tensor, Tensor]
+
+
+def problem(dtype: torch.dtype = torch.float64) -> tuple[nn.LSTM, Tensor, State]:
     """An LSTM, inputs and an initial state that all want gradients."""
     lstm = nn.LSTM(F, H, dtype=dtype)
     inputs = (2 * torch.randn(T, N, F, dtype=dtype)).requires_grad_()
@@ -43,12 +47,12 @@ def problem(dtype: torch.dtype = torch.float64) -> tuple[nn.LSTM, Tensor, tuple[
 
 
 def step_by_step(
-    lstm: nn.LSTM, inputs: Tensor, state: tuple[Tensor, Tensor], episode_start: Tensor
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    lstm: nn.LSTM, inputs: Tensor, state: State, episode_start: Tensor
+) -> tuple[Tensor, State]:
     """One call per step, each from a state that is zero where the step opens an episode."""
     outputs = []
     for x, start in zip(inputs, episode_start):
-        state = tuple(torch.where(start[:, None], torch.zeros_like(s), s) for s in state)
+        state = tuple(s * ~start[:, None] for s in state)
         output, state = lstm(x[None], state)
         outputs.append(output)
     return torch.cat(outputs), state
@@ -58,14 +62,17 @@ def everything(
     unroll: Callable,
     lstm: nn.LSTM,
     inputs: Tensor,
-    state: tuple[Tensor, Tensor],
+    state: State,
     episode_start: Tensor,
 ) -> list[Tensor]:
     """Outputs, final state, and gradients in inputs, initial state and parameters."""
     outputs, (h, c) = unroll(lstm, inputs, state, episode_start)
     results = [outputs, h, c]
     weights = torch.Generator().manual_seed(1)
-    loss = sum((x * torch.randn(x.shape, generator=weights, dtype=x.dtype)).sum() for x in results)
+    loss = 0
+    for x in results:
+        weight = torch.randn(x.shape, generator=weights, dtype=x.dtype)
+        loss = loss + (weight * x).sum()
     leaves = (inputs, *state, *lstm.parameters())
     return results + list(torch.autograd.grad(loss, leaves))
 
@@ -156,7 +163,8 @@ def test_environments_do_not_mix():
     outputs, (h, c) = unroll_lstm(lstm, inputs, state, episode_start)
     for n in range(N):
         one = slice(n, n + 1)
-        column = (inputs[:, one], tuple(s[:, one] for s in state), episode_start[:, one])
+        own = (state[0][:, one], state[1][:, one])
+        column = (inputs[:, one], own, episode_start[:, one])
         alone, (h_alone, c_alone) = unroll_lstm(lstm, *column)
         assert_close(alone, outputs[:, one])
         assert_close((h_alone, c_alone), (h[:, one], c[:, one]))
@@ -177,8 +185,14 @@ def test_a_rollout_in_two_parts_equals_the_whole():
 
 def test_the_fused_call_is_made_in_training_mode(monkeypatch):
     """Ours: cuDNN refuses the backward pass otherwise; the CPU does not care."""
-    seen, call = [], torch.lstm
-    monkeypatch.setattr(torch, "lstm", lambda *args: seen.append(args[6]) or call(*args))
+    call = torch.lstm
+    seen = []
+
+    def watched(*args: Any) -> Any:
+        seen.append(args[6])
+        return call(*args)
+
+    monkeypatch.setattr(torch, "lstm", watched)
     lstm, zero = nn.LSTM(F, H), torch.zeros(1, N, H)
     unroll_lstm(lstm, torch.randn(T, N, F), (zero, zero), starts("uneven"))
     assert seen == [True]

@@ -36,7 +36,8 @@ ATOMS = tensor([-1, 0, 1, 2, 3])
 )
 def test_clip_quantiles_worked_by_hand(mode, expected, dtype):
     """Reference code of Schulman et al. 2017, modes ours: one quantile falls, the mean rises."""
-    quantiles, old = tensor([[0, 3, 9]], dtype), tensor([[1, 2, 0]], dtype)
+    quantiles = tensor([[0, 3, 9]], dtype)
+    old = tensor([[1, 2, 0]], dtype)
     out = lstm.clip_quantiles(quantiles, old, 0.5, mode)
     assert_close(out, tensor([expected], dtype), rtol=1e-6, atol=1e-6)
     assert quantiles.tolist() == [[0, 3, 9]]
@@ -51,7 +52,8 @@ def slow_clip(row: list[float], old: list[float], d: float, mode: str) -> list[f
 
     def moments(x: list[float]) -> tuple[float, float]:
         m = sum(x) / len(x)
-        return m, math.sqrt(sum((v - m) ** 2 for v in x) / len(x) + 1e-12)
+        squares = sum((v - m) ** 2 for v in x)
+        return m, math.sqrt(squares / len(x) + 1e-12)
 
     if mode == "per_quantile":
         return [limited(q, o) for q, o in zip(row, old)]
@@ -72,7 +74,8 @@ def test_clip_quantiles_equals_the_definition(K, mode, dtype):
     moves = torch.linspace(-1, 1, 40, dtype=dtype)[torch.randperm(40), None]
     quantiles = old * wider + moves
     out = lstm.clip_quantiles(quantiles, old, 0.3, mode)
-    expected = [slow_clip(q, o, 0.3, mode) for q, o in zip(quantiles.tolist(), old.tolist())]
+    rows = zip(quantiles.tolist(), old.tolist())
+    expected = [slow_clip(q, o, 0.3, mode) for q, o in rows]
     limit = 1e-12 if dtype == torch.float64 else 1e-5
     assert out.dtype == dtype
     assert_close(out.double(), tensor(expected), rtol=limit, atol=limit)
@@ -125,7 +128,8 @@ def test_clip_quantiles_passes_gradcheck(mode):
 def test_clip_quantiles_has_a_finite_gradient_for_equal_quantiles(mode):
     """Ours: the width has an infinite slope at 0 without its floor."""
     quantiles = torch.full((2, 5), 0.7, requires_grad=True)
-    lstm.clip_quantiles(quantiles, torch.zeros(2, 5), 0.2, mode).square().sum().backward()
+    out = lstm.clip_quantiles(quantiles, torch.zeros(2, 5), 0.2, mode)
+    out.square().sum().backward()
     assert quantiles.grad.isfinite().all()
 
 
@@ -140,7 +144,8 @@ def test_clip_quantiles_takes_critics_and_time_as_batch_axes(mode):
     """Reference code of Schulman et al. 2017, modes ours: (2, 4, 3, K), every row as if alone."""
     quantiles, old = torch.randn(2, 2, 4, 3, 6, dtype=torch.float64)
     together = lstm.clip_quantiles(quantiles, old, 0.3, mode)
-    alone = lstm.clip_quantiles(quantiles.reshape(-1, 6), old.reshape(-1, 6), 0.3, mode)
+    rows = (quantiles.reshape(-1, 6), old.reshape(-1, 6))
+    alone = lstm.clip_quantiles(*rows, 0.3, mode)
     assert_close(together.flatten(0, 2), alone)
 
 
@@ -194,7 +199,8 @@ def test_clipped_value_loss_is_the_maximum_per_sample_and_critic(script):
 
     Mean 23 / 6 here; the maximum of the two means would be 16 / 6.
     """
-    loss, clipped = tensor([[1, 5, -2], [4, 0, 3]]), tensor([[3, 4, 2], [1, 6, 0]])
+    loss = tensor([[1, 5, -2], [4, 0, 3]])
+    clipped = tensor([[3, 4, 2], [1, 6, 0]])
     out = script.clipped_value_loss(loss, clipped)
     assert out.tolist() == [[3, 5, 2], [4, 6, 3]]
     assert script.clipped_value_loss(clipped[0], loss[0]).tolist() == [3, 5, 2]
@@ -256,13 +262,15 @@ def task(std: float) -> tuple[Tensor, Tensor, lstm.RunningMoments]:
     wider = 4 ** (2 * torch.rand(200, 1, dtype=torch.float64, generator=draws) - 1)
     moments = lstm.RunningMoments()
     moments.update(std * tensor([4, 6]))  # mean 5 std, deviation std
-    new = old.mean(-1, keepdim=True) + moves + wider * (old - old.mean(-1, keepdim=True))
+    mean = old.mean(-1, keepdim=True)
+    new = mean + moves + wider * (old - mean)
     return std * (old + 5), std * (new + 5), moments
 
 
 def blocked(clipped: Tensor, new: Tensor, std: float) -> float:
     """Share of the predictions that clipping changes."""
-    return float(((clipped - new).abs() > 1e-9 * std).any(-1).double().mean())
+    changed = ((clipped - new).abs() > 1e-9 * std).any(-1)
+    return float(changed.double().mean())
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -284,7 +292,8 @@ def test_a_bare_coefficient_on_raw_returns_would_freeze_the_critic():
         old, new, _ = task(std)
         raw = lstm.clip_quantiles(new, old, 0.2, "mean_only")
         shares.append(blocked(raw, new, std))
-        assert (raw.mean(-1) - old.mean(-1)).abs().max() <= 0.2 + 1e-9
+        moved = raw.mean(-1) - old.mean(-1)
+        assert moved.abs().max() <= 0.2 + 1e-9
     assert shares[0] < shares[1] < shares[2]
     assert shares[2] > 0.98
 

@@ -118,7 +118,9 @@ def test_value_of_the_reduced_twins(script):
     """Fujimoto et al. 2018 (TD3): the minimum of two means; ours: the mean of two means."""
     outputs = torch.randn(2, 50, 4, 7)
     value = reduced_values(script, outputs, num_quantiles=7, num_atoms=7)
-    means = outputs.mean(-1) if script is lstm else outputs.softmax(-1) @ torch.linspace(-1, 3, 7)
+    means = outputs.mean(-1)
+    if script is categorical:
+        means = outputs.softmax(-1) @ torch.linspace(-1, 3, 7)
     assert_close(value["min"], means.amin(0))
     assert_close(value["mean"], means.mean(0))
 
@@ -232,6 +234,23 @@ def test_description_of_a_rollout_is_taken_one_by_one(script):
             assert_close(together[key][t, n], value)
 
 
+@pytest.mark.parametrize(("outcome", "expected"), [(12.0, 2.4), (8.0, -5.6)])
+def test_risk_advantages_are_in_the_units_of_the_task(script, outcome, expected):
+    """Rockafellar & Uryasev 2000, theorem 1: a lottery in returns of mean 10 and std 2.
+
+    Normalised: 1 with probability 0.7, else -1; at alpha 0.5 nu = 1 and CVaR = -0.1 / 0.5. An
+    outcome of 1 has the advantage 1 + 0.2, one of -1 has 1 - 2 / 0.5 + 0.2; both times the std.
+    """
+    dist = of(script, cvar_alpha=0.5, num_quantiles=10)
+    set_units(dist, 10, 2)
+    outputs = torch.tensor([-1.0] * 3 + [1.0] * 7)
+    if script is categorical:
+        outputs = torch.tensor([0.3, 1e-12, 0.7, 1e-12, 1e-12]).log()
+    samples = torch.full((1, 1, 1), outcome)
+    advantage = dist.risk_advantages(samples, torch.ones(1, 1, 1), outputs[None, None])
+    assert float(advantage) == pytest.approx(expected, rel=1e-4)
+
+
 def test_risk_advantages_of_a_rollout_are_taken_one_by_one(script):
     """Rockafellar & Uryasev 2000, theorem 1: (T, N), each (t, n) as if it were alone."""
     dist = of(script, cvar_alpha=0.3, num_quantiles=5)
@@ -247,6 +266,22 @@ def test_risk_advantages_of_a_rollout_are_taken_one_by_one(script):
 
 
 # ----------------------------------------------------------------------------------------- targets
+def test_sampled_returns_bootstrap_from_decoded_distributions(script):
+    """Nam et al. 2021 (GMAC), SR(lambda) at lambda 0: r + gamma z', in the task's units."""
+    dist = of(script, num_quantiles=5)
+    set_units(dist, 10, 2)
+    outputs, rewards = torch.randn(3, 2, 5), torch.randn(3, 2)
+    terminated = torch.tensor([[0, 0], [0, 1], [0, 0]]).bool()
+    truncated = torch.tensor([[1, 0], [0, 0], [0, 0]]).bool()
+    facts = (rewards, outputs, terminated, truncated, 0.9, 0.0)
+    samples, weights = dist.sample_returns(*facts)
+    z = outputs if script is lstm else torch.linspace(-1, 3, 5).expand(3, 2, 5)
+    probs = torch.full((3, 2, 5), 0.2) if script is lstm else outputs.softmax(-1)
+    expected = rewards[..., None] + 0.9 * ~terminated[..., None] * (2 * z + 10)
+    assert_close(samples, expected)
+    assert_close(weights, probs)
+
+
 def test_crossing_fraction_counts_neighbours_in_the_wrong_order():
     """Ours: 0 1 5 none; 4 2 3 one; 3 2 4 one; 1 6 -1 one: 3 of 8."""
     facts = (TWIN_QUANTILES, torch.zeros(2, 1), torch.ones(2, 1))
@@ -257,8 +292,8 @@ def test_crossing_fraction_counts_neighbours_in_the_wrong_order():
 @pytest.mark.parametrize("K", [1, 3])
 def test_equal_neighbours_do_not_cross(K):
     """Ours: neither do equal ones, nor a single quantile, which has no neighbour."""
-    facts = (torch.ones(2, 4, K), torch.zeros(4, 1), torch.ones(4, 1))
-    metrics = target_metrics(quantiles(num_quantiles=K), *facts)
+    outputs, zero = torch.ones(2, 4, K), torch.zeros(4, 1)
+    metrics = target_metrics(quantiles(num_quantiles=K), outputs, zero, zero + 1)
     assert float(metrics["value/crossing_fraction"]) == 0
 
 
@@ -296,7 +331,8 @@ def test_share_outside_of_the_support_is_that_of_normalised_returns():
     """Van Hasselt et al. 2016: less a mean of 9, -10.5, -7, 0; only the last one is inside."""
     dist, samples = atoms(), torch.tensor([[-1.5, 2.0, 9.0]])
     set_units(dist, 9, 1)
-    assert share_outside(dist, samples, torch.tensor([[0.25, 0.7, 0.05]])) == pytest.approx(0.95)
+    weights = torch.tensor([[0.25, 0.7, 0.05]])
+    assert share_outside(dist, samples, weights) == pytest.approx(0.95)
 
 
 def test_two_hot_targets():
@@ -311,7 +347,8 @@ def test_hl_gauss_targets():
     dist = atoms(target_encoding="hl_gauss", hl_gauss_sigma=0.6, v_max=7.0)
     samples = torch.tensor([[0.3], [2.2]])
     encoded = encode(dist, LOGITS[:, :2], samples, torch.ones(2, 1))
-    expected = categorical.hl_gauss(samples[:, 0], torch.tensor([-1.0, 1, 3, 5, 7]), 1.2)
+    support = torch.tensor([-1.0, 1, 3, 5, 7])
+    expected = categorical.hl_gauss(samples[:, 0], support, 1.2)
     assert_close(encoded, expected)
 
 
@@ -323,9 +360,9 @@ def test_encodings_of_samples_are_mixed_by_their_weights(encoding, mean, std):
     pairs = torch.tensor([[0.3, 1.6], [2.2, -0.4]])
     weights = torch.tensor([[0.2, 0.8], [0.5, 0.5]])
     parts = []
-    for j in range(2):  # each sample alone, in normalised units
-        one = encode(dist, LOGITS[:, :2], pairs[:, j : j + 1], torch.ones(2, 1))
-        parts.append(weights[:, j : j + 1] * one)
+    for sample, weight in zip(pairs.T, weights.T):  # each alone, in normalised units
+        one = encode(dist, LOGITS[:, :2], sample[:, None], torch.ones(2, 1))
+        parts.append(weight[:, None] * one)
     set_units(dist, mean, std)
     encoded = encode(dist, LOGITS[:, :2], std * pairs + mean, weights)
     assert_close(encoded, parts[0] + parts[1], rtol=1e-5, atol=1e-6)
@@ -338,7 +375,8 @@ def test_a_far_target_still_pulls_towards_the_edge(encoding):
     logits = torch.zeros(1, 1, 5, requires_grad=True)
     far = (torch.tensor([[1000.0]]), torch.ones(1, 1))
     targets = encode(dist, logits.detach(), *far)
-    dist.loss(logits, targets, torch.zeros(1, 1, 1))[0].sum().backward()
+    loss, _ = dist.loss(logits, targets, torch.zeros(1, 1, 1))
+    loss.sum().backward()
     assert int(logits.grad.argmin()) == 4
     assert logits.grad[0, 0, 4] < -0.3
 
@@ -348,7 +386,8 @@ def slow_loss(q: Tensor, target: float, kappa: float) -> float:
     """Quantile Huber loss of one sample, written out."""
     total = 0.0
     for i, value in enumerate(q.tolist()):
-        tau, u = (i + 0.5) / len(q), target - value
+        tau = (i + 0.5) / len(q)
+        u = target - value
         size = abs(u)
         if abs(u) <= kappa:
             size = u * u / (2 * kappa) if kappa > 0 else 0.0
@@ -374,7 +413,8 @@ def test_loss_of_each_critic_on_the_same_targets(kappa):
 def slow_clip(q: Tensor, old: Tensor, d: float, mode: str) -> Tensor:
     """One prediction clipped around its old self, written out."""
     if mode == "per_quantile":
-        return torch.stack([o + min(max(x - o, -d), d) for x, o in zip(q, old)])
+        moves = [min(max(float(x), -d), d) for x in q - old]
+        return old + torch.tensor(moves)
     m, m_old = q.mean(), old.mean()
     centre = m_old + min(max(m - m_old, -d), d)
     if mode == "mean_only":
@@ -392,11 +432,12 @@ def test_clipping_of_quantiles_takes_the_larger_loss_per_sample_and_critic(mode)
     loss, changed = dist.loss(outputs, targets, old)
     larger = 0
     for c, t, n in itertools.product(range(2), range(3), range(4)):
-        q, target = outputs[c, t, n], float(targets[t, n])
+        q = outputs[c, t, n]
+        target = float(targets[t, n])
         clipped = slow_clip(q, old[c, t, n], 0.2, mode)
         plain, other = slow_loss(q, target, 0.0), slow_loss(clipped, target, 0.0)
         assert float(loss[c, t, n]) == pytest.approx(max(plain, other), rel=1e-4)
-        assert bool(changed[c, t, n]) == bool((clipped - q).abs().max() > 1e-5)
+        assert changed[c, t, n] == ((clipped - q).abs().max() > 1e-5)
         larger += other > plain
     assert 0 < larger < 24
 
@@ -424,7 +465,8 @@ def test_loss_of_atoms_is_the_cross_entropy_of_each_critic():
     loss, changed = atoms().loss(outputs, targets, old)
     assert changed.sum() == 0
     for c, t, n in itertools.product(range(2), range(3), range(4)):
-        expected = float(-(targets[t, n] * outputs[c, t, n].log_softmax(-1)).sum())
+        terms = targets[t, n] * outputs[c, t, n].log_softmax(-1)
+        expected = -float(terms.sum())
         assert float(loss[c, t, n]) == pytest.approx(expected, rel=1e-5)
 
 
@@ -435,13 +477,15 @@ def test_clipping_of_atoms_takes_the_larger_loss_per_sample_and_critic():
     loss, changed = dist.loss(outputs, targets, old)
     larger = 0
     for c, t, n in itertools.product(range(2), range(3), range(4)):
-        logits, target = outputs[c, t, n], targets[t, n]
+        logits = outputs[c, t, n]
+        target = targets[t, n]
         p = logits.softmax(-1)
-        clipped = categorical.clip_categorical(p[None], old[c, t, n], 0.2, dist.support)[0]
+        around = old[c, t, n]
+        clipped = categorical.clip_categorical(p[None], around, 0.2, dist.support)[0]
         plain = float(-(target * logits.log_softmax(-1)).sum())
         other = float(-(target * clipped.clamp(min=1e-8).log()).sum())
         assert float(loss[c, t, n]) == pytest.approx(max(plain, other), rel=1e-4)
-        assert bool(changed[c, t, n]) == bool((clipped - p).abs().max() > 1e-5)
+        assert changed[c, t, n] == ((clipped - p).abs().max() > 1e-5)
         larger += other > plain
     assert 0 < larger < 24
 
@@ -521,7 +565,8 @@ def test_statistics_stay_without_normalised_returns(script):
 def test_clipping_changes_the_same_samples_at_every_scale_of_returns(mode):
     """Ours, d in normalised returns: one share at std 1, 10 and 100, the statistics refit."""
     (heads, features), returns = twin_heads(), torch.randn(7, 4)
-    moves, facts = 0.3 * torch.randn(2, 3, 4, 1), []
+    moves = 0.3 * torch.randn(2, 3, 4, 1)
+    facts = []
     for std in (1, 10, 100):
         dist = quantiles(vf_clip=mode, vf_clip_coef=0.2, num_quantiles=5)
         set_units(dist, 5 * std, std)
@@ -557,4 +602,5 @@ def test_default_flags_learn_quantiles_and_not_expectiles():
     coverage = (sample <= q.detach()).float().mean(0)
     assert_close(coverage, dist.support, rtol=0, atol=0.02)
     worst = sample.flatten().sort().values[:200].mean()  # 5 % of 4000
-    assert float(dist.describe(q.detach())["cvar"]) == pytest.approx(float(worst), rel=0.05)
+    cvar = dist.describe(q.detach())["cvar"]
+    assert float(cvar) == pytest.approx(float(worst), rel=0.05)

@@ -138,7 +138,8 @@ def test_quantile_huber_loss_is_the_double_sum(K, J, kappa, dtype):
 def test_quantile_huber_loss_passes_gradcheck(kappa):
     """Dabney et al. 2018a, eq. 10: quadratic part, linear part, both sides."""
     quantiles = tensor([[0.3, -1.2, 2.1], [0.9, 0.1, -0.4]]).requires_grad_()
-    targets, taus = tensor([[1, -1.5], [-2, 0.6]]), tensor(midpoints(3))
+    targets = tensor([[1, -1.5], [-2, 0.6]])
+    taus = tensor(midpoints(3))
     assert gradcheck(lambda q: lstm.quantile_huber_loss(q, targets, taus, kappa), quantiles)
 
 
@@ -206,7 +207,8 @@ def test_rows_of_garbage_leave_the_other_losses_bit_equal(kappa):
     quantiles, targets = torch.randn(6, 6), torch.randn(6, 6)
     taus = tensor(midpoints(6), torch.float32)
     losses = lstm.quantile_huber_loss(quantiles, targets, taus, kappa)
-    longer = [torch.cat((x, torch.full((2, 6), 1e9))) for x in (quantiles, targets)]
+    garbage = torch.full((2, 6), 1e9)
+    longer = [torch.cat((x, garbage)) for x in (quantiles, targets)]
     assert lstm.quantile_huber_loss(*longer, taus, kappa)[:6].equal(losses)
 
 
@@ -380,7 +382,8 @@ def test_cross_entropy_by_hand():
 
     The softmax of (0, ln 3) is (1/4, 3/4): the loss is the entropy of (1/4, 3/4).
     """
-    target, logits = tensor([[0.25, 0.75]]), tensor([[0.0, math.log(3)]])
+    target = tensor([[0.25, 0.75]])
+    logits = tensor([[0.0, math.log(3)]])
     expected = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
     loss = categorical.categorical_cross_entropy(target, logits)
     assert float(loss) == pytest.approx(expected)
@@ -388,5 +391,6 @@ def test_cross_entropy_by_hand():
 
 def test_cross_entropy_is_finite_for_huge_logits():
     """Bellemare et al. 2017, algorithm 1: where softmax rounds to 0, log softmax is -1000."""
-    target, logits = torch.tensor([[1.0, 0.0]]), torch.tensor([[-500.0, 500.0]])
+    target = torch.tensor([[1.0, 0.0]])
+    logits = torch.tensor([[-500.0, 500.0]])
     assert float(categorical.categorical_cross_entropy(target, logits)) == 1000
