@@ -163,6 +163,7 @@ def test_log_std_stays_finite_and_keeps_its_gradient(script, value, kept):
     actions = actions_of(script, "Box")
     with torch.no_grad():
         actions.log_std.fill_(value)
+    actions.project()
     params = actions(torch.zeros(3, 2))
     log_prob(actions, params, torch.ones(3, 2)).sum().backward()
     assert_close(actions.log_std.detach(), torch.full((2,), kept))

@@ -54,16 +54,6 @@ def in_units(facts: dict[str, float], mean: float, std: float) -> dict[str, floa
     return {key: std * x + (0 if key == "std" else mean) for key, x in facts.items()}
 
 
-def encode(dist: Any, outputs: Tensor, samples: Tensor, weights: Tensor) -> Tensor:
-    """Targets as the loss wants them."""
-    return dist.encode_targets(outputs, samples, weights)[0]
-
-
-def target_metrics(dist: Any, outputs: Tensor, samples: Tensor, weights: Tensor) -> dict:
-    """Metrics of this kind of distribution alone."""
-    return dist.encode_targets(outputs, samples, weights)[1]
-
-
 # -------------------------------------------------------------------------- quantiles: twin critics
 # Two critics, two states, three quantiles. Means: critic 1 has 2 and 3, critic 2 has 3 and 2.
 TWIN_QUANTILES = torch.tensor(
@@ -164,14 +154,13 @@ def test_states_of_a_rollout_are_reduced_one_by_one(script, mode):
 
 
 # ------------------------------------------------------------------------------------- description
-VAR = "var"  # the key of the value at risk
 # Quantiles of U(0, 10) at K = 5: F^-1(tau) = 10 tau, linear, so exact.
 UNIFORM = torch.tensor([[[9.0, 1.0, 5.0, 3.0, 7.0]]])
 UNIFORM_FACTS = {
     "p10": 1.0,
     "p50": 5.0,
     "p90": 9.0,
-    VAR: 3.0,
+    "value_at_risk": 3.0,
     "cvar": 1.5,  # 10 * 0.15
     "std": 8**0.5,  # of the five: sqrt((16 + 4 + 0 + 4 + 16) / 5)
 }
@@ -200,7 +189,7 @@ MASS_FACTS = {
     "p10": 0,  # half of bin 0
     "p50": 0.5 + 0.6,  # 0.3 of 0.5 into bin 1
     "p90": 1.5 + 2 / 3,  # 0.2 of 0.3 into bin 2
-    VAR: 0.5 + 0.4,  # 0.2 of 0.5 into bin 1
+    "value_at_risk": 0.5 + 0.4,  # 0.2 of 0.5 into bin 1
     "cvar": 0.5,  # 0.2 / 0.4
     "std": 0.49**0.5,
 }
@@ -285,7 +274,7 @@ def test_sampled_returns_bootstrap_from_decoded_distributions(script):
 def test_crossing_fraction_counts_neighbours_in_the_wrong_order():
     """Ours: 0 1 5 none; 4 2 3 one; 3 2 4 one; 1 6 -1 one: 3 of 8."""
     facts = (TWIN_QUANTILES, torch.zeros(2, 1), torch.ones(2, 1))
-    metrics = target_metrics(quantiles(), *facts)
+    metrics = quantiles().target_metrics(*facts)
     assert float(metrics["value/crossing_fraction"]) == 3 / 8
 
 
@@ -293,7 +282,7 @@ def test_crossing_fraction_counts_neighbours_in_the_wrong_order():
 def test_equal_neighbours_do_not_cross(K):
     """Ours: neither do equal ones, nor a single quantile, which has no neighbour."""
     outputs, zero = torch.ones(2, 4, K), torch.zeros(4, 1)
-    metrics = target_metrics(quantiles(num_quantiles=K), outputs, zero, zero + 1)
+    metrics = quantiles(num_quantiles=K).target_metrics(outputs, zero, zero + 1)
     assert float(metrics["value/crossing_fraction"]) == 0
 
 
@@ -301,7 +290,7 @@ def test_quantiles_train_on_samples_of_normalised_returns():
     """Van Hasselt et al. 2016: (x - mean) / std for mean 100 and std 2, otherwise as they are."""
     dist, samples = quantiles(), torch.tensor([[100.0, 104.0], [97.0, 101.0]])
     set_units(dist, 100, 2)
-    encoded = encode(dist, TWIN_QUANTILES, samples, torch.full((2, 2), 0.5))
+    encoded = dist.encode_targets(samples, torch.full((2, 2), 0.5))
     assert_close(encoded, torch.tensor([[0.0, 2.0], [-1.5, 0.5]]))
 
 
@@ -310,7 +299,8 @@ LOGITS = torch.zeros(2, 6, 5)
 
 def share_outside(dist: Any, samples: Tensor, weights: Tensor) -> float:
     """The logged share of target mass beyond the support."""
-    return float(target_metrics(dist, LOGITS, samples, weights)["value/outside_support"])
+    metrics = dist.target_metrics(LOGITS, samples, weights)
+    return float(metrics["value/outside_support"])
 
 
 def test_share_outside_of_the_support():
@@ -338,7 +328,7 @@ def test_share_outside_of_the_support_is_that_of_normalised_returns():
 def test_two_hot_targets():
     """Bellemare et al. 2017, algorithm 1: 0.3 between atoms 0 and 1, 2.2 between 2 and 3."""
     dist, samples = atoms(target_encoding="two_hot"), torch.tensor([[0.3], [2.2]])
-    encoded = encode(dist, LOGITS[:, :2], samples, torch.ones(2, 1))
+    encoded = dist.encode_targets(samples, torch.ones(2, 1))
     assert_close(encoded, torch.tensor([[0, 0.7, 0.3, 0, 0], [0, 0, 0, 0.8, 0.2]]))
 
 
@@ -346,7 +336,7 @@ def test_hl_gauss_targets():
     """Imani & White 2018; Farebrother et al. 2024: sigma in bin widths, 0.6 of bins of 2."""
     dist = atoms(target_encoding="hl_gauss", hl_gauss_sigma=0.6, v_max=7.0)
     samples = torch.tensor([[0.3], [2.2]])
-    encoded = encode(dist, LOGITS[:, :2], samples, torch.ones(2, 1))
+    encoded = dist.encode_targets(samples, torch.ones(2, 1))
     support = torch.tensor([-1.0, 1, 3, 5, 7])
     expected = categorical.hl_gauss(samples[:, 0], support, 1.2)
     assert_close(encoded, expected)
@@ -361,10 +351,10 @@ def test_encodings_of_samples_are_mixed_by_their_weights(encoding, mean, std):
     weights = torch.tensor([[0.2, 0.8], [0.5, 0.5]])
     parts = []
     for sample, weight in zip(pairs.T, weights.T):  # each alone, in normalised units
-        one = encode(dist, LOGITS[:, :2], sample[:, None], torch.ones(2, 1))
+        one = dist.encode_targets(sample[:, None], torch.ones(2, 1))
         parts.append(weight[:, None] * one)
     set_units(dist, mean, std)
-    encoded = encode(dist, LOGITS[:, :2], std * pairs + mean, weights)
+    encoded = dist.encode_targets(std * pairs + mean, weights)
     assert_close(encoded, parts[0] + parts[1], rtol=1e-5, atol=1e-6)
 
 
@@ -374,7 +364,7 @@ def test_a_far_target_still_pulls_towards_the_edge(encoding):
     dist = atoms(target_encoding=encoding)
     logits = torch.zeros(1, 1, 5, requires_grad=True)
     far = (torch.tensor([[1000.0]]), torch.ones(1, 1))
-    targets = encode(dist, logits.detach(), *far)
+    targets = dist.encode_targets(*far)
     loss, _ = dist.loss(logits, targets, torch.zeros(1, 1, 1))
     loss.sum().backward()
     assert int(logits.grad.argmin()) == 4
@@ -455,7 +445,7 @@ def test_clipped_samples_are_counted_beyond_rounding(move, expected):
 def atom_batch() -> tuple[Tensor, Tensor, Tensor]:
     """Logits of two critics (2, 3, 4, 5), encoded targets (3, 4, 5), old means (2, 3, 4, 1)."""
     outputs, samples = torch.randn(2, 3, 4, 5), torch.randn(3, 4, 1)
-    targets = encode(atoms(), outputs, samples, torch.ones(3, 4, 1))
+    targets = atoms().encode_targets(samples, torch.ones(3, 4, 1))
     return outputs, targets, 1 + 0.5 * torch.randn(2, 3, 4, 1)
 
 
@@ -509,13 +499,6 @@ def test_the_twins_do_not_share_an_old_value(kind):
 FEATURES = 4
 
 
-def move_statistics(
-    dist: Any, heads: nn.ModuleList, outputs: Tensor, samples: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Statistics take in the samples; what the heads now give, and the values to clip around."""
-    return dist.carry_statistics(heads, outputs, samples)
-
-
 def twin_heads() -> tuple[nn.ModuleList, Tensor]:
     """Two heads with five outputs, and features (3, 4, F) of some states."""
     heads = nn.ModuleList(nn.Sequential(nn.Linear(FEATURES, 5)) for _ in range(2))
@@ -533,7 +516,7 @@ def test_quantiles_are_decoded_as_before_when_statistics_move():
     set_units(dist, 10, 4)
     outputs = outputs_of(heads, features)
     before = dist.moments.denormalize(outputs)
-    carried, old = move_statistics(dist, heads, outputs, 300 * torch.randn(7, 4) - 50)
+    carried, old = dist.move_statistics(heads, outputs, 300 * torch.randn(7, 4) - 50)
     assert float(dist.moments.std) > 100
     for z in (carried, old, outputs_of(heads, features)):
         assert_close(dist.moments.denormalize(z), before, rtol=0, atol=3e-3)  # 1e-5 of the std
@@ -545,7 +528,7 @@ def test_outputs_of_atoms_stay_when_statistics_move():
     set_units(dist, 10, 4)
     outputs = outputs_of(heads, features)
     before = dist.mean(outputs)
-    carried, old = move_statistics(dist, heads, outputs, 300 * torch.randn(7, 4) - 50)
+    carried, old = dist.move_statistics(heads, outputs, 300 * torch.randn(7, 4) - 50)
     assert torch.equal(carried, outputs)
     assert torch.equal(outputs_of(heads, features), outputs)
     assert_close(dist.moments.denormalize(old[..., 0]), before, rtol=0, atol=3e-3)
@@ -555,7 +538,7 @@ def test_statistics_stay_without_normalised_returns(script):
     """Ours: with --no-norm-returns nothing moves, neither statistics nor outputs."""
     dist, (heads, features) = of(script, num_quantiles=5, norm_returns=False), twin_heads()
     outputs = outputs_of(heads, features)
-    carried, _ = move_statistics(dist, heads, outputs, 300 * torch.randn(7, 4) - 50)
+    carried, _ = dist.move_statistics(heads, outputs, 300 * torch.randn(7, 4) - 50)
     assert float(dist.moments.count) == 0
     assert_close(carried, outputs)
     assert_close(outputs_of(heads, features), outputs)
@@ -572,7 +555,7 @@ def test_clipping_changes_the_same_samples_at_every_scale_of_returns(mode):
         set_units(dist, 5 * std, std)
         own = copy.deepcopy(heads)
         outputs = outputs_of(own, features)
-        _, old = move_statistics(dist, own, outputs, std * (2 * returns + 4))
+        _, old = dist.move_statistics(own, outputs, std * (2 * returns + 4))
         moved = outputs_of(own, features) + moves
         facts.append(dist.loss(moved, torch.zeros(3, 4, 1), old))
     for loss, changed in facts[1:]:
