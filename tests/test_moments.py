@@ -190,6 +190,30 @@ def test_a_copy_of_the_moments_stays_where_it_was(script):
     assert float(moments.mean) == 11
 
 
+def test_statistics_take_in_mean_and_spread_of_targets_and_the_values(script):
+    """Ours: mean -+ spread stand for a target's samples; values keep the scale above 0.
+
+    1 and 5 with weights 3/4 and 1/4: mean 2, variance 3/4 + 9/4 = 3. Two equal samples: spread 0.
+    """
+    samples = tensor([[[1, 5], [4, 4], [5, 1]], [[-1, -5], [0, 0], [10, 50]]])
+    weights = tensor([0.75, 0.25]).expand(2, 3, 2)
+    values = tensor([[7, 8, 9], [10, 11, 12]])
+    out = script.statistics_samples(samples, weights, values)
+    mean = tensor([[2, 4, 4], [-2, 0, 20]])
+    spread = 3**0.5 * tensor([[1, 0, 1], [1, 0, 10]])
+    assert_close(out, torch.stack((mean - spread, mean + spread, values, values)))
+
+
+def test_two_samples_have_the_moments_of_all(script):
+    """Chan et al. 1983: without values, statistics of the two are those of 40 equal weights."""
+    samples = torch.randn(3, 2, 40, dtype=torch.float64) * 5 + 2
+    weights = torch.full_like(samples, 1 / 40)
+    both = script.statistics_samples(samples, weights, samples[..., 0])[:2]
+    moments = of(script, both)
+    assert float(moments.mean) == pytest.approx(float(samples.mean()))
+    assert float(moments.var) == pytest.approx(float(samples.var(correction=0)))
+
+
 # ------------------------------------------------------------------------------------------ PopArt
 def test_rescale_head_worked_by_hand():
     """Van Hasselt et al. 2016, eq. 5, for s = 3, s' = 6, mu = 10, mu' = 4.

@@ -222,7 +222,9 @@ def test_advantages_and_targets_follow_from_the_values(script, norm_adv):
     variance = 1 - (returns - values).var() / returns.var()
     assert float(metrics["losses/explained_variance"]) == pytest.approx(variance, abs=1e-3)
     assert float(metrics["data/truncated_fraction"]) == pytest.approx(2 / 12, abs=0.1)
-    if script is distributional_ppo_lstm:  # one sample; test_value_distribution.py has the other encoding
+    if (
+        script is distributional_ppo_lstm
+    ):  # one sample; test_value_distribution.py has the other encoding
         decoded = batch.targets[..., 0].double() * run.agent.dist.moments.std
         decoded = decoded + run.agent.dist.moments.mean
         np.testing.assert_allclose(decoded, returns, rtol=1e-4, atol=1e-3)
