@@ -53,8 +53,10 @@ def make_run(script: ModuleType, env: str, **flags: Any) -> SimpleNamespace:
     agent.obs_moments.update(torch.randn(50, agent.obs_moments.mean.numel()) * 3 + 1)
     agent.dist.moments.update(torch.randn(50) * 20 + 30)
     envs = script.make_envs(args, args.num_envs)
-    of_agent = (agent,) if is_recurrent(script) else ()
-    carry = script.open_episodes(envs, *of_agent, args.seed)
+    if is_recurrent(script):
+        carry = script.open_episodes(envs, agent, args.seed)
+    else:
+        carry = envs.reset(seed=args.seed)[0].copy()
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate)
     return SimpleNamespace(
         script=script, args=args, agent=agent, envs=envs, carry=carry, optimizer=optimizer
