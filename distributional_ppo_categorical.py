@@ -1047,7 +1047,8 @@ def resume_run(args: Args, optimizer: optim.Adam,
                envs: gym.vector.VectorEnv) -> tuple[Run, np.ndarray | None]:  # fmt: skip
     """Take up the run of `args.resume` where its checkpoint stands.
     The observations to act on are None where the environments are lost and open new episodes."""
-    content = torch.load(Path(args.resume, "checkpoint.pt"), weights_only=True)
+    path = Path(args.resume, "checkpoint.pt")
+    content = torch.load(path, map_location="cpu", weights_only=True)
     args.rule("resume", args.cuda or not content["args"]["cuda"], "needs the GPU it was run on")
     kept = pickle.loads(content["run"])
     optimizer.load_state_dict(kept["optimizer"])
@@ -1089,6 +1090,14 @@ def evaluate(agent: Agent, args: Args) -> dict[str, float]:
 
 
 # ----------------------------------------------------------------------------------------- training
+def schedules(args: Args, progress: float) -> tuple[float, float]:
+    """Learning rate and entropy coefficient after this fraction of the run."""
+    final_lr = 0.0 if args.anneal_lr else args.learning_rate
+    final_ent_coef = args.ent_coef if args.ent_coef_final is None else args.ent_coef_final
+    lr = linear_schedule(args.learning_rate, final_lr, progress)
+    return lr, linear_schedule(args.ent_coef, final_ent_coef, progress)
+
+
 def is_due(iteration: int, every: int) -> bool:  # every so many iterations; 0: never
     return every > 0 and iteration % every == 0
 
@@ -1119,8 +1128,6 @@ def train(args: Args) -> dict[str, Any]:
     envs = make_envs(args, args.num_envs)
     run, obs = resume_run(args, optimizer, envs) if args.resume else (Run(), None)
     total = args.num_iterations * args.batch_size
-    final_lr = 0.0 if args.anneal_lr else args.learning_rate
-    final_ent_coef = args.ent_coef if args.ent_coef_final is None else args.ent_coef_final
     print(f"{args.env_id}: logging to {run_dir}", flush=True)
 
     try:
@@ -1128,8 +1135,7 @@ def train(args: Args) -> dict[str, Any]:
             obs = envs.reset(seed=args.seed + run.step)[0].copy()
         writer = SummaryWriter(str(run_dir), purge_step=run.step + 1 if args.resume else None)
         for iteration in range(run.step // args.batch_size + 1, args.num_iterations + 1):
-            lr = linear_schedule(args.learning_rate, final_lr, run.step / total)
-            ent_coef = linear_schedule(args.ent_coef, final_ent_coef, run.step / total)
+            lr, ent_coef = schedules(args, run.step / total)
             optimizer.param_groups[0]["lr"] = lr
 
             times = [time.time()]
