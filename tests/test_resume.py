@@ -309,6 +309,23 @@ def test_flags_that_change_the_algorithm_are_refused_by_name(script, tmp_path, c
     assert run_main(script, capsys, ["--resume", directory, "--gamma", "0.9"])[0] == 0
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_run_of_a_gpu_is_not_resumed_without_one(script, tmp_path, capsys):
+    """Its RNG cannot go on: one line, and the checkpoint stays; evaluation does without."""
+    args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0")
+    path = Path(script.train(args)["run_dir"], "checkpoint.pt")
+    content = torch.load(path, weights_only=True)
+    torch.save(content | {"args": content["args"] | {"cuda": True}}, path)
+    before = path.read_bytes()
+    code, _, err = run_main(script, capsys, ["--resume", str(path.parent)])
+    assert code == 2
+    assert len(err.splitlines()) == 1
+    assert "--resume" in err
+    assert "GPU" in err
+    assert path.read_bytes() == before
+    assert run_main(script, capsys, ["--evaluate", str(path)])[0] == 0
+
+
 def test_a_failing_write_leaves_the_previous_checkpoint(script, tmp_path, monkeypatch, capsys):
     """Disk full in the third write: exit code 1, the second checkpoint stays and is named."""
     args = flags_for(script, tmp_path, 5, env_id="probes:Walk-v0", checkpoint_every=1)

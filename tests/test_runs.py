@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from helpers import act, is_recurrent, make_run, prepare, small_args
+from helpers import act, carried_obs, is_recurrent, make_run, prepare, small_args
 from probes import ACTIONS, OBSERVATIONS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.testing import assert_close
@@ -185,6 +187,89 @@ def test_schedules_are_followed(script, tmp_path):
     metrics, _ = run(script, tmp_path, "VectorDiscrete", **flags)
     assert metrics["charts/learning_rate"] == 0.004
     assert metrics["policy/entropy_coef"] == 0.02
+
+
+def watched_run(script, tmp_path, monkeypatch, **flags):
+    """Three iterations of `train`: of each what its three parts got and gave, and what stood."""
+    parts, seen = ("collect_rollout", "prepare_batch", "update"), []
+
+    def watch(name):
+        function = getattr(script, name)
+
+        def look(*inputs):
+            agent = next(x for x in inputs if isinstance(x, script.Agent))
+            stood = {key: x.clone() for key, x in agent.state_dict().items() if "moments" in key}
+            lr = inputs[1].param_groups[0]["lr"] if name == "update" else None
+            given = function(*inputs)
+            if name == "collect_rollout":
+                seen.append({})
+            seen[-1][name] = SimpleNamespace(inputs=inputs, given=given, stood=stood, lr=lr)
+            return given
+
+        return look
+
+    with monkeypatch.context() as patch:
+        for name in parts:
+            patch.setattr(script, name, watch(name))
+        run(script, tmp_path, "Staggered", total_timesteps=144, **flags)
+    assert len(seen) == 3
+    return [[iteration[name] for name in parts] for iteration in seen]
+
+
+def test_train_hands_on_what_each_part_gives(script, tmp_path, monkeypatch):
+    """Rollout to batch, batch to update, and to the next rollout all that has to go on."""
+    iterations = watched_run(script, tmp_path, monkeypatch)
+    expected = None
+    for collect, batching, update in iterations:
+        rollout, carry = collect.given
+        assert batching.inputs[1] is rollout
+        assert update.inputs[2] is batching.given[0]
+        if expected is not None:
+            assert collect.inputs[2] is expected
+        expected = carry
+        if is_recurrent(script):
+            assert batching.inputs[2] is carry
+            expected = batching.given[1]
+    carry = iterations[0][0].inputs[2]
+    seeds = carried_obs(carry)[:, 0].tolist()  # the task shows what it was reset with
+    assert seeds == [1, 2, 3, 4]
+    if is_recurrent(script):
+        assert carry.episode_start.all()
+        assert (carry.actor_state == 0).all()
+        assert (carry.critic_state == 0).all()
+
+
+def test_statistics_of_observations_move_after_the_update(script, tmp_path, monkeypatch):
+    """Acting, values and training of an iteration see one normaliser; then it takes its rollout."""
+    past = []
+    for collect, batching, update in watched_run(script, tmp_path, monkeypatch):
+        for key in ("obs_moments.mean", "obs_moments.var", "obs_moments.count"):
+            assert torch.equal(collect.stood[key], batching.stood[key])
+            assert torch.equal(collect.stood[key], update.stood[key])
+        assert collect.stood["obs_moments.count"] == 48 * len(past)
+        if past:
+            everything = torch.cat(past).double().flatten(0, 1)
+            assert_close(collect.stood["obs_moments.mean"], everything.mean(0))
+            assert_close(collect.stood["obs_moments.var"], everything.var(0, correction=0))
+        past.append(collect.given[0].obs)
+
+
+def test_statistics_of_returns_move_ahead_of_the_update(script, tmp_path, monkeypatch):
+    """Critics train on the units in which the next rollout is decoded, not on those of this one."""
+    iterations = watched_run(script, tmp_path, monkeypatch)
+    key = "dist.moments.mean"
+    for (collect, batching, update), (then, *_) in pairwise(iterations):
+        assert torch.equal(collect.stood[key], batching.stood[key])
+        assert not torch.equal(batching.stood[key], update.stood[key])
+        assert torch.equal(update.stood[key], then.stood[key])
+
+
+def test_every_update_has_the_coefficients_of_its_time(script, tmp_path, monkeypatch):
+    """Of three iterations the learning rate has 1, 2/3 and 1/3; the bonus falls to its end."""
+    flags = {"learning_rate": 3e-3, "ent_coef": 0.04, "ent_coef_final": 0.01}
+    updates = [x[-1] for x in watched_run(script, tmp_path, monkeypatch, **flags)]
+    assert [update.lr for update in updates] == pytest.approx([3e-3, 2e-3, 1e-3])
+    assert [update.inputs[-1] for update in updates] == pytest.approx([0.04, 0.03, 0.02])
 
 
 @pytest.mark.parametrize(
