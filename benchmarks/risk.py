@@ -87,7 +87,7 @@ for name, spec in (
     if f"{name}-v0" not in gym.registry:
         gym.register(f"{name}-v0", **spec)
 
-# ---------------------------------------------------------------------------------------- the grid
+# ----------------------------------------------------------------------------------------- the grid
 COMMON = "--value-target sr_lambda --twin-reduce mean --eval-episodes 500 --checkpoint-every 0 "
 KIND = {LSTM: "--kappa 0 --num-quantiles 51 ", CATEGORICAL: "--target-encoding two_hot "}
 TASKS = {
@@ -169,7 +169,7 @@ def run_missing(only: list[str], seeds: list[int]) -> None:
             print(row, flush=True)
 
 
-# ------------------------------------------------------------------------------------------ report
+# ------------------------------------------------------------------------------------------- report
 def cliff_optima(alpha: float = 0.1, steps: int = 200, falls: int = 20) -> tuple[float, ...]:
     """Best mean on slippery CliffWalking, the CVaR of that policy, and the best CVaR of any policy.
 
