@@ -34,7 +34,7 @@ from typing import Any
 import common
 import gymnasium as gym
 import numpy as np
-from common import CATEGORICAL, LSTM, RESULTS, Cell, Row, Run, Setting
+from common import CATEGORICAL, LSTM, RESULTS, Cell, Row, Run, Setting, Table
 from gymnasium.spaces import Discrete
 
 FINE = 20_000  # levels at which quantile functions are compared
@@ -212,6 +212,8 @@ REAL_FIGURES = ("coverage", "bias", "spread", "predicted")
 SETTING = ("task", "script", "variant", "seed", "seconds")
 COLUMNS = (*SETTING, "mean", *FIGURES, *FLOORS, *REAL_FIGURES, "curve")
 TUNED = ("task", "script", "seed", "seconds", *REAL_FIGURES, "episodes", "flags")
+TABLE = Table(RESULTS / "calibration.csv", COLUMNS)
+TUNING = Table(RESULTS / "tuning_calibration.csv", TUNED)
 EPISODES = 256  # of a real task, scored
 
 
@@ -254,7 +256,8 @@ def real_cells() -> list[Cell]:
             own = RECOMMENDED[script] + " --eval-episodes 10"
             if task == "Hopper-v5" and script == LSTM:
                 own += " --seq-len 32"
-            cells.append(Cell(task, script, "mean, usual", USUAL[task] + own, range(1, 4)))
+            usual = USUAL[task] + own
+            cells.append(Cell(task, script, "mean, usual", usual, range(1, 4)))
             if script == CATEGORICAL:
                 own += ATOMS
                 own += UNITS if task == "Hopper-v5" else ""
@@ -351,7 +354,8 @@ def errors(shape: Shape, truth: np.ndarray) -> dict[str, float]:
     place = np.interp(DECILES, LEVELS, shape.curve)  # of tied returns any share may be below
     low = np.searchsorted(truth, place - 1e-3) / FINE
     high = np.searchsorted(truth, place + 1e-3) / FINE
-    result["decile"] = np.maximum(low - DECILES, DECILES - high).clip(min=0).max()
+    misses = np.maximum(low - DECILES, DECILES - high)
+    result["decile"] = max(misses.max(), 0)
     return result
 
 
@@ -395,8 +399,11 @@ def play_on(script: ModuleType, agent: Any, args: Any) -> Episodes:
     torch.manual_seed(args.seed)
     state = None
     alive = np.ones(EPISODES, bool)
-    all_obs, all_alive, rewards = [], [], []
-    for _ in range(scored + int(np.log(1e-5) / np.log(args.gamma))):
+    all_obs = []
+    all_alive = []
+    rewards = []
+    beyond = int(np.log(1e-5) / np.log(args.gamma))
+    for _ in range(scored + beyond):
         all_obs.append(obs.copy())
         all_alive.append(alive)
         if script.__name__ == LSTM:
@@ -413,7 +420,8 @@ def play_on(script: ModuleType, agent: Any, args: Any) -> Episodes:
     returns = np.array(rewards)
     for t in reversed(range(len(returns) - 1)):
         returns[t] += args.gamma * returns[t + 1]
-    return Episodes(np.array(all_obs[:scored]), np.array(all_alive[:scored]), returns[:scored])
+    kept = slice(0, scored)
+    return Episodes(np.array(all_obs[kept]), np.array(all_alive[kept]), returns[kept])
 
 
 def measure_real(script: ModuleType, agent: Any, args: Any) -> dict[str, float]:
@@ -452,7 +460,7 @@ def run_one(run: Run) -> dict[str, Any]:
     task = run.cell.task
     script = common.load_script(run.cell.script)
     env_id = f"calibration:{task}-v0" if task in PROCESSES else task
-    with common.trained(script, env_id, 100 * run.seed, run.cell.flags.split()) as done:
+    with common.trained(script, env_id, 100 * run.seed, run.cell.flags) as done:
         agent, args = script.load_agent(done.directory)
     row = {**run.cell.setting._asdict(), "seed": run.seed, "seconds": done.seconds}
     if task in REAL:
@@ -460,35 +468,17 @@ def run_one(run: Run) -> dict[str, Any]:
     return row | measure(script, agent, args, PROCESSES[task].truth)
 
 
-def show(row: dict[str, Any]) -> None:
-    """Print a row, without what is drawn."""
-    print({name: value for name, value in row.items() if name != "curve"}, flush=True)
+def tune_one(run: Run) -> dict[str, Any]:
+    """The same, for a row of the tuning runs."""
+    row = {**run_one(run), "episodes": EPISODES, "flags": run.cell.flags}
+    return {name: row[name] for name in TUNED}
 
 
-def run_missing(only: list[str], seeds: list[int]) -> None:
-    """Every chosen cell without a row."""
-    path = RESULTS / "calibration.csv"
-    known = {(common.setting_of(row), row["seed"]) for row in common.read_rows(path)}
-
-    def done(run: Run) -> bool:
-        return (run.cell.setting, str(run.seed)) in known
-
-    runs = common.missing_runs(cells(), only, seeds, done)
-    for _, row in common.run_all(run_one, runs, processes=1):
-        common.append_row(path, COLUMNS, row)
-        show(row)
-
-
-def tune(only: list[str], seeds: list[int], extra: str) -> None:
+def tuning_runs(only: list[str], seeds: list[int], extra: str) -> list[Run]:
     """The chosen real tasks with the flags `extra` added."""
     chosen = [cell for cell in real_cells() if cell.variant == "mean"]
-    chosen = [replace(cell, flags=f"{cell.flags} {extra}") for cell in chosen]
-    runs = common.missing_runs(chosen, only, seeds, lambda run: False)
-    for run, row in common.run_all(run_one, runs, processes=1):
-        row |= {"episodes": EPISODES, "flags": run.cell.flags}
-        row = {name: row[name] for name in TUNED}
-        common.append_row(RESULTS / "tuning_calibration.csv", TUNED, row)
-        show(row)
+    changed = [replace(cell, flags=f"{cell.flags} {extra}") for cell in chosen]
+    return common.runs_of(changed, only, seeds)
 
 
 # ------------------------------------------------------------------------------------------- report
@@ -528,25 +518,28 @@ def chain_line(setting: Setting, rows: list[Row]) -> str:
         figures.append(f"{error} ({100 * mean_of(rows, floor):{sign}.1f})")
     passed = f"{sum(map(reached, rows))} of {len(rows)}"
     last = passed if PROCESSES[setting.task].judged else "no goal"
-    kind = setting.script.split("_")[-1]
-    return common.markdown_row([setting.task, kind, setting.variant, *figures, last])
+    names = (setting.task, setting.kind, setting.variant)
+    return common.markdown_row([*names, *figures, last])
 
 
 def real_line(setting: Setting, rows: list[Row]) -> str:
     """Figures of one setting of a real task."""
     figures = [f"{mean_of(rows, figure):.3f}" for figure in REAL_FIGURES]
     passed = sum(float(row["coverage"]) <= 0.05 for row in rows)
-    kind = setting.script.split("_")[-1]
-    last = f"{passed} of {len(rows)}"
-    return common.markdown_row([setting.task, kind, setting.variant, *figures, last])
+    names = (setting.task, setting.kind, setting.variant)
+    return common.markdown_row([*names, *figures, f"{passed} of {len(rows)}"])
 
 
 def report() -> None:
     """Tables in results/calibration.md and on stdout, the figure in results/calibration.png."""
-    groups = common.by_setting(common.read_rows(RESULTS / "calibration.csv"))
+    groups = common.by_setting(TABLE.rows())
     tasks = [*PROCESSES, *REAL]
     place = {cell.setting: i for i, cell in enumerate(cells())}
-    order = sorted(groups, key=lambda setting: (tasks.index(setting.task), place[setting]))
+
+    def rank(setting: Setting) -> tuple[int, int]:
+        return tasks.index(setting.task), place[setting]
+
+    order = sorted(groups, key=rank)
 
     chains = [s for s in order if s.task in PROCESSES]
     names = "process | script | flags | W1 / std | std | CVaR 0.05 | CVaR 0.25 | deciles | reached"
@@ -596,10 +589,11 @@ def main() -> None:
     if args.tune is not None:
         if min(args.seeds, default=0) < 10:
             parser.error(f"--tune: --seeds {args.seeds} must be 10 and up; others are reported")
-        tune(args.only, args.seeds, args.tune)
+        TUNING.record(tune_one, tuning_runs(args.only, args.seeds, args.tune))
         return
     if not args.report:
-        run_missing(args.only, args.seeds)
+        runs = common.runs_of(cells(), args.only, args.seeds)
+        TABLE.record(run_one, TABLE.without_row(runs))
     report()
 
 

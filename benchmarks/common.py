@@ -34,6 +34,11 @@ class Setting(NamedTuple):
     script: str
     variant: str
 
+    @property
+    def kind(self) -> str:
+        """The script in one word."""
+        return self.script.split("_")[-1]
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -74,6 +79,9 @@ def load_script(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
+Work = Callable[[Run], Any]  # what is done in a process of its own; a function of a module
+
+
 class Trained(NamedTuple):
     """A finished run; its directory lasts as long as the `with` block."""
 
@@ -83,10 +91,10 @@ class Trained(NamedTuple):
 
 
 @contextlib.contextmanager
-def trained(script: ModuleType, task: str, seed: int, flags: Sequence[str]) -> Iterator[Trained]:
+def trained(script: ModuleType, task: str, seed: int, flags: str) -> Iterator[Trained]:
     """Train in a temporary run directory, without output. The last of each flag counts."""
     with tempfile.TemporaryDirectory() as top:
-        line = ["--env-id", task, "--seed", str(seed), "--run-dir", top, *flags]
+        line = ["--env-id", task, "--seed", str(seed), "--run-dir", top, *flags.split()]
         began = time.time()
         with contextlib.redirect_stdout(io.StringIO()):
             metrics = script.train(script.tyro.cli(script.Args, args=line))
@@ -106,22 +114,21 @@ def scalars(directory: Path, tags: Iterable[str]) -> dict[str, list[Point]]:
 
     events = EventAccumulator(str(directory), {"scalars": 0})
     events.Reload()
-    return {tag: [Point(e.step, e.value) for e in events.Scalars(tag)] for tag in tags}
+    curves = {}
+    for tag in tags:
+        curves[tag] = [Point(event.step, event.value) for event in events.Scalars(tag)]
+    return curves
 
 
-def missing_runs(
-    cells: Iterable[Cell], words: Sequence[str], seeds: Sequence[int], done: Callable[[Run], bool]
+def runs_of(
+    cells: Iterable[Cell], words: Iterable[str] = (), seeds: Iterable[int] = ()
 ) -> list[Run]:
-    """Runs of the cells that match all words, with these seeds or else the cell's own, that are
-    not done."""
+    """Runs of the cells that match all words, with these seeds or else the cell's own."""
     chosen = [cell for cell in cells if cell.matches(words)]
-    runs = [Run(cell, seed) for cell in chosen for seed in seeds or cell.seeds]
-    return [run for run in runs if not done(run)]
+    return [Run(cell, seed) for cell in chosen for seed in seeds or cell.seeds]
 
 
-def run_all(
-    work: Callable[[Run], Any], runs: Sequence[Run], processes: int
-) -> Iterator[tuple[Run, Any]]:
+def run_all(work: Work, runs: Iterable[Run], processes: int) -> Iterator[tuple[Run, Any]]:
     """Each run in a fresh process, `processes` at a time: run and result in the order they end.
 
     A run that fails is told on the terminal and leaves nothing, so that the next call tries again.
@@ -146,22 +153,41 @@ def machine() -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------- CSV files
-def read_rows(path: Path) -> list[Row]:
-    """Rows of a CSV, none if there is no file."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+@dataclass(frozen=True)
+class Table:
+    """A CSV that grows row by row."""
 
+    path: Path
+    columns: Sequence[str]
+    end: str = "\r\n"  # of a line
 
-def append_row(path: Path, columns: Sequence[str], row: dict[str, Any], end: str = "\r\n") -> None:
-    """One row at the end of a CSV, below a header if the file is new; `end` of its lines."""
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator=end)
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
+    def rows(self) -> list[Row]:
+        """Those so far, none if there is no file."""
+        if not self.path.exists():
+            return []
+        with self.path.open(newline="") as file:
+            return list(csv.DictReader(file))
+
+    def append(self, row: dict[str, Any]) -> None:
+        """One row at the end, below a header if the file is new."""
+        new = not self.path.exists()
+        with self.path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, self.columns, lineterminator=self.end)
+            if new:
+                writer.writeheader()
+            writer.writerow(row)
+
+    def record(self, work: Work, runs: Iterable[Run], processes: int = 1) -> None:
+        """Append and print the row that each run's work gives."""
+        for run, row in run_all(work, runs, processes):
+            self.append(row)
+            figures = [f"{name} {str(value)[:60]}" for name, value in row.items()]
+            print(run, *figures, sep=" | ", flush=True)
+
+    def without_row(self, runs: Iterable[Run]) -> list[Run]:
+        """The runs that have none, by setting and seed."""
+        known = {(setting_of(row), row["seed"]) for row in self.rows()}
+        return [run for run in runs if (run.cell.setting, str(run.seed)) not in known]
 
 
 def setting_of(row: Row) -> Setting:

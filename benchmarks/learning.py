@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -282,8 +281,8 @@ def run_ours(run: Run) -> Result:
         if cell.variant == "no_memory":
             forget(module)
 
-        flags = cell.flags.split()
-        done = stack.enter_context(common.trained(module, cell.task, run.seed, flags))
+        training = common.trained(module, cell.task, run.seed, cell.flags)
+        done = stack.enter_context(training)
         metrics = done.metrics
         followed = [tag for tag in FOLLOWED if tag in metrics]
         tags = ("charts/episodic_return", "eval/return_mean", *followed)
@@ -291,13 +290,13 @@ def run_ours(run: Run) -> Result:
         told = json.loads((done.directory / "args.json").read_text())
 
     told["args"]["run_dir"] = "runs"
-    kept = {tag: v for tag, v in metrics.items() if tag.startswith(("eval/", "charts/SPS"))}
+    kept = [tag for tag in metrics if tag.startswith(("eval/", "charts/SPS"))]
     over_run = {}
     for tag in followed:
         values = [point.value for point in curves[tag]]
         over_run[tag] = {"mean": np.mean(values), "max": np.max(values)}
     facts = {
-        "result": {tag: round(value, 4) for tag, value in kept.items()},
+        "result": {tag: round(metrics[tag], 4) for tag in kept},
         "evaluations": rounded(curves["eval/return_mean"]),
         "over_run": over_run,
         **told,
@@ -396,16 +395,21 @@ def keep(run: Run, result: Result) -> None:
     unfinished.rename(unfinished.with_suffix(".csv"))  # last: it marks the run as done
 
 
-def run_missing(cells: list[Cell], only: list[str], seeds: list[int], processes: int) -> None:
-    """Every run without a CSV, of the cells' seeds, that matches; seed 1 of everything first."""
+def done(run: Run) -> bool:
+    """Its curve is there."""
+    return (folder(run.cell) / f"seed{run.seed}.csv").exists()
+
+
+def missing(cells: list[Cell], only: list[str], seeds: list[int]) -> list[Run]:
+    """Runs that match and are not done, of these seeds if any; seed 1 of everything first."""
+    runs = [run for run in common.runs_of(cells, only) if not done(run)]
     if seeds:
-        cells = [replace(cell, seeds=[s for s in cell.seeds if s in seeds]) for cell in cells]
+        runs = [run for run in runs if run.seed in seeds]
+    return sorted(runs, key=lambda run: run.seed)
 
-    def done(run: Run) -> bool:
-        return (folder(run.cell) / f"seed{run.seed}.csv").exists()
 
-    runs = common.missing_runs(cells, only, [], done)
-    runs.sort(key=lambda run: run.seed)
+def run_missing(runs: list[Run], processes: int) -> None:
+    """Train them and keep what they give."""
     for run, result in common.run_all(run_one, runs, processes):
         keep(run, result)
         print(run, "|", result.facts["result"], flush=True)
@@ -414,7 +418,8 @@ def run_missing(cells: list[Cell], only: list[str], seeds: list[int], processes:
 # ------------------------------------------------------------------------------------------ reading
 def facts_of(cell: Cell) -> list[dict[str, Any]]:
     """What is kept beside the curves of a cell's runs."""
-    return [json.loads(path.read_text()) for path in sorted(folder(cell).glob("seed*.json"))]
+    paths = sorted(folder(cell).glob("seed*.json"))
+    return [json.loads(path.read_text()) for path in paths]
 
 
 def scores_of(cell: Cell) -> list[float]:
@@ -438,7 +443,8 @@ def smoothed(points: np.ndarray, grid: np.ndarray) -> np.ndarray:
     """Mean return of the 20 episodes before each step of `grid`."""
     steps, returns = points.T
     ends = np.searchsorted(steps, grid, side="right")
-    return np.array([returns[max(0, e - 20) : e].mean() if e else np.nan for e in ends])
+    windows = [returns[max(0, end - 20) : end] for end in ends]
+    return np.array([window.mean() if len(window) else np.nan for window in windows])
 
 
 def iqm(scores: np.ndarray) -> float:
@@ -590,9 +596,12 @@ def report() -> None:
     """The table of results/learning.md, the ablations' beside it, and a figure of each."""
     common.publish(RESULTS / "learning.md", [*table(GRID), "", evaluated(), "", mujoco()])
 
-    changed = {(cell.script, cell.task) for cell in ABLATIONS}
-    base = [c for c in GRID if (c.script, c.task) in changed and c.variant == "default"]
-    beside = sorted([*base, *ABLATIONS], key=lambda cell: (cell.script, cell.task))
+    def panel(cell: Cell) -> tuple[str, str]:
+        return cell.script, cell.task
+
+    changed = {panel(cell) for cell in ABLATIONS}
+    base = [cell for cell in GRID if cell.variant == "default" and panel(cell) in changed]
+    beside = sorted([*base, *ABLATIONS], key=panel)
     common.publish(RESULTS / "ablations.md", table(beside))
 
     draw_ablations(beside)
@@ -610,7 +619,7 @@ def main() -> None:
     args = parser.parse_args()
     if not args.report:
         cells = ABLATIONS if args.ablations else GRID
-        run_missing(cells, args.only, args.seeds, args.processes)
+        run_missing(missing(cells, args.only, args.seeds), args.processes)
     report()
 
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import common
 import gymnasium as gym
 import numpy as np
-from common import CATEGORICAL, LSTM, RESULTS, Cell, Row, Run, Setting
+from common import CATEGORICAL, LSTM, RESULTS, Cell, Row, Run, Setting, Table
 from gymnasium.spaces import Box, Discrete
 
 
@@ -76,7 +76,8 @@ class Road(gym.Env):
         reward = speed - 10 * (self.np_random.random() < danger)
         self.t += 1
         self.grip = self.np_random.random()
-        return np.full(1, self.grip, np.float32), reward, self.t == 20, False, {}
+        seen = np.full(1, self.grip, np.float32)
+        return seen, reward, self.t == 20, False, {}
 
 
 SLIPPERY = {  # CliffWalking-v1
@@ -111,6 +112,7 @@ MEASURED = ("mean", "std", "cvar")  # of the returns of an evaluation
 SAMPLED = tuple(f"sampled_{name}" for name in MEASURED)  # the same of the policy as it samples
 SETTING = ("task", "script", "variant", "seed", "seconds")
 COLUMNS = (*SETTING, *MEASURED, *SAMPLED, "dual", "risky")  # dual: of the rows with a limit
+TABLE = Table(RESULTS / "risk.csv", COLUMNS)
 
 
 def cells() -> list[Cell]:
@@ -143,7 +145,7 @@ def run_one(run: Run) -> dict[str, Any]:
     """Train, evaluate, and read the probability of the risky arm."""
     cell = run.cell
     script = common.load_script(cell.script)
-    with common.trained(script, f"risk:{cell.task}-v0", run.seed, cell.flags.split()) as done:
+    with common.trained(script, f"risk:{cell.task}-v0", run.seed, cell.flags) as done:
         agent, args = script.load_agent(done.directory)
 
     row = {**cell.setting._asdict(), "seed": run.seed, "seconds": done.seconds}
@@ -155,20 +157,6 @@ def run_one(run: Run) -> dict[str, Any]:
         sampled = script.evaluate(agent, args)
     row |= {f"sampled_{name}": sampled[f"eval/return_{name}"] for name in MEASURED}
     return {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
-
-
-def run_missing(only: list[str], seeds: list[int]) -> None:
-    """Every run without a row; `only` names tasks, scripts or variants, all of them to match."""
-    path = RESULTS / "risk.csv"
-    known = {(common.setting_of(row), row["seed"]) for row in common.read_rows(path)}
-
-    def done(run: Run) -> bool:
-        return (run.cell.setting, str(run.seed)) in known
-
-    runs = common.missing_runs(cells(), only, seeds, done)
-    for _, row in common.run_all(run_one, runs, processes=1):
-        common.append_row(path, COLUMNS, row)
-        print(row, flush=True)
 
 
 # ------------------------------------------------------------------------------- the cliff's optima
@@ -226,8 +214,8 @@ class Cliff:
 def cliff_optima(alpha: float = 0.1) -> Optimum:
     """By a dynamic program over steps, states and falls; for the CVaR one for every nu."""
     table = gym.make("CliffWalking-v1", is_slippery=True).unwrapped.P
-    moves = [[[outcome[1:] for outcome in table[s][a]] for a in range(4)] for s in range(48)]
-    after, reward, end = np.moveaxis(np.array(moves), -1, 0)
+    outcomes = np.array([[table[state][action] for action in range(4)] for state in range(48)])
+    _, after, reward, end = np.moveaxis(outcomes, -1, 0)  # (48, 4, 3) each
     cliff = Cliff(after.astype(int), reward == -100, end == 1)
     cost, policy = cliff.least(lambda t, n: t + 99.0 * n)
     return Optimum(-cost, cliff.cvar(alpha, policy), cliff.cvar(alpha))
@@ -262,7 +250,11 @@ def ordered(groups: dict[Setting, list[Row]]) -> list[Setting]:
     """Settings as the grid has them, what is no longer run last."""
     names = (*TASKS, CATEGORICAL, LSTM, *VARIANTS)
     place = {name: i for i, name in enumerate(names)}
-    return sorted(groups, key=lambda setting: [(place.get(part, 99), part) for part in setting])
+
+    def rank(setting: Setting) -> list[tuple[int, str]]:
+        return [(place.get(part, 99), part) for part in setting]
+
+    return sorted(groups, key=rank)
 
 
 def line(setting: Setting, rows: list[Row]) -> str:
@@ -271,8 +263,8 @@ def line(setting: Setting, rows: list[Row]) -> str:
     figures = [f"{mean:.2f} +- {half:.2f}" for mean, half in estimates]
     risky = [float(row["risky"]) for row in rows if row["risky"]]
     told = f"{min(risky):.3f} to {max(risky):.3f}" if risky else ""
-    kind = setting.script.split("_")[-1]
-    return common.markdown_row([setting.task, kind, setting.variant, len(rows), *figures, told])
+    names = (setting.task, setting.kind, setting.variant)
+    return common.markdown_row([*names, len(rows), *figures, told])
 
 
 def draw(groups: dict[Setting, list[Row]], optimum: Optimum) -> None:
@@ -295,7 +287,7 @@ def draw(groups: dict[Setting, list[Row]], optimum: Optimum) -> None:
             mean.half,
             "s" if script == LSTM else "o",
             color=known[variant],
-            label=f"{variant}, {script.split('_')[-1]}",
+            label=f"{variant}, {setting.kind}",
             capsize=2,
         )
     best = "best mean, best CVaR"
@@ -309,7 +301,7 @@ def draw(groups: dict[Setting, list[Row]], optimum: Optimum) -> None:
 
 def report() -> None:
     """Table in results/risk.md and on stdout, the figure in results/risk.png."""
-    groups = common.by_setting(common.read_rows(RESULTS / "risk.csv"))
+    groups = common.by_setting(TABLE.rows())
     optimum = cliff_optima()
     names = "task | script | variant | seeds | mean | CVaR | sampled: mean | CVaR | P(risky arm)"
     lines = [HEAD, *common.markdown_head(names)]
@@ -332,7 +324,8 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="*", type=int, default=[], help="seeds to run")
     args = parser.parse_args()
     if not args.report:
-        run_missing(args.only, args.seeds)
+        runs = common.runs_of(cells(), args.only, args.seeds)
+        TABLE.record(run_one, TABLE.without_row(runs))
     report()
 
 

@@ -46,7 +46,7 @@ from typing import Any, NamedTuple
 import common
 import gymnasium as gym
 import numpy as np
-from common import CATEGORICAL, HERE, LSTM, RESULTS, Row
+from common import CATEGORICAL, HERE, LSTM, RESULTS, Row, Table
 from gymnasium.envs.classic_control import CartPoleEnv
 
 SECONDS = 4  # between the two lengths of a run, about
@@ -224,7 +224,8 @@ def floor(work: Work) -> dict[str, float]:
     recurrent = work.script == LSTM
     script = common.load_script(work.script)
     args = script.Args(**work.flags)
-    T, N = args.num_steps, args.num_envs
+    T = args.num_steps
+    N = args.num_envs
     width = args.hidden_size
     size = args.lstm_hidden_size if recurrent else width
     num_values = args.num_quantiles if recurrent else args.num_atoms
@@ -294,7 +295,7 @@ def lstm_pass(work: Work) -> dict[str, float]:
         torch.autograd.grad(outputs, [inputs, *lstm.parameters()], ones)
 
     def loop(start: torch.Tensor) -> None:
-        h, c = zero[0], zero[0]
+        h = c = zero[0]
         outputs = []
         for x, keep in zip(inputs, ~start[..., None]):
             h, c = cell(x, (h * keep, c * keep))
@@ -479,25 +480,25 @@ def text(x: Any) -> str:
     return f"{x:.6g}" if isinstance(x, float) else str(x)
 
 
-def measure_missing(path: Path, todo: list[Measurement], same: Origin, peer: str) -> None:
+def measure_missing(table: Table, todo: list[Measurement], same: Origin, peer: str) -> None:
     """Append the rows of these measurements."""
-    rows = load(path)
+    rows = load(table)
     minutes = sum(ESTIMATE[one.program] for one in todo) / 60
     print(f"{len(todo)} measurements, about {minutes:.0f} minutes on idle cores", flush=True)
     for one in todo:
         row = {**one._asdict(), **vars(same), "load": os.getloadavg()[0]}
         row |= measure(one, rows, peer)
         row = {column: text(x) for column, x in row.items()}
-        common.append_row(path, COLUMNS, row)
+        table.append(row)
         rows.append(row)
         print(*one, row["value"], flush=True)
 
 
-def load(path: Path) -> list[Row]:
+def load(table: Table) -> list[Row]:
     """The rows measured so far, as text."""
-    rows = common.read_rows(path)
+    rows = table.rows()
     if rows and [*rows[0]] != COLUMNS:
-        sys.exit(f"{path}: other columns than this program writes; move it away first")
+        sys.exit(f"{table.path}: other columns than this program writes; move it away first")
     return rows
 
 
@@ -525,7 +526,7 @@ def middle(rows: list[Row], column: str = "value", part: str | None = None) -> f
     return median(values) if values else math.nan
 
 
-def table(names: str, lines: list[list]) -> list[str]:
+def markdown(names: str, lines: list[list]) -> list[str]:
     """Markdown, or nothing without lines."""
     if not lines:
         return []
@@ -625,7 +626,8 @@ def origins(picked: dict[str, Programs]) -> str:
     """Commits, machines and versions of the rows that are shown."""
     shown = [row for programs in picked.values() for rows in programs.values() for row in rows]
     columns = ("commit", "machine", "versions")
-    return "; ".join(", ".join(sorted({row[column] for row in shown})) for column in columns)
+    told = [sorted({row[column] for row in shown}) for column in columns]
+    return "; ".join(", ".join(values) for values in told)
 
 
 GRID_HEAD = (
@@ -654,23 +656,23 @@ def tables(threads: str, picked: dict[str, Programs]) -> list[str]:
     return [
         head,
         "",
-        *table(GRID_HEAD, [grid_line(cell, picked[cell]) for cell in ours]),
-        *table(CLEANRL_HEAD, [cleanrl_line(cell, picked[cell]) for cell in beside]),
-        *table(GROWTH_HEAD, growth),
-        *table(PASS_HEAD, [pass_line(cell, picked[cell]["pass"]) for cell in passes]),
+        *markdown(GRID_HEAD, [grid_line(cell, picked[cell]) for cell in ours]),
+        *markdown(CLEANRL_HEAD, [cleanrl_line(cell, picked[cell]) for cell in beside]),
+        *markdown(GROWTH_HEAD, growth),
+        *markdown(PASS_HEAD, [pass_line(cell, picked[cell]["pass"]) for cell in passes]),
     ]
 
 
-def report(path: Path) -> None:
+def report(table: Table) -> None:
     """speed.md and speed.png beside the CSV, from it alone."""
-    rows = load(path)
+    rows = load(table)
     everyone = sorted({row["threads"] for row in rows})
     lines = []
     for threads in everyone:
         lines += tables(threads, pick(rows, threads))
-    common.publish(path.with_suffix(".md"), lines[:-1])
+    common.publish(table.path.with_suffix(".md"), lines[:-1])
     if everyone:
-        draw(path.with_suffix(".png"), pick(rows, everyone[0]))
+        draw(table.path.with_suffix(".png"), pick(rows, everyone[0]))
 
 
 def draw(path: Path, picked: dict[str, Programs]) -> None:
@@ -721,7 +723,7 @@ def main() -> None:
         return
 
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / "speed.csv"
+    table = Table(args.out / "speed.csv", COLUMNS)
     if not args.report:
         parts = ((args.grid, GRID), (args.growth, GROWTH), (args.lstm, PASSES))
         chosen = [part for wanted, part in parts if wanted] or [GRID]
@@ -729,9 +731,9 @@ def main() -> None:
         cells = [cell for cell in known if any(fnmatch(cell, name) for name in args.only)]
         same = origin()
         every = (cells, args.threads, args.repeats, args.cleanrl)
-        todo = missing(load(path), same.commit, *every)
-        measure_missing(path, todo, same, args.cleanrl)
-    report(path)
+        todo = missing(load(table), same.commit, *every)
+        measure_missing(table, todo, same, args.cleanrl)
+    report(table)
 
 
 if __name__ == "__main__":

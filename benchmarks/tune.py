@@ -14,10 +14,9 @@ import argparse
 
 import common
 import numpy as np
-from common import RESULTS, Cell, Row, Run
+from common import RESULTS, Cell, Row, Run, Table
 from learning import THRESHOLDS, first_step
 
-CSV = "tuning.csv"
 COLUMNS = (
     "script",
     "task",
@@ -28,13 +27,14 @@ COLUMNS = (
     "evaluations",
     "steps_to_threshold",  # of the training returns; empty in early rows and without threshold
 )
+TABLE = Table(RESULTS / "tuning.csv", COLUMNS, end="\n")
 
 
 def run_one(run: Run) -> dict[str, object]:
     """Train one seed: its row."""
     cell = run.cell
     script = common.load_script(cell.script)
-    with common.trained(script, cell.task, run.seed, cell.flags.split()) as done:
+    with common.trained(script, cell.task, run.seed, cell.flags) as done:
         curves = common.scalars(done.directory, ("eval/return_mean", "charts/episodic_return"))
 
     scores = [f"{point.step}:{point.value:.1f}" for point in curves["eval/return_mean"]]
@@ -55,18 +55,16 @@ def run_one(run: Run) -> dict[str, object]:
 def run_missing(cell: Cell, processes: int) -> None:
     """Every seed of the setting without a row."""
     same = {"script": cell.script, "task": cell.task, "flags": cell.flags}
-    rows = common.read_rows(RESULTS / CSV)
-    seeds = {row["seed"] for row in rows if same.items() <= row.items()}
-    runs = common.missing_runs([cell], [], [], lambda run: str(run.seed) in seeds)
-    for _, row in common.run_all(run_one, runs, processes):
-        common.append_row(RESULTS / CSV, COLUMNS, row, end="\n")
-        print(row, flush=True)
+    known = {row["seed"] for row in TABLE.rows() if same.items() <= row.items()}
+    runs = [run for run in common.runs_of([cell]) if str(run.seed) not in known]
+    TABLE.record(run_one, runs, processes)
 
 
 def later_scores(row: Row) -> list[float]:
     """Evaluations in the last three quarters of a run."""
     points = [point.split(":") for point in row["evaluations"].split()]
-    return [float(score) for step, score in points if int(step) > int(points[-1][0]) / 4]
+    steps = [int(step) for step, _ in points]
+    return [float(score) for step, score in points if int(step) > steps[-1] / 4]
 
 
 def line(script: str, flags: str, rows: list[Row], threshold: float | None) -> str:
@@ -92,7 +90,7 @@ def report(task: str) -> None:
     """Print seeds, final evaluations, those at the threshold, the mean of all evaluations in the
     last three quarters of the runs and the median steps to the threshold, for every setting."""
     settings: dict[tuple[str, str], list[Row]] = {}  # by script and flags
-    for row in common.read_rows(RESULTS / CSV):
+    for row in TABLE.rows():
         if row["task"] == task:
             settings.setdefault((row["script"], row["flags"]), []).append(row)
     names = "script | flags | seeds | mean | worst | reached | later | steps"
