@@ -13,8 +13,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -128,13 +129,19 @@ def runs_of(
     return [Run(cell, seed) for cell in chosen for seed in seeds or cell.seeds]
 
 
+def run_alone(work: Work, run: Run) -> Any:
+    """The work in a fresh process: no run sees what an earlier one left, or dies with it."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(work, run).result()
+
+
 def run_all(work: Work, runs: Iterable[Run], processes: int) -> Iterator[tuple[Run, Any]]:
-    """Each run in a fresh process, `processes` at a time: run and result in the order they end.
+    """Each run in a process of its own, `processes` at a time: run and result as they end.
 
     A run that fails is told on the terminal and leaves nothing, so that the next call tries again.
     """
-    with ProcessPoolExecutor(processes, max_tasks_per_child=1) as pool:
-        futures = {pool.submit(work, run): run for run in runs}
+    with ThreadPoolExecutor(processes) as pool:
+        futures = {pool.submit(run_alone, work, run): run for run in runs}
         try:
             for future in as_completed(futures):
                 run = futures[future]
@@ -179,10 +186,9 @@ class Table:
 
     def record(self, work: Work, runs: Iterable[Run], processes: int = 1) -> None:
         """Append and print the row that each run's work gives."""
-        for run, row in run_all(work, runs, processes):
+        for _, row in run_all(work, runs, processes):
             self.append(row)
-            figures = [f"{name} {str(value)[:60]}" for name, value in row.items()]
-            print(run, *figures, sep=" | ", flush=True)
+            print({name: str(value)[:60] for name, value in row.items()}, flush=True)
 
     def without_row(self, runs: Iterable[Run]) -> list[Run]:
         """The runs that have none, by setting and seed."""
