@@ -2,21 +2,21 @@
 
     python distributional_ppo_categorical.py                    # CartPole; --help for the flags
 
-`collect_rollout` acts with the actor alone; `prepare_batch` runs the critics once over the rollout
-(a return distribution for every state s_t and true successor s'_t), computes GAE from their means
-and moves the return statistics (PopArt, as far as fixed atoms allow); `update` minimises
+One iteration of `train`:
 
-    clipped policy loss - ent_coef * entropy + vf_coef * cross-entropy with the encoded returns
+    collect_rollout   the actor alone acts for T steps in N environments
+    prepare_batch     one pass of the critics: a return distribution for every state and successor,
+                      hence advantages and targets; the return statistics move
+    minibatches       shuffled steps
+    losses            clipped policy loss - ent_coef * entropy + vf_coef * cross-entropy of targets
+    update            one Adam step per minibatch, until the KL divergence exceeds `target_kl`
 
-over minibatches of shuffled steps until the KL divergence exceeds `target_kl`. Papers are named
-with the functions that follow them. The recurrent sibling, distributional_ppo_lstm.py, differs in
-`Body` (an LSTM) and in the value distribution (quantiles); its steps come in unbroken sequences,
-which is why steps are called sequences of length 1 here and states have width 0.
+Shapes: T steps, N environments, B rows, D observation, K atoms, J target samples, C critics.
+Rewards, values and returns are in the task's units; critics see and predict them normalised.
+Papers stand with their formulas. The sibling, distributional_ppo_lstm.py, is recurrent, with
+quantile critics."""
 
-Shapes: T steps, N environments, B rows of a minibatch, D observation, K atoms, J target samples,
-C critics, H width of the state (0), L steps of a training sequence (1), M sequences of a rollout.
-Rewards, values and returns are in the task's units; critics see and predict them normalised."""
-
+import argparse
 import json
 import math
 import os
@@ -26,11 +26,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace as Batch
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -46,7 +47,8 @@ VELOCITIES = {  # entries that are zero in the velocity-free tasks of rl-baselin
     "PendulumNoVel": (2,), "LunarLanderNoVel": (2, 3, 5), "LunarLanderContinuousNoVel": (2, 3, 5),
 }  # fmt: skip
 LOG_STD_RANGE = (-5.0, 2.0)  # of Gaussian actions: std from 0.0067 to 7.4
-STOP: list[int] = []  # SIGTERM or Ctrl-C came: end after this iteration, with a checkpoint
+STOP: list[int] = []  # signals that came: end after this iteration, with a checkpoint
+ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
 Tensors = tuple[Tensor, ...]
 
 
@@ -54,7 +56,7 @@ class UsageError(ValueError):
     """A mistake of the user: one line without a traceback, exit code 2."""
 
 
-def require(condition: Any, message: str) -> None:
+def require(condition: bool, message: str) -> None:
     """Raise `UsageError` unless the condition holds."""
     if not condition:
         raise UsageError(message)
@@ -107,6 +109,7 @@ class Args:
     value_target: Literal["lambda_return", "sr_lambda"] = "lambda_return"
     cvar_alpha: float = 0.05  # tail mass averaged by CVaR, in [1e-3, 1]; 1 is the mean
     cvar_weight: float = 0.0  # weight of the CVaR advantage against GAE's, in [0, 1]
+
     # ---- value distribution: categorical (flags) ----
     num_atoms: int = 51  # atoms of each critic, integer >= 2
     v_min: float = -5.0  # smallest atom, in normalised returns
@@ -114,38 +117,81 @@ class Args:
     target_encoding: Literal["two_hot", "hl_gauss"] = "hl_gauss"  # returns as probabilities
     hl_gauss_sigma: float = 0.75  # std of the Gaussian of hl_gauss, in bin widths, in [0.1, 100]
     vf_clip: Literal["none", "mean_only"] = "none"  # clip value changes around the old mean
-    BOUNDS: ClassVar = ((2, math.inf, "num_atoms"), (0.1, 100, "hl_gauss_sigma"))
+
+    def check_distribution(self) -> None:
+        self.bound(2, math.inf, "num_atoms")
+        self.bound(0.1, 100, "hl_gauss_sigma")
+        width = self.v_max - self.v_min
+        text = f"--v-min {self.v_min} --v-max {self.v_max}: must be finite, v_min < v_max"
+        require(0 < width < math.inf, text)
+
     # ---- end of value distribution ----
 
     def __post_init__(self) -> None:
         """Derive the sizes; raise `UsageError` with flag, value, bound and remedy."""
-        for low, high, names in (
-            (1, math.inf, "torch_threads eval_episodes num_envs num_steps num_minibatches"),
-            (1, math.inf, "update_epochs hidden_size"),
-            (0, math.inf, "eval_every checkpoint_every ent_coef ent_coef_final vf_coef"),
-            (0, math.inf, "min_entropy_penalty"), (0, 4e9, "seed"), (1e-3, 1, "cvar_alpha"),
-            (1e-12, math.inf, "learning_rate clip_coef max_grad_norm target_kl vf_clip_coef"),
-            (0, 1, "gamma gae_lambda cvar_weight"), (-1e9, 1e9, "min_entropy"),
-            (*LOG_STD_RANGE, "log_std_init"), *self.BOUNDS,
-        ):  # fmt: skip
-            for name in names.split():
-                value, flag = getattr(self, name), name.replace("_", "-")
-                valid = value is None or (low <= value <= high and math.isfinite(value))
-                require(valid, f"--{flag} {value}: must be finite and in [{low:g}, {high:g}]")
+        inf = math.inf
+        self.bound(1, inf, "torch_threads", "eval_episodes", "num_envs", "num_steps")
+        self.bound(1, inf, "num_minibatches", "update_epochs", "hidden_size")
+        self.bound(0, inf, "eval_every", "checkpoint_every", "vf_coef")
+        self.bound(0, inf, "ent_coef", "ent_coef_final", "min_entropy_penalty")
+        self.bound(1e-12, inf, "learning_rate", "clip_coef", "max_grad_norm", "target_kl")
+        self.bound(1e-12, inf, "vf_clip_coef")
+        self.bound(0, 1, "gamma", "gae_lambda", "cvar_weight")
+        self.bound(1e-3, 1, "cvar_alpha")
+        self.bound(0, 4e9, "seed")
+        self.bound(-1e9, 1e9, "min_entropy")
+        self.bound(*LOG_STD_RANGE, "log_std_init")
+        self.check_distribution()
+
         self.batch_size = self.num_envs * self.num_steps  # samples of a rollout
         self.num_iterations = self.total_timesteps // self.batch_size  # rollouts, and updates
-        self.chunk_len = 1  # steps of a training sequence
+
         size = "num_envs * num_steps"
-        for name, valid, rule in (
-            ("num_steps", self.batch_size > 1, f"a rollout, {size}, needs 2 steps"),
-            ("total_timesteps", self.num_iterations > 0, f"must be at least one rollout, {size}"),
-            ("num_minibatches", self.batch_size % self.num_minibatches == 0,
-             f"must divide the rollout, {size}"),
-            ("cuda", not self.cuda or torch.cuda.is_available(), "torch sees no GPU; leave it out"),
-            ("resume", not self.resume or Path(self.resume).is_dir(), "is not a run directory"),
-            ("evaluate", not (self.evaluate and self.resume), "excludes --resume"),
-        ):  # fmt: skip
-            require(valid, f"--{name.replace('_', '-')} {getattr(self, name)}: {rule}")
+        self.rule("num_steps", self.batch_size > 1, f"a rollout, {size}, needs 2 steps")
+        enough = self.num_iterations > 0
+        self.rule("total_timesteps", enough, f"must be at least one rollout, {size}")
+        equal = self.batch_size % self.num_minibatches == 0
+        self.rule("num_minibatches", equal, f"must divide the rollout, {size}")
+        gpu = torch.cuda.is_available() or not self.cuda
+        self.rule("cuda", gpu, "torch sees no GPU; leave it out")
+        self.rule("resume", Path(self.resume).is_dir(), "is not a run directory")
+        self.rule("evaluate", not (self.evaluate and self.resume), "excludes --resume")
+
+    def bound(self, low: float, high: float, *names: str) -> None:
+        """Numbers are finite and in [low, high], or None."""
+        for name in names:
+            value = getattr(self, name)
+            holds = value is None or (math.isfinite(value) and low <= value <= high)
+            self.rule(name, holds, f"must be finite and in [{low:g}, {high:g}]")
+
+    def rule(self, name: str, holds: bool, text: str) -> None:
+        require(holds, f"--{name.replace('_', '-')} {getattr(self, name)}: {text}")
+
+
+# -------------------------------------------------------------------------------------- what flows
+class Rollout(NamedTuple):
+    """T steps of N environments as they happened."""
+
+    obs: Tensor  # (T, N, D) s_t, raw
+    next_obs: Tensor  # (T, N, D) true successor s'_t, raw: the final one where an episode ended
+    actions: Tensor  # (T, N, P) indices or (T, N, A) floats, as sampled
+    params: Tensor  # (T, N, ...) of the distribution that gave the action
+    rewards: Tensor  # (T, N) in the task's units
+    terminated: Tensor  # (T, N) bool, s'_t is terminal: nothing follows
+    truncated: Tensor  # (T, N) bool, a time limit: s'_t has a value
+    episodes: list[tuple[int, float, int]]  # step t, return and length of those that ended
+
+
+class Batch(NamedTuple):
+    """The steps of a rollout as B = T * N rows, or some of them; nothing has a graph."""
+
+    obs: Tensor  # (B, D) normalised
+    actions: Tensor  # (B, P) or (B, A)
+    params: Tensor  # (B, ...) of the policy that acted
+    log_probs: Tensor  # (B,) of the actions under that policy, nats
+    advantages: Tensor  # (B,) as the policy loss takes them
+    targets: Tensor  # (B, K) of the value distribution
+    old_values: Tensor  # (B, C, 1) of each critic, to clip around, normalised returns
 
 
 # ---------------------------------------------------------------------------- advantages and policy
@@ -161,11 +207,13 @@ def gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor
     for name, x in (("rewards", rewards), ("values", values), ("next_values", next_values)):
         if bad := int((~torch.isfinite(x)).sum()):
             raise ValueError(f"gae: {bad} of {x.numel()} {name} are not finite")
-    masks = (~terminated, ~(terminated | truncated))
-    alive, unbroken = (m.to(values.dtype)[(..., *[None] * (values.dim() - m.dim()))] for m in masks)
+    shape = terminated.shape + (1,) * (values.dim() - terminated.dim())  # masks lack further axes
+    alive = (~terminated).to(values.dtype).view(shape)
+    unbroken = (~(terminated | truncated)).to(values.dtype).view(shape)
     delta = rewards + gamma * alive * next_values - values  # (T, N)
     decay = gamma * gae_lambda * unbroken
-    advantages, last = torch.zeros_like(delta), torch.zeros_like(delta[0])
+    advantages = torch.zeros_like(delta)
+    last = torch.zeros_like(delta[0])
     for t in reversed(range(len(delta))):
         last = advantages[t] = delta[t] + decay[t] * last
     return advantages, advantages + values
@@ -182,7 +230,8 @@ def normalize_advantages(advantages: Tensor, eps: float = 1e-8) -> Tensor:
 
 def explained_variance(predictions: Tensor, targets: Tensor) -> Tensor:
     """1 - Var(targets - predictions) / Var(targets), a scalar; 0 where the targets do not vary."""
-    variance, residual = targets.var(correction=0), (targets - predictions).var(correction=0)
+    variance = targets.var(correction=0)
+    residual = (targets - predictions).var(correction=0)
     varies = (variance > 0) & (targets.max() > targets.min())
     return torch.where(varies, 1 - residual / variance, 0)
 
@@ -208,7 +257,8 @@ def clipped_policy_loss(log_ratio: Tensor, advantages: Tensor, clip_coef: float)
 def entropy_loss(entropy: Tensor, ent_coef: float, min_entropy: float,
                  penalty_coef: float) -> Tensor:  # fmt: skip
     """-ent_coef * mean(H) + penalty_coef * relu(min_entropy - mean(H)), a scalar.
-    entropy (B,) in nats; that of Gaussians may be negative, so that a floor of 0 is not neutral."""
+    entropy (B,) in nats; that of Gaussians may be negative, so that a floor of 0 is not neutral.
+    Source: Schulman et al. 2017, eq. 9; the floor is ours."""
     mean = entropy.mean()
     return -ent_coef * mean + penalty_coef * torch.relu(min_entropy - mean)
 
@@ -220,8 +270,9 @@ def linear_schedule(start: float, end: float, progress: float) -> float:
 
 def empirical_cvar(returns: Tensor, alpha: float) -> float:
     """Mean of the lowest fraction alpha of a sample (n,), one return counting in part."""
-    mass = (alpha * len(returns) - torch.arange(len(returns)).double()).clamp(0, 1)
-    return float((mass * returns.sort().values).sum() / (alpha * len(returns)))
+    size = alpha * len(returns)
+    mass = (size - torch.arange(len(returns)).double()).clamp(0, 1)
+    return float((mass * returns.sort().values).sum() / size)
 
 
 # ---------------------------------------------------------------------------------- running moments
@@ -233,9 +284,9 @@ class RunningMoments(nn.Module):
     def __init__(self, shape: tuple[int, ...] = (), max_count: float | None = None) -> None:
         super().__init__()
         self.max_count = math.inf if max_count is None else max_count
-        starts = {"mean": torch.zeros(shape), "var": torch.ones(shape), "count": torch.zeros(())}
-        for name, start in starts.items():
-            self.register_buffer(name, start.double())
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
+        self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
     @property
     def std(self) -> Tensor:  # the one scale of `normalize` and `denormalize`
@@ -247,7 +298,8 @@ class RunningMoments(nn.Module):
         x = x.double().reshape(-1, *self.mean.shape)
         past = self.count / (self.count + len(x))  # its weight in the merged moments
         delta = x.mean(0) - self.mean
-        self.var = past * self.var + (1 - past) * (x.var(0, correction=0) + past * delta.square())
+        between = past * delta.square()
+        self.var = past * self.var + (1 - past) * (x.var(0, correction=0) + between)
         self.mean = self.mean + (1 - past) * delta
         self.count = (self.count + len(x)).clamp(max=self.max_count)
 
@@ -269,13 +321,16 @@ def project_categorical(probs: Tensor, source_atoms: Tensor, target_atoms: Tenso
     dz = (target_atoms[-1] - target_atoms[0]) / last
     position = ((source_atoms - target_atoms[0]) / dz).clamp(0, last)  # in steps of the index
     left = position.detach().floor().clamp(max=last - 1).nan_to_num()  # the neighbour below
-    share, index = (position - left).expand_as(probs), left.long().expand_as(probs)
+    share = (position - left).expand_as(probs)  # of the neighbour above
+    index = left.long().expand_as(probs)
     out = probs.new_zeros(*probs.shape[:-1], last + 1)
-    return out.scatter_add(-1, index, probs * (1 - share)).scatter_add(-1, index + 1, probs * share)
+    out = out.scatter_add(-1, index, probs * (1 - share))
+    return out.scatter_add(-1, index + 1, probs * share)
 
 
 def two_hot(targets: Tensor, atoms: Tensor) -> Tensor:
-    """Projection of a point mass, (B,) -> (B, K): split between the two neighbouring atoms."""
+    """Projection of a point mass, (B,) -> (B, K): split between the two neighbouring atoms.
+    Source: Bellemare et al. 2017, algorithm 1."""
     return project_categorical(torch.ones_like(targets)[..., None], targets[..., None], atoms)
 
 
@@ -285,13 +340,15 @@ def hl_gauss(targets: Tensor, atoms: Tensor, sigma: float) -> Tensor:
     holds any mass in floating point. Source: Imani & White 2018; Farebrother et al. 2024."""
     half = (atoms[-1] - atoms[0]) / (len(atoms) - 1) / 2
     edges = torch.cat((atoms - half, atoms[-1:] + half))
-    z = (edges - targets.clamp(atoms[0], atoms[-1])[..., None]) / (sigma * math.sqrt(2))
+    targets = targets.clamp(atoms[0], atoms[-1])
+    z = (edges - targets[..., None]) / (sigma * math.sqrt(2))
     cdf = torch.erf(z)  # twice the CDF, minus 1
     return cdf.diff(dim=-1) / (cdf[..., -1:] - cdf[..., :1])
 
 
 def categorical_cross_entropy(target_probs: Tensor, logits: Tensor) -> Tensor:
-    """-sum_k target_probs log_softmax(logits), in nats, (B, K) -> (B,). Source: Bellemare 2017."""
+    """-sum_k target_probs log_softmax(logits), nats, (B, K) -> (B,). Source: Bellemare et al. 2017,
+    algorithm 1."""
     return -(target_probs * logits.log_softmax(-1)).sum(-1)
 
 
@@ -327,7 +384,8 @@ def categorical_quantile(probs: Tensor, atoms: Tensor, level: float) -> Tensor:
     dz = (atoms[-1] - atoms[0]) / (len(atoms) - 1)
     cdf = probs.cumsum(-1)
     k = (cdf < level).sum(-1, keepdim=True).clamp(max=len(atoms) - 1)  # the bin of the level
-    inside = (level - (cdf - probs).gather(-1, k)) / probs.gather(-1, k).clamp(min=1e-12)
+    needed = level - (cdf - probs).gather(-1, k)  # mass up to the level in that bin
+    inside = needed / probs.gather(-1, k).clamp(min=1e-12)
     return (atoms[k] + dz * (inside.clamp(0, 1) - 0.5))[..., 0]
 
 
@@ -340,23 +398,28 @@ def sr_lambda_probs(rewards: Tensor, next_probs: Tensor, atoms: Tensor, terminat
     where the episode or the rollout ends; all mass is at R^(n) if it terminates there. rewards,
     terminated, truncated (T, N); next_probs (T, N, K) of true successors; atoms (K,) in the units
     of the rewards. After Nam et al. 2021 (GMAC), who replace samples."""
-    facts = (rewards, next_probs, atoms, terminated, truncated, gamma, gae_lambda, generator)
-    return project_categorical(*sr_lambda_atoms(*facts), atoms)
+    probs, returns = sr_lambda_atoms(
+        rewards, next_probs, atoms, terminated, truncated, gamma, gae_lambda, generator
+    )
+    return project_categorical(probs, returns, atoms)
 
 
 def sr_lambda_atoms(rewards: Tensor, next_probs: Tensor, atoms: Tensor, terminated: Tensor,
                     truncated: Tensor, gamma: float, gae_lambda: float,
                     generator: torch.Generator | None = None) -> Tensors:  # fmt: skip
     """What `sr_lambda_probs` projects: probabilities and returns, both (T, N, K)."""
-    T, ended = len(rewards), terminated | truncated
+    T = len(rewards)
+    ended = terminated | truncated
     ended[-1] = True
     time = torch.arange(T, device=rewards.device)[:, None].expand_as(rewards)
     last = torch.where(ended, time, T).flip(0).cummin(0).values.flip(0)  # step the episode ends at
+    # a geometric n: P(n > m) = lambda^m, by inversion of the uniform draw
     draws = torch.rand(rewards.shape, generator=generator, device=rewards.device).clamp(min=1e-30)
     extra = (draws.log() / draws.new_tensor(gae_lambda).log()).abs().clamp(max=T).long()  # n - 1
     at = torch.minimum(time + extra, last)  # t + n - 1
-    sums = gae(rewards, 0 * rewards, 0 * rewards, ended, ended, gamma, 1.0)[0]  # to the end
-    scale = gamma ** (at - time + 1).to(rewards.dtype)
+    # R^(n) is the sum to the end of the episode without what comes after step t + n - 1
+    sums = gae(rewards, 0 * rewards, 0 * rewards, ended, ended, gamma, 1.0)[0]
+    scale = gamma ** (at - time + 1).to(rewards.dtype)  # gamma^n
     beyond = torch.where(at < last, sums.gather(0, (at + 1).clamp(max=T - 1)), 0)
     scaled = (scale * ~terminated.gather(0, at))[..., None] * atoms
     index = at[..., None].expand_as(next_probs)
@@ -371,11 +434,12 @@ def cvar_advantages_categorical(target_probs: Tensor, probs: Tensor, atoms: Tens
     target_probs of the return, probs of Z (T, N, K), on the same atoms (K,). It guards the tail of
     every state's own return distribution, not of the start state's alone. Source: Rockafellar &
     Uryasev 2000."""
-    target_probs, probs = target_probs.detach(), probs.detach()
+    target_probs = target_probs.detach()
+    probs = probs.detach()
     index = (probs.cumsum(-1) < alpha).sum(-1).clamp(max=len(atoms) - 1)
     nu = (atoms[index] if alpha < 1 else atoms[-1].expand(index.shape))[..., None]
-    gain = (target_probs * (nu + (atoms - nu).clamp(max=0) / alpha)).sum(-1)
-    return gain - cvar_categorical(probs, atoms, alpha)
+    gain = nu + (atoms - nu).clamp(max=0) / alpha  # (T, N, K)
+    return (target_probs * gain).sum(-1) - cvar_categorical(probs, atoms, alpha)
 
 
 class ValueDistribution(nn.Module):
@@ -387,21 +451,24 @@ class ValueDistribution(nn.Module):
         super().__init__()
         self.args = args
         self.moments = RunningMoments((), max_count=40 * args.batch_size)  # of 10 rollouts
-        message = f"--v-min {args.v_min} --v-max {args.v_max}: must be finite, v_min < v_max"
-        require(0 < args.v_max - args.v_min < math.inf, message)
         atoms = torch.linspace(args.v_min, args.v_max, args.num_atoms)
         self.register_buffer("support", atoms, persistent=False)
+
+    def atoms(self) -> Tensor:  # (K,) in the task's units
+        return self.moments.denormalize(self.support)
 
     def mean(self, outputs: Tensor) -> Tensor:  # (..., K) -> (...)
         return self.moments.denormalize(outputs.softmax(-1) @ self.support)
 
     def describe(self, outputs: Tensor) -> dict[str, Tensor]:
         """Deciles 1, 5 and 9, standard deviation, VaR and CVaR of the distribution, each (...)."""
-        probs, z = outputs.softmax(-1), self.moments.denormalize(self.support)
-        levels = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "var": self.args.cvar_alpha}
-        facts = {key: categorical_quantile(probs, z, level) for key, level in levels.items()}
-        std = (probs * (z - (probs @ z)[..., None]).square()).sum(-1).sqrt()
-        return facts | {"std": std, "cvar": cvar_categorical(probs, z, self.args.cvar_alpha)}
+        probs = outputs.softmax(-1)
+        z = self.atoms()
+        levels = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "value_at_risk": self.args.cvar_alpha}
+        told = {name: categorical_quantile(probs, z, level) for name, level in levels.items()}
+        told["cvar"] = cvar_categorical(probs, z, self.args.cvar_alpha)
+        squares = (z - (probs @ z)[..., None]).square()
+        return told | {"std": (probs * squares).sum(-1).sqrt()}
 
     def reduce_twins(self, outputs: Tensor) -> Tensor:
         """One distribution from those of C critics, (C, ..., K) -> (..., K), by `twin_reduce`.
@@ -414,28 +481,44 @@ class ValueDistribution(nn.Module):
         if self.args.twin_reduce == "mean":
             return probs.mean(0).clamp(min=1e-30).log()
         cdf = probs.cumsum(-1).amax(0)
-        return cdf.diff(dim=-1, prepend=torch.zeros_like(cdf[..., :1])).clamp(min=1e-30).log()
+        probs = cdf.diff(dim=-1, prepend=torch.zeros_like(cdf[..., :1]))
+        return probs.clamp(min=1e-30).log()
 
-    def sample_returns(self, rewards: Tensor, next_outputs: Tensor, *facts: Any) -> Tensors:
-        """SR(lambda) targets (T, N, J), given what `sr_lambda_probs` takes, and their weights."""
-        atoms = self.moments.denormalize(self.support)
-        return sr_lambda_atoms(rewards, next_outputs.softmax(-1), atoms, *facts)[::-1]
+    def sample_returns(self, rewards: Tensor, next_outputs: Tensor, terminated: Tensor,
+                       truncated: Tensor, gamma: float, gae_lambda: float) -> Tensors:  # fmt: skip
+        """SR(lambda) samples of the return and their weights, both (T, N, J)."""
+        probs, returns = sr_lambda_atoms(
+            rewards,
+            next_outputs.softmax(-1),
+            self.atoms(),
+            terminated,
+            truncated,
+            gamma,
+            gae_lambda,
+        )
+        return returns, probs
 
-    def risk_advantages(self, targets: Tensor, weights: Tensor, outputs: Tensor) -> Tensor:
-        atoms = self.moments.denormalize(self.support)
-        facts = (project_categorical(weights, targets, atoms), outputs.softmax(-1), atoms)
-        return cvar_advantages_categorical(*facts, self.args.cvar_alpha)
+    def risk_advantages(self, samples: Tensor, weights: Tensor, outputs: Tensor) -> Tensor:
+        """`cvar_advantages_categorical` of weighted samples (T, N, J), outputs of s_t (T, N, K)."""
+        z = self.atoms()
+        target_probs = project_categorical(weights, samples, z)
+        alpha = self.args.cvar_alpha
+        return cvar_advantages_categorical(target_probs, outputs.softmax(-1), z, alpha)
 
-    def encode_targets(self, outputs: Tensor, targets: Tensor, weights: Tensor) -> tuple:
-        """Weighted targets (T, N, J) as `loss` wants them, and metrics of this kind alone.
-        Here probabilities (T, N, K); the share of mass beyond the outermost atoms."""
-        args, z, x = self.args, self.support, self.moments.normalize(targets)
-        outside = (weights * ((x < z[0]) | (x > z[-1]))).sum(-1).mean()
+    def encode_targets(self, samples: Tensor, weights: Tensor) -> Tensor:
+        """Weighted samples (T, N, J) as `loss` wants them: here as probabilities (T, N, K)."""
+        args = self.args
+        x = self.moments.normalize(samples)
         if args.target_encoding == "two_hot":
-            return project_categorical(weights, x, z), {"value/outside_support": outside}
+            return project_categorical(weights, x, self.support)
         sigma = args.hl_gauss_sigma * (args.v_max - args.v_min) / (args.num_atoms - 1)
-        encoded = (weights[..., None] * hl_gauss(x, z, sigma)).sum(-2)
-        return encoded, {"value/outside_support": outside}
+        return (weights[..., None] * hl_gauss(x, self.support, sigma)).sum(-2)
+
+    def target_metrics(self, outputs: Tensor, samples: Tensor, weights: Tensor) -> dict:
+        """Metrics of this kind alone: the share of target mass beyond the outermost atoms."""
+        x = self.moments.normalize(samples)
+        beyond = (x < self.support[0]) | (x > self.support[-1])
+        return {"value/outside_support": (weights * beyond).sum(-1).mean()}
 
     def loss(self, outputs: Tensor, targets: Tensor, old: Tensor) -> Tensors:
         """Losses of C critics, (C, ...), and which of them value clipping changed, 0 or 1.
@@ -450,23 +533,22 @@ class ValueDistribution(nn.Module):
         changed = ((clipped - probs).abs() > 1e-5).any(-1)
         return clipped_value_loss(loss, loss_clipped), changed.to(loss.dtype)
 
-    def carry_statistics(self, heads: nn.ModuleList, outputs: Tensor, samples: Tensor) -> Tensors:
-        """Take in samples of the returns and adapt the heads in the same moment (PopArt). Returns
-        what these now give for `outputs` (C, ..., K), and the old values (C, ..., 1) to clip
-        around. Probabilities of fixed atoms cannot be rescaled: the outputs stay, their decoded
-        mean jumps, and this update repairs it."""
+    def move_statistics(self, heads: nn.ModuleList, outputs: Tensor, returns: Tensor) -> Tensors:
+        """Take in returns. Probabilities of fixed atoms cannot be rescaled as PopArt would: the
+        outputs (C, ..., K) stay, their decoded mean jumps, and the coming update repairs it.
+        Returns the outputs and, in the new units, the means (C, ..., 1) to clip around."""
         mean = self.mean(outputs).double()
         if self.args.norm_returns:
-            self.moments.update(samples)
+            self.moments.update(returns)
         return outputs, self.moments.normalize(mean)[..., None].to(outputs.dtype)
 
 
 # ---- end of value distribution -------------------------------------------------------------------
 # ----------------------------------------------------------------------------------------- networks
-def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
-    """Orthogonal weights of gain `std` and zero biases, for a linear or an LSTM layer."""
-    for name, parameter in layer.named_parameters():
-        nn.init.zeros_(parameter) if "bias" in name else nn.init.orthogonal_(parameter, std)
+def layer_init(layer: nn.Linear, std: float = math.sqrt(2)) -> nn.Linear:
+    """Orthogonal weights of gain `std` and zero biases."""
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.zeros_(layer.bias)
     return layer
 
 
@@ -478,116 +560,107 @@ class ActionDistribution(nn.Module):
 
     def __init__(self, space: gym.Space, log_std_init: float) -> None:
         super().__init__()
-        self.space, self.log_std = space, None
-        if isinstance(space, Box) and np.issubdtype(space.dtype, np.floating):
+        self.space = space
+        self.continuous = isinstance(space, Box) and np.issubdtype(space.dtype, np.floating)
+        if self.continuous:
             self.num_outputs = math.prod(space.shape)
             self.log_std = nn.Parameter(torch.full((self.num_outputs,), log_std_init))
             return
         known = isinstance(space, Discrete | MultiDiscrete | MultiBinary)
         require(known, f"--env-id: actions of {space} are not supported, only floats and discrete")
         size = 2 if isinstance(space, MultiBinary) else getattr(space, "n", None)
-        sizes = torch.as_tensor(np.full(space.shape, getattr(space, "nvec", size))).reshape(-1, 1)
+        sizes = np.full(space.shape, getattr(space, "nvec", size))  # of the parts
+        sizes = torch.as_tensor(sizes).reshape(-1, 1)
         padding = -1e9 * (torch.arange(int(sizes.max())) >= sizes)  # (P, largest part)
         self.register_buffer("padding", padding, persistent=False)
         self.num_outputs = padding.numel()
 
     def forward(self, outputs: Tensor) -> Tensor:  # the actor's (..., num_outputs) -> params
-        if self.log_std is None:
-            return outputs.unflatten(-1, self.padding.shape) + self.padding
-        self.log_std.data.clamp_(*LOG_STD_RANGE)  # a projection: the gradient does not vanish
-        return torch.stack((outputs, self.log_std.expand_as(outputs)), -2)
+        if self.continuous:
+            return torch.stack((outputs, self.log_std.expand_as(outputs)), -2)
+        return outputs.unflatten(-1, self.padding.shape) + self.padding
 
     def distribution(self, params: Tensor) -> Distribution:  # joint over the parts
-        if self.log_std is None:
-            return Independent(Categorical(logits=params, validate_args=False), 1)
-        mean, log_std = params.unbind(-2)
-        return Independent(Normal(mean, log_std.exp(), validate_args=False), 1)
+        if self.continuous:
+            mean, log_std = params.unbind(-2)
+            return Independent(Normal(mean, log_std.exp(), validate_args=False), 1)
+        return Independent(Categorical(logits=params, validate_args=False), 1)
 
     def sample(self, params: Tensor, deterministic: bool = False) -> Tensor:
         """A random action, (..., P) or (..., A), or the mode; cheaper than torch.distributions."""
-        if self.log_std is None:  # the largest logit after adding Gumbel noise
-            noise = 0 if deterministic else torch.empty_like(params).exponential_().log()
-            return (params - noise).argmax(-1)
-        mean, log_std = params.unbind(-2)
-        return mean if deterministic else mean + log_std.exp() * torch.randn_like(mean)
+        if self.continuous:
+            mean, log_std = params.unbind(-2)
+            return mean if deterministic else mean + log_std.exp() * torch.randn_like(mean)
+        # the largest logit after adding Gumbel noise
+        noise = 0 if deterministic else torch.empty_like(params).exponential_().log()
+        return (params - noise).argmax(-1)
 
-    def to_env(self, actions: Tensor) -> np.ndarray:  # counted from `start`, or clipped
+    def to_env(self, actions: Tensor) -> np.ndarray:  # clipped, or counted from `start`
         array = actions.cpu().numpy().reshape(-1, *self.space.shape)
-        if self.log_std is None:
-            return (array + getattr(self.space, "start", 0)).astype(self.space.dtype)
-        return array.clip(self.space.low, self.space.high).astype(self.space.dtype)
+        if self.continuous:
+            return array.clip(self.space.low, self.space.high).astype(self.space.dtype)
+        return (array + getattr(self.space, "start", 0)).astype(self.space.dtype)
+
+    def project(self) -> None:  # after a step; a clamp in `forward` would lose the gradient
+        if self.continuous:
+            self.log_std.data.clamp_(*LOG_STD_RANGE)
 
 
-class Body(nn.Module):
-    """Observations to the outputs of several heads, by two hidden layers. The state has width 0."""
-
-    def __init__(self, obs_dim: int, args: Args) -> None:
-        super().__init__()
-        self.act = {"tanh": nn.Tanh(), "relu": nn.ReLU()}[args.activation]
-        first = layer_init(nn.Linear(obs_dim, args.hidden_size))
-        second = layer_init(nn.Linear(args.hidden_size, args.hidden_size))
-        self.encoder = nn.Sequential(first, self.act, second, self.act)
-        self.num_features, self.state_size = args.hidden_size, 0
-        self.heads = nn.ModuleList()
-
-    def forward(self, obs: Tensor, state: Tensor, episode_start: Tensor) -> Tensor:  # (L, N, ...)
-        features = self.encoder(obs)
-        return torch.stack([head(features) for head in self.heads])  # (heads, L, N, ...)
-
-    def step(self, obs: Tensor, state: Tensor) -> Tensors:  # (N, D), (2, N, 0) -> (N, F), state
-        return self.encoder(obs), state
-
-    def over_rollout(self, rollout: Batch, state: Tensor, args: Args) -> Tensors:
-        """Features of every s_t and every true successor s'_t of a rollout.
-        Returns features, next_features (T, N, F), the states (T, 2, N, 0), and the state. The
-        successor is the next row but for the ends of episodes and of the rollout."""
-        features = self.encoder(rollout.obs)
-        next_features = features.roll(-1, 0)
-        end = rollout.terminated | rollout.truncated
-        end[-1] = True
-        next_features[end] = self.encoder(rollout.next_obs[end])
-        return features, next_features, state.expand(len(end), *state.shape), state
+def make_encoder(obs_dim: int, args: Args) -> nn.Sequential:
+    """Observations to features (..., H), by two hidden layers."""
+    activation = ACTIVATIONS[args.activation]
+    first = layer_init(nn.Linear(obs_dim, args.hidden_size))
+    second = layer_init(nn.Linear(args.hidden_size, args.hidden_size))
+    return nn.Sequential(first, activation(), second, activation())
 
 
 class Agent(nn.Module):
-    """Actor, critics and the statistics that normalise what they see and predict, for a task."""
+    """Actor, critics and the statistics that normalise what they see and predict, for a task.
+    All methods but `act` take normalised observations."""
 
     def __init__(self, args: Args) -> None:
         super().__init__()
         env = make_env(args)  # for its spaces
         env.close()
-        obs_dim, self.norm_obs = env.observation_space.shape[0], args.norm_obs
-        self.actor, self.critic = Body(obs_dim, args), Body(obs_dim, args)
-        self.actions = self.actor.actions = ActionDistribution(env.action_space, args.log_std_init)
-        width, self.dist = self.actor.num_features, ValueDistribution(args)
-        self.actor.heads.append(layer_init(nn.Linear(width, self.actions.num_outputs), 0.01))
-        for _ in range(args.num_critics):
-            hidden = layer_init(nn.Linear(width, args.hidden_size))
-            output = layer_init(nn.Linear(args.hidden_size, len(self.dist.support)), 0.1)
-            self.critic.heads.append(nn.Sequential(hidden, self.critic.act, output))
+        obs_dim = env.observation_space.shape[0]
+        self.args = args
+        self.actions = ActionDistribution(env.action_space, args.log_std_init)
+        self.dist = ValueDistribution(args)
         self.obs_moments = RunningMoments((obs_dim,))
+
+        self.actor_body = make_encoder(obs_dim, args)
+        self.critic_body = make_encoder(obs_dim, args)
+        actor_head = nn.Linear(args.hidden_size, self.actions.num_outputs)
+        self.actor_head = layer_init(actor_head, 0.01)
+        self.critic_heads = nn.ModuleList()
+        for _ in range(args.num_critics):
+            hidden = layer_init(nn.Linear(args.hidden_size, args.hidden_size))
+            output = layer_init(nn.Linear(args.hidden_size, len(self.dist.support)), 0.1)
+            self.critic_heads.append(nn.Sequential(hidden, ACTIVATIONS[args.activation](), output))
         self.to("cuda" if args.cuda else "cpu")
 
-    def initial_state(self, num_envs: int) -> Tensor:  # (2, N, H), of actor or critic
-        return self.dist.support.new_zeros(2, num_envs, self.actor.state_size)
+    @property
+    def device(self) -> torch.device:
+        return self.obs_moments.mean.device
 
     def normalize_obs(self, obs: Tensor) -> Tensor:  # as the networks see them
-        return self.obs_moments.normalize(obs).clamp(-10, 10) if self.norm_obs else obs
+        return self.obs_moments.normalize(obs).clamp(-10, 10) if self.args.norm_obs else obs
 
-    def policy(self, obs: Tensor, state: Tensor) -> Tensors:  # raw (N, D), state -> params, state
-        features, state = self.actor.step(self.normalize_obs(obs), state)
-        return self.actions(self.actor.heads[0](features)), state
+    def policy(self, obs: Tensor) -> Tensor:  # (..., D) -> params of the action distributions
+        return self.actions(self.actor_head(self.actor_body(obs)))
+
+    def value_outputs(self, obs: Tensor) -> Tensor:  # (..., D) -> (C, ..., K), of all critics
+        features = self.critic_body(obs)
+        return torch.stack([head(features) for head in self.critic_heads])
 
     @torch.no_grad()
-    def act(self, obs: np.ndarray, state: Tensor | None = None,
-            deterministic: bool = True) -> tuple[np.ndarray, Tensor]:  # fmt: skip
-        """Action(s) for `env.step` and the next state; obs (D,) or (N, D) as `make_env` gives them.
-        state None opens an episode; deterministic: the mode of the policy, otherwise a sample."""
-        batch = torch.as_tensor(np.atleast_2d(obs), device=self.dist.support.device).float()
-        state = self.initial_state(len(batch)) if state is None else state
-        params, state = self.policy(batch, state)
+    def act(self, obs: np.ndarray, deterministic: bool = True) -> np.ndarray:
+        """Action(s) for `env.step`; obs (D,) or (N, D) as `make_env` gives them.
+        deterministic: the mode of the policy, otherwise a sample."""
+        batch = torch.as_tensor(np.atleast_2d(obs), device=self.device).float()
+        params = self.policy(self.normalize_obs(batch))
         actions = self.actions.to_env(self.actions.sample(params, deterministic))
-        return (actions[0] if np.ndim(obs) == 1 else actions), state
+        return actions[0] if np.ndim(obs) == 1 else actions
 
 
 # ------------------------------------------------------------------------- environments and rollout
@@ -609,227 +682,290 @@ def make_env(args: Args) -> gym.Env:
         require(0 <= index < len(keep), f"--masked-obs {index}: must be in 0..{len(keep) - 1}")
         keep[index] = 0
     vector = Box(-np.inf, np.inf, keep.shape, np.float32)
-    env = gym.wrappers.TransformObservation(env, lambda obs: obs.astype(np.float32) * keep, vector)
+    transform = gym.wrappers.TransformObservation
+    env = transform(env, lambda obs: obs.astype(np.float32) * keep, vector)
     return gym.wrappers.RecordEpisodeStatistics(env)
 
 
 def make_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
     """`num_envs` environments stepped together; one that ends is reset within the same step."""
-    makers, mode = [lambda: make_env(args)] * num_envs, gym.vector.AutoresetMode.SAME_STEP
+    mode = gym.vector.AutoresetMode.SAME_STEP
+    makers = [lambda: make_env(args)] * num_envs
     return gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=mode)
 
 
-@torch.inference_mode()
-def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, carry: Tensors, args: Args) -> tuple:
-    """Act for `num_steps` steps. Only the actor runs; no statistics move.
-    carry: raw obs (N, D) to act on next, episode_start (N,), whether it opens an episode; states
-    (2, N, H) ahead of it: actor's, zero where one opens, critic's. Returns a rollout and a carry.
-    Rollout: obs, next_obs (T, N, D), raw s_t and true successor s'_t; episode_start, terminated,
-    truncated (T, N) bool; rewards (T, N); actions and the params of their distribution (T, N, ...);
-    actor_state (chunks, 2, N, H) ahead of each training sequence; episodes that ended, (step,
-    return, length). Raises RuntimeError for what is not finite. Tensors are of inference mode."""
-    names = "obs actions params next_obs rewards terminated truncated".split()
-    (obs, start, state, critic_state), acted, stepped, states, episodes = carry, [], [], [], []
-    for t in range(args.num_steps):
-        states.append(state)
-        params, state = agent.policy(obs, state)
-        actions = agent.actions.sample(params)
-        acted.append((obs, actions, params))
-        array, rewards, *ends, info = envs.step(agent.actions.to_env(actions))
-        next_obs, done = array.copy(), ends[0] | ends[1]
-        if done.any():
-            array[done] = np.stack(info["final_obs"][done])  # it held the next episode's first
-            ended = info["final_info"]["episode"]
-            episodes += [(t, float(ended["r"][i]), int(ended["l"][i])) for i in done.nonzero()[0]]
-            state = state * ~torch.as_tensor(done, device=obs.device)[:, None]
-        valid = np.isfinite(np.column_stack((array, next_obs, rewards)))
-        if not valid.all():
-            i = int(valid.all(1).argmin())
-            bad = f"not finite: observation {array[i]}, {next_obs[i]}, reward {rewards[i]}"
-            raise RuntimeError(f"{bad}, environment {i}, step {t} of the rollout; check the task")
-        stepped.append((array.copy(), rewards.astype("f4"), *ends))
-        obs = torch.as_tensor(next_obs, device=obs.device)
-    tensors = [torch.stack(x) for x in zip(*acted)]
-    tensors += [torch.as_tensor(np.stack(x), device=obs.device) for x in zip(*stepped)]
-    rollout = Batch(**dict(zip(names, tensors)), episodes=episodes)
-    ended = rollout.terminated | rollout.truncated
-    rollout.episode_start = torch.cat((start[None], ended[:-1]))
-    rollout.actor_state = torch.stack(states[:: args.chunk_len])
-    return rollout, (obs, ended[-1], state, critic_state)
+def open_episodes(envs: gym.vector.VectorEnv, seed: int) -> np.ndarray:
+    """Reset all environments, the first one with `seed`, the next with `seed` + 1 and so on.
+    Returns the observations (N, D) to act on."""
+    obs, _ = envs.reset(seed=seed)
+    return obs.copy()
+
+
+def check_finite(obs: np.ndarray, next_obs: np.ndarray, rewards: np.ndarray, t: int) -> None:
+    """Raise RuntimeError that names environment and step unless all, (N, ...), are finite."""
+    valid = np.isfinite(obs).all(1) & np.isfinite(next_obs).all(1)
+    valid &= np.isfinite(rewards)
+    if not valid.all():
+        i = int(valid.argmin())
+        bad = f"not finite: observation {next_obs[i]}, {obs[i]}, reward {rewards[i]}"
+        raise RuntimeError(f"{bad}, environment {i}, step {t} of the rollout; check the task")
+
+
+def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, current: np.ndarray,
+                    args: Args) -> tuple[Rollout, np.ndarray]:  # fmt: skip
+    """Act for `num_steps` steps. Only the actor runs; no statistics move. Takes the observations
+    (N, D) to act on first and returns, beside the rollout, those to act on next.
+    Raises RuntimeError for observations and rewards that are not finite."""
+    size = (args.num_steps, args.num_envs)
+    obs, next_obs = np.empty((2, *size, current.shape[1]), np.float32)
+    rewards = np.empty(size, np.float32)
+    terminated, truncated = np.empty((2, *size), bool)
+    actions, params, episodes = [], [], []
+
+    with torch.inference_mode():
+        for t in range(args.num_steps):
+            obs[t] = current
+            seen = agent.normalize_obs(torch.as_tensor(obs[t], device=agent.device))
+            param = agent.policy(seen)
+            action = agent.actions.sample(param)
+            params.append(param)
+            actions.append(action)
+
+            step = envs.step(agent.actions.to_env(action))
+            current, rewards[t], terminated[t], truncated[t], info = step
+            next_obs[t] = current
+            over = terminated[t] | truncated[t]
+            if over.any():  # `current` already belongs to the next episode there
+                next_obs[t, over] = np.stack(info["final_obs"][over])
+                ended = info["final_info"]["episode"]
+                for i in over.nonzero()[0]:
+                    episodes.append((t, float(ended["r"][i]), int(ended["l"][i])))
+            check_finite(current, next_obs[t], rewards[t], t)
+
+    to_device = partial(torch.as_tensor, device=agent.device)  # in one piece
+    rollout = Rollout(
+        obs=to_device(obs), next_obs=to_device(next_obs), actions=torch.stack(actions),
+        params=torch.stack(params), rewards=to_device(rewards), terminated=to_device(terminated),
+        truncated=to_device(truncated), episodes=episodes,
+    )  # fmt: skip
+    return rollout, current.copy()
+
+
+# ------------------------------------------------------------------------------------------- batch
+def run_critics(agent: Agent, rollout: Rollout, obs: Tensor, next_obs: Tensor) -> Tensors:
+    """Outputs of all critics for every s_t and every true successor s'_t, both (C, T, N, K).
+    obs, next_obs (T, N, D) normalised. The successor is the next row but where an episode or the
+    rollout ends. Source: Pardo et al. 2018 for the values of final observations."""
+    outputs = agent.value_outputs(obs)
+    next_outputs = outputs.roll(-1, 1)
+    end = rollout.terminated | rollout.truncated
+    end[-1] = True
+    next_outputs[:, end] = agent.value_outputs(next_obs[end])
+    return outputs, next_outputs
+
+
+def statistics_samples(samples: Tensor, weights: Tensor, values: Tensor) -> Tensor:
+    """Returns that the statistics take in, (4, T, N), from targets (T, N, J) and values (T, N).
+    Two samples have a target's mean and spread. The values are taken in, too: where returns do not
+    vary, targets alone let the scale fall to 1e-4, thousands of which a critic may be away."""
+    mean = (weights * samples).sum(-1)
+    squares = (samples - mean[..., None]).square()
+    spread = (weights * squares).sum(-1).sqrt()
+    return torch.stack((mean - spread, mean + spread, values, values))
+
+
+def critic_metrics(dist: ValueDistribution, rollout: Rollout, outputs: Tensor, reduced: Tensor,
+                   next_values: Tensor, returns: Tensor, args: Args) -> dict:  # fmt: skip
+    """What the critics predicted for a rollout against what came, ahead of any change of theirs.
+    outputs (C, T, N, K) of s_t; reduced (T, N, K); next_values, lambda-returns (T, N)."""
+    twins = dist.mean(outputs)
+    values = dist.mean(reduced)
+    stats = dist.describe(reduced)
+    ends = (rollout.terminated, rollout.truncated)
+    _, realised = gae(rollout.rewards, values, next_values, *ends, args.gamma, 1.0)
+    deciles = torch.stack((stats["p10"], stats["p50"], stats["p90"]))
+
+    return {
+        "value/p10": deciles[0].mean(), "value/p50": deciles[1].mean(),
+        "value/p90": deciles[2].mean(), "value/predicted_returns": deciles,
+        "value/realised_returns": realised,  # up to an end, a limit, the last step
+        "value/bias": (values - returns).mean(), "value/std_target": returns.std(correction=0),
+        "value/std_predicted": stats["std"].mean(),
+        "losses/explained_variance": explained_variance(values, returns),
+        "cvar/predicted": stats["cvar"].mean(), "cvar/weight": args.cvar_weight,
+        "cvar/coverage": (realised < stats["value_at_risk"]).float().mean(),
+        "twin/abs_difference": (twins[0] - twins[-1]).abs().mean(),
+        "twin/critic1_is_min": (twins[0] <= twins[-1]).float().mean(),
+        "data/truncated_fraction": rollout.truncated.float().mean(),
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, dict]:
+    """Values, advantages and targets of a rollout as a batch, and metrics; the statistics move.
+    The order matters: decode with the old statistics, take in the targets, express old values in
+    the new units (van Hasselt et al. 2016)."""
+    dist = agent.dist
+
+    # 1. distributions of the return from every s_t and every true successor s'_t
+    obs, next_obs = agent.normalize_obs(rollout.obs), agent.normalize_obs(rollout.next_obs)
+    outputs, next_outputs = run_critics(agent, rollout, obs, next_obs)
+    reduced, next_reduced = dist.reduce_twins(outputs), dist.reduce_twins(next_outputs)
+    values, next_values = dist.mean(reduced), dist.mean(next_reduced)  # (T, N)
+
+    # 2. advantages and targets, in the task's units
+    ends = (rollout.terminated, rollout.truncated)
+    raw, returns = gae(rollout.rewards, values, next_values, *ends, args.gamma, args.gae_lambda)
+    samples, weights = returns[..., None], torch.ones_like(returns[..., None])  # (T, N, J = 1)
+    if args.value_target == "sr_lambda":
+        samples, weights = dist.sample_returns(
+            rollout.rewards, next_reduced, *ends, args.gamma, args.gae_lambda
+        )
+    if args.cvar_weight > 0 and args.cvar_alpha < 1:
+        raw = raw.lerp(dist.risk_advantages(samples, weights, reduced), args.cvar_weight)
+    advantages = normalize_advantages(raw) if args.norm_adv else raw
+    metrics = critic_metrics(dist, rollout, outputs, reduced, next_values, returns, args)
+
+    # 3. the return statistics move
+    twins = dist.mean(outputs)
+    taken_in = statistics_samples(samples, weights, values)
+    moved, old_values = dist.move_statistics(agent.critic_heads, outputs, taken_in)
+    metrics |= dist.target_metrics(moved, samples, weights) | {
+        "adv/mean_raw": raw.mean(), "adv/std_raw": raw.std(correction=0),
+        "adv/abs_max": advantages.abs().max(),
+        "norm/return_mean": dist.moments.mean, "norm/return_std": dist.moments.std,
+        "norm/value_shift": (dist.mean(moved) - twins).abs().mean(),
+    }  # fmt: skip
+
+    # 4. the batch: steps and environments become rows
+    policy = agent.actions.distribution(rollout.params)
+    batch = Batch(
+        obs=obs, actions=rollout.actions, params=rollout.params, advantages=advantages,
+        log_probs=policy.log_prob(rollout.actions),
+        targets=dist.encode_targets(samples, weights), old_values=old_values.movedim(0, 2),
+    )  # fmt: skip
+    return Batch(*(x.flatten(0, 1) for x in batch)), metrics
 
 
 # ------------------------------------------------------------------------------------------- update
-@torch.no_grad()
-def prepare_batch(agent: Agent, rollout: Batch, carry: Tensors, args: Args) -> tuple:
-    """Values, advantages and targets of a rollout; return statistics and value heads move.
-    The order matters: decode with the old statistics, take in the targets, rescale the heads in the
-    same moment, express old values in the new units (van Hasselt et al. 2016). The values are taken
-    in, too: where returns do not vary, targets alone let the scale fall to 1e-4, thousands of which
-    a critic may be away. Returns the batch, tensors (L, M, ...) and states (2, M, H) with training
-    sequences on axis 1; the carry with the critics' state; metrics."""
-    dist, seen = agent.dist, Batch(**vars(rollout))
-    seen.obs, seen.next_obs = map(agent.normalize_obs, (rollout.obs, rollout.next_obs))
-    *features, critic_states, critic_state = agent.critic.over_rollout(seen, carry[-1], args)
-    outputs, next_outputs = (torch.stack([h(x) for h in agent.critic.heads]) for x in features)
-    reduced, next_reduced = dist.reduce_twins(outputs), dist.reduce_twins(next_outputs)
-    twins, values, next_values = map(dist.mean, (outputs, reduced, next_reduced))
-    facts = (rollout.terminated, rollout.truncated, args.gamma, args.gae_lambda)
-    raw, returns = gae(rollout.rewards, values, next_values, *facts)  # (T, N)
-    targets, weights = returns[..., None], torch.ones_like(returns[..., None])  # (T, N, J = 1)
-    if args.value_target == "sr_lambda":
-        targets, weights = dist.sample_returns(rollout.rewards, next_reduced, *facts)
-    if args.cvar_weight > 0 and args.cvar_alpha < 1:
-        raw = raw.lerp(dist.risk_advantages(targets, weights, reduced), args.cvar_weight)
-    advantages = normalize_advantages(raw) if args.norm_adv else raw
+def minibatches(batch: Batch, args: Args) -> Iterator[Batch]:
+    """In every epoch, random parts of the rows, each row once."""
+    orders = [torch.randperm(len(batch.obs)) for _ in range(args.update_epochs)]
+    for order in torch.stack(orders).to(batch.obs.device):
+        for rows in order.chunk(args.num_minibatches):
+            yield Batch(*(x.index_select(0, rows) for x in batch))
 
-    stats, deciles = dist.describe(reduced), ("p10", "p50", "p90")
-    _, realised = gae(rollout.rewards, values, next_values, *facts[:3], 1.0)  # to an end or limit
-    mean = (weights * targets).sum(-1)  # two samples have a target's mean and spread
-    spread = (weights * (targets - mean[..., None]).square()).sum(-1).sqrt()
-    samples = torch.stack((mean - spread, mean + spread, values, values))
-    outputs, old = dist.carry_statistics(agent.critic.heads, outputs, samples)
-    encoded, extra = dist.encode_targets(outputs, targets, weights)
 
-    metrics = {f"value/{key}": stats[key].mean() for key in deciles} | {
-        "value/predicted_returns": torch.stack([stats[key] for key in deciles]),
-        "value/realised_returns": realised, "value/std_predicted": stats["std"].mean(),
-        "value/bias": (values - returns).mean(), "value/std_target": returns.std(correction=0),
-        "cvar/predicted": stats["cvar"].mean(), "cvar/weight": args.cvar_weight,
-        "cvar/coverage": (realised < stats["var"]).float().mean(),
-        "losses/explained_variance": explained_variance(values, returns),
-        "twin/abs_difference": (twins[0] - twins[-1]).abs().mean(),
-        "twin/critic1_is_min": (twins[0] <= twins[-1]).float().mean(),
-        "adv/std_raw": raw.std(correction=0), "adv/abs_max": advantages.abs().max(),
-        "adv/mean_raw": raw.mean(), "data/truncated_fraction": rollout.truncated.float().mean(),
-        "norm/return_mean": dist.moments.mean, "norm/return_std": dist.moments.std,
-        "norm/value_shift": (dist.mean(outputs) - twins).abs().mean(), **extra,
-    }  # fmt: skip
-    batch = {
-        "obs": seen.obs, "actions": rollout.actions, "targets": encoded, "advantages": advantages,
-        "episode_start": rollout.episode_start, "params": rollout.params, "old": old.movedim(0, 2),
-        "log_probs": agent.actions.distribution(rollout.params).log_prob(rollout.actions),
-    }  # fmt: skip
-    batch = {key: x.unflatten(0, (-1, args.chunk_len)) for key, x in batch.items()}
-    batch |= {"actor_state": rollout.actor_state, "critic_state": critic_states}  # (chunks, 2, ...)
-    batch = Batch(**{key: x.transpose(0, 1).flatten(1, 2).clone() for key, x in batch.items()})
-    return batch, (*carry[:-1], critic_state), metrics
+def losses(agent: Agent, mb: Batch, args: Args, ent_coef: float) -> tuple[Tensor, dict]:
+    """The loss of a minibatch, a scalar with its graph, and its metrics, scalars without.
+        clipped policy loss + entropy loss + vf_coef * mean over critics of their value losses
+    A pure function of parameters and minibatch. Source: Schulman et al. 2017, eq. 9."""
+    policy = agent.actions.distribution(agent.policy(mb.obs))
+    log_ratio = policy.log_prob(mb.actions) - mb.log_probs  # (B,)
+    entropy = policy.entropy()
+    pg_loss, approx_kl, clipfrac = clipped_policy_loss(log_ratio, mb.advantages, args.clip_coef)
+    h_loss = entropy_loss(entropy, ent_coef, args.min_entropy, args.min_entropy_penalty)
+
+    outputs = agent.value_outputs(mb.obs)  # (C, B, K)
+    value_losses, clipped = agent.dist.loss(outputs, mb.targets, mb.old_values.movedim(1, 0))
+    v_loss = value_losses.mean(1)  # (C,)
+    loss = pg_loss + h_loss + args.vf_coef * v_loss.mean()
+
+    with torch.no_grad():
+        ratio = log_ratio.exp()
+        kl = kl_divergence(agent.actions.distribution(mb.params), policy)
+        metrics = {
+            "losses/policy_loss": pg_loss.detach(), "losses/value_loss": v_loss.detach().mean(),
+            "losses/entropy": entropy.detach().mean(),
+            "losses/approx_kl": approx_kl, "losses/clipfrac": clipfrac,
+            "twin/loss_1": v_loss[0].detach(), "twin/loss_2": v_loss[-1].detach(),
+            "value/clip_fraction": clipped.mean(), "policy/kl_exact": kl.mean(),
+            "policy/ratio_mean": ratio.mean(), "policy/ratio_std": ratio.std(correction=0),
+            "policy/ratio_error": (ratio - 1).abs().max(),
+        }  # fmt: skip
+    return loss, metrics
 
 
 def update(agent: Agent, optimizer: optim.Adam, batch: Batch, args: Args, ent_coef: float) -> dict:
     """Train on one rollout for `update_epochs` epochs, fewer where the policy moves too far.
-    A minibatch is a random part of the training sequences, each one environment's unbroken stretch
-    of steps. Its exact KL(old || new) is tested ahead of its step; the first one larger than
+    The exact KL(old || new) of a minibatch is tested ahead of its step; the first one larger than
     `target_kl` ends the update. Returns means over the minibatches evaluated, that one included;
     `grad/*` over the steps taken. Raises RuntimeError for what is not finite."""
-    nets, rows, norms = [[*net.parameters()] for net in (agent.actor, agent.critic)], [], []
-    orders = [torch.randperm(batch.advantages.shape[1]) for _ in range(args.update_epochs)]
-    epochs = torch.stack(orders).to(batch.obs.device)
-    for columns in (part for epoch in epochs for part in epoch.chunk(args.num_minibatches)):
-        mb = Batch(**{key: x.index_select(1, columns) for key, x in vars(batch).items()})
-        params = agent.actions(agent.actor(mb.obs, mb.actor_state, mb.episode_start)[0])
-        policy = agent.actions.distribution(params)
-        log_ratio = (policy.log_prob(mb.actions) - mb.log_probs).flatten()
-        advantages, entropy = mb.advantages.flatten(), policy.entropy()
-        pg_loss, approx_kl, clipfrac = clipped_policy_loss(log_ratio, advantages, args.clip_coef)
-        h_loss = entropy_loss(entropy, ent_coef, args.min_entropy, args.min_entropy_penalty)
-        outputs = agent.critic(mb.obs, mb.critic_state, mb.episode_start)  # (C, L, M, K)
-        losses, clipped = agent.dist.loss(outputs, mb.targets, mb.old.movedim(2, 0))  # (C, L, M)
-        v_losses = losses.mean((1, 2))  # (C,)
-        loss = pg_loss + h_loss + args.vf_coef * v_losses.mean()
-        with torch.no_grad():
-            kl = kl_divergence(agent.actions.distribution(mb.params), policy).mean()
-            facts = (pg_loss, v_losses, entropy.mean(), approx_kl, clipfrac, clipped.mean(), kl)
-            rows.append([x.detach() for x in (*facts, log_ratio.exp())])
-        if args.target_kl is not None and kl > args.target_kl:
+    actor = [*agent.actor_body.parameters(), *agent.actor_head.parameters()]
+    actor += agent.actions.parameters()
+    critic = [*agent.critic_body.parameters(), *agent.critic_heads.parameters()]
+    evaluated = []  # metrics of each minibatch
+    norms = []  # (2,) of the gradients of actor and critic, at each step taken
+    for mb in minibatches(batch, args):
+        loss, metrics = losses(agent, mb, args, ent_coef)
+        evaluated.append(metrics)
+        if args.target_kl is not None and metrics["policy/kl_exact"] > args.target_kl:
             break
+
         optimizer.zero_grad()
         loss.backward()
-        norms.append(torch.stack([nn.utils.get_total_norm([p.grad for p in net]) for net in nets]))
+        grads = [[p.grad for p in net] for net in (actor, critic)]
+        norms.append(torch.stack([nn.utils.get_total_norm(part) for part in grads]))
         norm = norms[-1].norm()
         if not (loss + norm).isfinite():
             what = f"loss {loss:g}, gradient {norm:g} of minibatch {len(norms) - 1} of the update"
             raise RuntimeError(f"{what}: not finite; try a smaller --learning-rate")
-        nn.utils.clip_grads_with_norm_((*nets[0], *nets[1]), args.max_grad_norm, norm)
+
+        nn.utils.clip_grads_with_norm_([*actor, *critic], args.max_grad_norm, norm)
         optimizer.step()
+        agent.actions.project()
+    return update_metrics(evaluated, norms, args)
 
-    pg, v, entropy, approx_kl, clipfrac, clipped, kl, ratio = map(torch.stack, zip(*rows))
-    steps = torch.stack(norms or [v.new_zeros(2)])
-    metrics = {
-        "losses/policy_loss": pg, "losses/value_loss": v, "losses/entropy": entropy,
-        "losses/approx_kl": approx_kl, "losses/clipfrac": clipfrac, "twin/loss_1": v[:, 0],
-        "twin/loss_2": v[:, -1], "value/clip_fraction": clipped, "policy/kl_exact": kl,
-        "policy/kl_max": kl.max(), "policy/ratio_mean": ratio,
-        "policy/ratio_std": ratio.std(1, correction=0),
-        "policy/ratio_first_minibatch_error": (ratio[0] - 1).abs().max(),  # 0 but for rounding
-        "grad/norm": steps.norm(dim=1), "grad/actor": steps[:, 0], "grad/critic": steps[:, 1],
+
+def update_metrics(evaluated: list[dict], norms: list[Tensor], args: Args) -> dict[str, float]:
+    """Means over the minibatches evaluated and the steps taken, and what else an update tells."""
+    rows = {key: torch.stack([row[key] for row in evaluated]) for key in evaluated[0]}
+    error = rows.pop("policy/ratio_error")
+    steps = torch.stack(norms) if norms else error.new_zeros(1, 2)
+    rows |= {
+        "policy/kl_max": rows["policy/kl_exact"].max(),
+        "policy/ratio_first_minibatch_error": error[0],  # 0 but for rounding
+        "grad/norm": steps.norm(dim=1),
+        "grad/actor": steps[:, 0], "grad/critic": steps[:, 1],
     }  # fmt: skip
-    means = {key: float(x.mean()) for key, x in metrics.items()}
+    means = {key: float(x.mean()) for key, x in rows.items()}
     means["policy/epochs_done"] = len(norms) / args.num_minibatches
-    return means | {"policy/stopped_early": float(len(norms) < len(rows))}
+    return means | {"policy/stopped_early": float(len(norms) < len(evaluated))}
 
 
-# ------------------------------------------------------------------------ checkpoint and evaluation
-def load_agent(path: str | Path) -> tuple[Agent, Args]:
-    """Agent and flags of a saved run, given its directory or `checkpoint.pt`; runs no code from it.
-    Does without a missing GPU. Raises `UsageError` for what the script did not write."""
-    path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        cuda = saved["args"]["cuda"] and torch.cuda.is_available()
-        agent = Agent(args := Args(**saved["args"] | {"cuda": cuda}))
-        agent.load_state_dict(saved["agent"])
-    except Exception as error:  # torch raises half a dozen kinds
-        reason = str(error).split(". ")[0]
-        raise UsageError(f"{path}: no run or checkpoint of this script: {reason:.200}") from error
-    return agent, args
+# ------------------------------------------------------------------------------------- run keeping
+@dataclass
+class Run:
+    """How far a run is; saved with its checkpoint, where a resumed run takes it up."""
+
+    step: int = 0  # environment steps taken
+    seconds: float = 0.0  # spent on them
+    recent: list[float] = field(default_factory=list)  # returns of the last 100 training episodes
+    logged: dict[str, float] = field(default_factory=dict)  # last value of every metric
+    evaluated: int | None = None  # step of the final evaluation
+    shown: float = field(default_factory=time.time)  # time of the last line on the terminal
 
 
-def save_checkpoint(run_dir: Path, args: Args, agent: Agent, run: dict, writer: Any) -> None:
-    """Write `checkpoint.pt`: flags, weights and normalisers, and what else an exact resume needs.
-    That is `run` and all RNGs, pickled: only --resume opens it. A kill at any instant leaves the
-    previous checkpoint or this one: written beside it, synced, renamed, after all events."""
-    writer.flush()
-    run["rngs"] = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
-    run["rngs"] += [torch.cuda.get_rng_state_all()] if args.cuda else []
-    content = {"args": {**asdict(args), "resume": ""}, "agent": agent.state_dict()}
-    content |= {"global_step": run["step"], "run": pickle.dumps(run)}
-    with (run_dir / "checkpoint.tmp").open("wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    (run_dir / "checkpoint.tmp").replace(run_dir / "checkpoint.pt")
+def set_up_process(args: Args) -> None:
+    """RNGs, torch's options, and gymnasium's pickling of environments."""
+    torch.set_num_threads(args.torch_threads)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.backends.cudnn.allow_tf32 = False  # acting and training with the same precision
+    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+        set_seed(args.seed)
+    # EzPickle would build a fresh environment where one is pickled: take it as it stands
+    gym.utils.EzPickle.__getstate__ = object.__getstate__
+    gym.utils.EzPickle.__setstate__ = lambda env, state: vars(env).update(state)
 
 
-def evaluate(agent: Agent, args: Args) -> dict[str, float]:
-    """Metrics of `eval_episodes` fresh episodes with the mode of the policy, statistics frozen.
-    Seeds are apart from training's. Tasks without a time limit are cut at 10,000 steps."""
-    env, episodes = make_env(args), []
-    for episode in range(args.eval_episodes):
-        obs, _ = env.reset(seed=None if episode else args.seed + 1_000_000)
-        state, ends, rewards = None, [False], []
-        while not any(ends) and len(rewards) < (env.spec.max_episode_steps or 10_000):
-            action, state = agent.act(obs, state)
-            obs, reward, *ends, _ = env.step(action)
-            rewards.append(reward)
-        episodes.append((sum(rewards), len(rewards)))
-    env.close()
-    returns, lengths = torch.tensor(episodes, dtype=torch.float64).T
-    mean, std = float(returns.mean()), float(returns.std(correction=0))
-    tail = empirical_cvar(returns, args.cvar_alpha)
-    line = f"return {mean:.1f} +- {std:.1f}, CVaR_{args.cvar_alpha:g} {tail:.1f}"
-    print(f"evaluation of {len(returns)} episodes: {line:<50}", flush=True)  # over the progress
-    result = {"eval/return_mean": mean, "eval/return_std": std, "eval/return_cvar": tail}
-    return result | {"eval/length_mean": float(lengths.mean())}
-
-
-# ----------------------------------------------------------------------------------------- training
 def make_run_dir(args: Args) -> Path:
     """Create <run_dir>/<env_id>__<exp_name>__<seed>__<time> with flags, versions and source."""
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
     path = Path(args.run_dir, name.replace("/", "_").replace(":", "_"))
     source = Path(__file__).resolve()
     commit = subprocess.getoutput(f"git -C '{source.parent}' rev-parse HEAD 2>/dev/null")
-    versions = {m.__name__: m.__version__ for m in (torch, gym, np, tyro)} | {"python": sys.version}
+    versions = {module.__name__: module.__version__ for module in (torch, gym, np, tyro)}
+    versions["python"] = sys.version
     content = {"args": asdict(args), "versions": versions, "commit": commit}
     try:
         path.mkdir(parents=True)
@@ -840,136 +976,258 @@ def make_run_dir(args: Args) -> Path:
     return path
 
 
-def train(args: Args) -> dict[str, Any]:
-    """Train, save, evaluate. Returns the last value of every logged metric, and `run_dir`.
-    What goes wrong is raised with a note that names the last checkpoint, and KeyboardInterrupt once
-    one is written after `STOP`. Sets RNGs and torch's options, and from now on EzPickle copies."""
-    # EzPickle would build a fresh environment where one is pickled: take it as it stands
-    gym.utils.EzPickle.__getstate__ = object.__getstate__
-    gym.utils.EzPickle.__setstate__ = lambda env, state: vars(env).update(state)
-    torch.set_num_threads(args.torch_threads)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.backends.cudnn.allow_tf32 = False  # acting and training with the same precision
-    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
-        set_seed(args.seed)
-    agent = load_agent(args.resume)[0] if args.resume else Agent(args)
-    optimizer = optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
-    run_dir = Path(args.resume) if args.resume else make_run_dir(args)
-    envs = make_envs(args, args.num_envs)
-    total, checkpoint = args.num_iterations * args.batch_size, run_dir / "checkpoint.pt"
-    # what a resumed run continues; `recent` holds the returns of the last 100 episodes
-    run: dict[str, Any] = {"step": 0, "seconds": 0.0, "recent": [], "logged": {}, "envs": None}
-    if args.resume:
-        run = pickle.loads(torch.load(checkpoint, weights_only=True)["run"])
-        optimizer.load_state_dict(run["optimizer"])
-        setters = (random.setstate, np.random.set_state, torch.set_rng_state)
-        for set_state, rng in zip((*setters, torch.cuda.set_rng_state_all), run["rngs"]):
-            set_state(rng)
-    recent, logged, step = run["recent"], run["logged"], run["step"]
-    last_ent_coef = args.ent_coef if args.ent_coef_final is None else args.ent_coef_final
+def log(writer: SummaryWriter, run: Run, metrics: dict, step: int, histograms: bool = True) -> None:
+    """Write scalars, and tensors with axes as histograms; remember the scalars."""
+    for tag, value in metrics.items():
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            run.logged[tag] = float(value)
+            writer.add_scalar(tag, run.logged[tag], step)
+        elif histograms:
+            writer.add_histogram(tag, value, step)
 
-    def log(metrics: dict[str, Any], step: int, histograms: bool = True) -> None:
-        for tag, value in metrics.items():
-            if not isinstance(value, Tensor) or value.dim() == 0:
-                logged[tag] = float(value)
-                writer.add_scalar(tag, logged[tag], step)
-            elif histograms:
-                writer.add_histogram(tag, value, step)
 
-    afresh = "" if run["envs"] or step in (0, total) else "; the task's episodes start afresh"
-    print(f"{args.env_id}: logging to {run_dir}{afresh}", flush=True)
-    try:
-        if run["envs"]:
-            envs.envs, carry = pickle.loads(run["envs"]).fn, run["carry"]
-        else:
-            obs = torch.tensor(envs.reset(seed=args.seed + step)[0]).to(agent.dist.support)
-            state = agent.initial_state(args.num_envs)
-            carry = (obs, torch.ones_like(obs[:, 0], dtype=torch.bool), state, state)
-        writer = SummaryWriter(str(run_dir), purge_step=step + 1 if args.resume else None)
-        terminal, shown, began = sys.stdout.isatty(), time.time(), time.time() - run["seconds"]
-        for iteration in range(step // args.batch_size + 1, args.num_iterations + 1):
-            progress, times = step / total, [time.time()]
-            lr = linear_schedule(args.learning_rate, 0.0, progress * args.anneal_lr)
-            ent_coef = linear_schedule(args.ent_coef, last_ent_coef, progress)
-            optimizer.param_groups[0]["lr"] = lr
-            rollout, carry = collect_rollout(envs, agent, carry, args)
-            times.append(time.time())
-            batch, carry, metrics = prepare_batch(agent, rollout, carry, args)
-            times.append(time.time())
-            metrics |= update(agent, optimizer, batch, args, ent_coef)
-            times.append(time.time())
-            agent.obs_moments.update(rollout.obs)
-            for t, episode_return, length in rollout.episodes:
-                ended = {"charts/episodic_return": episode_return, "charts/episodic_length": length}
-                log(ended, step + (t + 1) * args.num_envs)
-                recent[:] = [*recent[-99:], episode_return]
-            step += args.batch_size
-            if recent:
-                metrics["charts/recent_returns"] = returns = torch.tensor(recent).double()
-                metrics["cvar/empirical"] = empirical_cvar(returns, args.cvar_alpha)
-            run |= {"step": step, "seconds": times[-1] - began}
-            metrics |= {"charts/learning_rate": lr, "policy/entropy_coef": ent_coef}
-            metrics["charts/SPS"] = speed = step / run["seconds"]
-            metrics |= zip(("time/rollout", "time/values", "time/update"), np.diff(times))
-            log(metrics, step, histograms=step == total or iteration % 10 == 1)
-            if step == total or times[-1] - shown > (0.2 if terminal else 5):
-                shown, now = times[-1], f"  return {np.mean(recent):.1f}" if recent else ""
-                line = f"{step:,} of {total:,} steps ({step / total:.0%})  {speed:,.0f} steps/s  "
-                line += f"{(total - step) / speed:,.0f} s left{now}"
-                print(line, end="   \r" if terminal and step < total else "\n", flush=True)
-            if step < total and iteration % (args.eval_every or math.inf) == 0:
-                log(evaluate(agent, args), step)
-            if step == total or STOP or iteration % (args.checkpoint_every or math.inf) == 0:
-                run |= {"optimizer": optimizer.state_dict(), "carry": carry, "envs": None}
-                with suppress(Exception):  # each library raises its own, some when it is loaded
-                    state = pickle.dumps(gym.vector.utils.CloudpickleWrapper(envs.envs))
-                    run["envs"] = pickle.loads(state) and state
-                save_checkpoint(run_dir, args, agent, run, writer)
-                if STOP:
-                    raise KeyboardInterrupt(f"stopped after {step:,} steps; --resume {run_dir}")
-        if run.get("evaluated") != total:  # else the run had ended
-            log(evaluate(agent, args), total)
-            save_checkpoint(run_dir, args, agent, run | {"evaluated": total}, writer)
-    except Exception as error:
-        last = f"last checkpoint: {checkpoint}" if checkpoint.exists() else "no checkpoint yet"
-        error.add_note(f"after {run['step']:,} steps; {last}")
-        raise
-    finally:
-        envs.close()
-    logged["run_dir"] = str(run_dir)
+def close_log(writer: SummaryWriter, args: Args) -> None:
+    """Write the flags, for TensorBoard's table of runs."""
     flags = asdict(args) | {"masked_obs": str(args.masked_obs)}
     for entry in summary.hparams(flags, {"eval/return_mean": 0}):
         writer.file_writer.add_summary(entry)
     writer.close()
-    return logged
+
+
+def log_episodes(writer: SummaryWriter, run: Run, rollout: Rollout) -> None:
+    """Write return and length of every episode at the step it ended."""
+    num_envs = rollout.rewards.shape[1]
+    for t, episode_return, length in rollout.episodes:
+        ended = {"charts/episodic_return": episode_return, "charts/episodic_length": length}
+        log(writer, run, ended, run.step + (t + 1) * num_envs)
+        run.recent.append(episode_return)
+    del run.recent[:-100]
+
+
+def show_progress(run: Run, total: int) -> None:
+    """A line that a terminal rewrites in place; in a file, a line every five seconds."""
+    terminal = sys.stdout.isatty()
+    if run.step < total and time.time() - run.shown <= (0.2 if terminal else 5):
+        return
+    run.shown = time.time()
+    speed = run.step / run.seconds
+    line = f"{run.step:,} of {total:,} steps ({run.step / total:.0%})  {speed:,.0f} steps/s"
+    line += f"  {(total - run.step) / speed:,.0f} s left"
+    line += f"  return {np.mean(run.recent):.1f}" if run.recent else ""
+    print(line, end="   \r" if terminal and run.step < total else "\n", flush=True)
+
+
+def load_agent(path: str | Path) -> tuple[Agent, Args]:
+    """Agent and flags of a saved run, given its directory or `checkpoint.pt`; runs no code from it.
+    Does without a missing GPU. Raises `UsageError` for what the script did not write."""
+    path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        cuda = saved["args"]["cuda"] and torch.cuda.is_available()
+        args = Args(**saved["args"] | {"cuda": cuda})
+        agent = Agent(args)
+        agent.load_state_dict(saved["agent"])
+    except Exception as error:  # torch raises half a dozen kinds
+        reason = str(error).split(". ")[0]
+        raise UsageError(f"{path}: no run or checkpoint of this script: {reason:.200}") from error
+    return agent, args
+
+
+def save_checkpoint(writer: SummaryWriter, args: Args, agent: Agent, optimizer: optim.Adam,
+                    envs: gym.vector.VectorEnv, obs: np.ndarray, run: Run) -> None:  # fmt: skip
+    """Write `checkpoint.pt`: flags, weights and normalisers, and what else an exact resume needs.
+    That is pickled: only --resume opens it. A kill at any instant leaves the previous checkpoint or
+    this one: written beside it, synced, renamed, after all events."""
+    writer.flush()
+    rngs = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
+    if args.cuda:
+        rngs.append(torch.cuda.get_rng_state_all())
+    kept = {**vars(run), "optimizer": optimizer.state_dict(), "obs": obs, "rngs": rngs}
+    kept["envs"] = None
+    with suppress(Exception):  # each library raises its own, some when it is loaded
+        state = pickle.dumps(gym.vector.utils.CloudpickleWrapper(envs.envs))
+        kept["envs"] = pickle.loads(state) and state
+
+    content = {"args": {**asdict(args), "resume": ""}, "agent": agent.state_dict()}
+    content |= {"global_step": run.step, "run": pickle.dumps(kept)}
+    path = Path(writer.log_dir, "checkpoint.tmp")
+    with path.open("wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    path.replace(path.with_suffix(".pt"))
+
+
+def resume_run(args: Args, optimizer: optim.Adam,
+               envs: gym.vector.VectorEnv) -> tuple[Run, np.ndarray | None]:  # fmt: skip
+    """Take up the run of `args.resume` where its checkpoint stands.
+    The observations to act on are None where the environments are lost and open new episodes."""
+    content = torch.load(Path(args.resume, "checkpoint.pt"), weights_only=True)
+    kept = pickle.loads(content["run"])
+    optimizer.load_state_dict(kept["optimizer"])
+    setters = (random.setstate, np.random.set_state, torch.set_rng_state)
+    for set_state, rng in zip((*setters, torch.cuda.set_rng_state_all), kept["rngs"]):
+        set_state(rng)
+    run = Run(**{name: kept[name] for name in vars(Run())})
+    if kept["envs"] is None:
+        if run.step < args.num_iterations * args.batch_size:
+            print("the task's episodes start afresh")
+        return run, None
+    envs.envs = pickle.loads(kept["envs"]).fn
+    return run, kept["obs"]
+
+
+def evaluate(agent: Agent, args: Args) -> dict[str, float]:
+    """Metrics of `eval_episodes` fresh episodes with the mode of the policy, statistics frozen.
+    Seeds are apart from training's. Tasks without a time limit are cut at 10,000 steps."""
+    env = make_env(args)
+    returns, lengths = [], []
+    for episode in range(args.eval_episodes):
+        obs, _ = env.reset(seed=None if episode else args.seed + 1_000_000)
+        rewards, ended = [], False
+        while not ended and len(rewards) < (env.spec.max_episode_steps or 10_000):
+            obs, reward, terminated, truncated, _ = env.step(agent.act(obs))
+            rewards.append(reward)
+            ended = terminated or truncated
+        returns.append(sum(rewards))
+        lengths.append(len(rewards))
+    env.close()
+
+    sample = torch.tensor(returns, dtype=torch.float64)
+    mean, std = float(sample.mean()), float(sample.std(correction=0))
+    tail = empirical_cvar(sample, args.cvar_alpha)
+    line = f"return {mean:.1f} +- {std:.1f}, CVaR_{args.cvar_alpha:g} {tail:.1f}"
+    print(f"evaluation of {len(returns)} episodes: {line:<50}", flush=True)  # over the progress
+    result = {"eval/return_mean": mean, "eval/return_std": std, "eval/return_cvar": tail}
+    return result | {"eval/length_mean": float(np.mean(lengths))}
+
+
+# ----------------------------------------------------------------------------------------- training
+def is_due(iteration: int, every: int) -> bool:  # every so many iterations; 0: never
+    return every > 0 and iteration % every == 0
+
+
+def iteration_metrics(run: Run, times: list[float], args: Args) -> dict:
+    """Returns of late; speed; seconds of each part, given the times at their ends."""
+    metrics: dict[str, Any] = {
+        "charts/SPS": run.step / run.seconds,
+        "time/rollout": times[1] - times[0],
+        "time/values": times[2] - times[1],
+        "time/update": times[3] - times[2],
+    }
+    if run.recent:
+        returns = torch.tensor(run.recent).double()
+        metrics["charts/recent_returns"] = returns
+        metrics["cvar/empirical"] = empirical_cvar(returns, args.cvar_alpha)
+    return metrics
+
+
+def train(args: Args) -> dict[str, Any]:
+    """Train, save, evaluate. Returns the last value of every logged metric, and `run_dir`.
+    What goes wrong is raised with a note that names the last checkpoint, and KeyboardInterrupt once
+    one is written after `STOP`. Sets RNGs and torch's options, and from now on EzPickle copies."""
+    set_up_process(args)
+    agent = load_agent(args.resume)[0] if args.resume else Agent(args)
+    optimizer = optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
+    run_dir = Path(args.resume) if args.resume else make_run_dir(args)
+    envs = make_envs(args, args.num_envs)
+    run, obs = resume_run(args, optimizer, envs) if args.resume else (Run(), None)
+    total = args.num_iterations * args.batch_size
+    final_lr = 0.0 if args.anneal_lr else args.learning_rate
+    final_ent_coef = args.ent_coef if args.ent_coef_final is None else args.ent_coef_final
+    print(f"{args.env_id}: logging to {run_dir}", flush=True)
+
+    try:
+        obs = open_episodes(envs, args.seed + run.step) if obs is None else obs
+        writer = SummaryWriter(str(run_dir), purge_step=run.step + 1 if args.resume else None)
+        began = time.time() - run.seconds
+        for iteration in range(run.step // args.batch_size + 1, args.num_iterations + 1):
+            lr = linear_schedule(args.learning_rate, final_lr, run.step / total)
+            ent_coef = linear_schedule(args.ent_coef, final_ent_coef, run.step / total)
+            optimizer.param_groups[0]["lr"] = lr
+
+            times = [time.time()]
+            rollout, obs = collect_rollout(envs, agent, obs, args)
+            times.append(time.time())
+            batch, metrics = prepare_batch(agent, rollout, args)
+            times.append(time.time())
+            metrics |= update(agent, optimizer, batch, args, ent_coef)
+            times.append(time.time())
+            agent.obs_moments.update(rollout.obs)
+
+            log_episodes(writer, run, rollout)
+            run.step += args.batch_size
+            run.seconds = times[-1] - began
+            metrics |= {"charts/learning_rate": lr, "policy/entropy_coef": ent_coef}
+            metrics |= iteration_metrics(run, times, args)
+            log(writer, run, metrics, run.step, run.step == total or iteration % 10 == 1)
+            show_progress(run, total)
+
+            if run.step < total and is_due(iteration, args.eval_every):
+                log(writer, run, evaluate(agent, args), run.step)
+            if run.step == total or STOP or is_due(iteration, args.checkpoint_every):
+                save_checkpoint(writer, args, agent, optimizer, envs, obs, run)
+            if STOP:
+                raise KeyboardInterrupt(f"stopped after {run.step:,} steps; --resume {run_dir}")
+
+        if run.evaluated != total:  # else the run had ended
+            log(writer, run, evaluate(agent, args), total)
+            run.evaluated = total
+            save_checkpoint(writer, args, agent, optimizer, envs, obs, run)
+    except Exception as error:
+        saved = run_dir / "checkpoint.pt"
+        last = f"last checkpoint: {saved}" if saved.exists() else "no checkpoint yet"
+        error.add_note(f"after {run.step:,} steps; {last}")
+        raise
+    finally:
+        envs.close()
+    close_log(writer, args)
+    return run.logged | {"run_dir": str(run_dir)}
+
+
+def request_stop(number: int, frame: Any) -> None:
+    """End after this iteration; the second signal has its default effect."""
+    STOP.append(number)
+    signal.signal(number, signal.SIG_DFL)
+
+
+def parse_args(argv: list[str]) -> Args:
+    """Flags of the command line; with --resume and --evaluate they count together with the run's.
+    Raises `UsageError` where they change more of it than they may."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--resume", nargs="?")
+    finder.add_argument("--evaluate", nargs="?")
+    given, _ = finder.parse_known_args(argv)
+    path = given.resume or given.evaluate
+    if path is None:
+        return tyro.cli(Args, args=argv)
+
+    _, stored = load_agent(path)
+    args = tyro.cli(Args, args=argv, default=stored)
+    free = "total_timesteps eval_episodes eval_every checkpoint_every torch_threads resume evaluate"
+    changed = dict(asdict(args).items() - asdict(stored).items()).keys() - set(free.split())
+    names = ", ".join(sorted(changed))
+    require(not names, f"{names}: not as in {path}; only these may differ: {free}")
+    least = stored.total_timesteps
+    args.rule("total_timesteps", args.total_timesteps >= least, f"below the run's, {least}")
+    return args
 
 
 def main(argv: list[str]) -> None:
-    """Command line. A user's mistake costs one line on stderr and exit code 2; a fault is raised.
-    With --resume and --evaluate the flags are those of the run, few of which may change."""
-    free = "total_timesteps eval_episodes eval_every checkpoint_every torch_threads resume evaluate"
+    """Command line. A user's mistake costs one line on stderr and exit code 2; a fault is raised;
+    a signal ends the run with a checkpoint and exit code 130."""
     try:
-        words = [part for word in argv for part in word.split("=", word[:2] == "--")]
-        given = dict(zip(words, [*words[1:], None]))
-        path = given.get("--resume", given.get("--evaluate"))
-        agent, stored = (None, Args()) if path is None else load_agent(path)
-        args = tyro.cli(Args, args=argv, default=stored)  # flags count together with the run's
-        if agent:
-            new = dict(asdict(args).items() - asdict(stored).items()).keys() - free.split()
-            message = f"{', '.join(sorted(new))}: not as in {path}; only these may differ: {free}"
-            require(not new, message)
-            least, total = stored.total_timesteps, args.total_timesteps
-            require(total >= least, f"--total-timesteps {total}: below the run's, {least}")
+        args = parse_args(argv)
         if args.evaluate:
             torch.set_num_threads(args.torch_threads)
-            evaluate(agent, args)
+            evaluate(load_agent(args.evaluate)[0], args)
             return
-        for number in (signal.SIGINT, signal.SIGTERM):  # the second one has its default effect
-            signal.signal(number, lambda n, _: STOP.append(n) or signal.signal(n, signal.SIG_DFL))
+        signal.signal(signal.SIGINT, request_stop)
+        signal.signal(signal.SIGTERM, request_stop)
         train(args)
     except (UsageError, KeyboardInterrupt) as error:
-        facts = (str(error) or "interrupted", *getattr(error, "__notes__", ()))
-        print("error:", "; ".join(facts), file=sys.stderr)
+        lines = [str(error) or "interrupted", *getattr(error, "__notes__", ())]
+        print("error:", "; ".join(lines), file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 130)
 
 
