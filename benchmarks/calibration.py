@@ -282,8 +282,10 @@ def critic_outputs(script: ModuleType, agent: Any, obs: np.ndarray) -> Any:
             opens = torch.zeros(inputs.shape[:2], dtype=torch.bool)
             opens[0] = True
             state = agent.initial_state(inputs.shape[1])
-            return agent.dist.reduce_twins(agent.value_outputs(inputs, state, opens))
-        return agent.dist.reduce_twins(agent.value_outputs(inputs))
+            outputs = agent.value_outputs(agent.critic_body(inputs, state, opens))
+        else:
+            outputs = agent.value_outputs(inputs)
+        return agent.dist.reduce_twins(outputs)
 
 
 @dataclass(frozen=True)

@@ -252,12 +252,17 @@ def forget(module: ModuleType) -> None:
     import torch
 
     unroll = module.unroll_lstm
+    step = module.Body.step
+
+    def step_without_state(body, obs, state):
+        return step(body, obs, torch.zeros_like(state))
 
     def unroll_without_state(lstm, inputs, state, episode_start):
         zero = tuple(torch.zeros_like(s) for s in state)
         return unroll(lstm, inputs, zero, torch.ones_like(episode_start))
 
     module.unroll_lstm = unroll_without_state
+    module.Body.step = step_without_state
 
 
 def exchanged(script: str, top: str) -> ModuleType:
