@@ -9,12 +9,13 @@ One iteration of `train`:
                       hence advantages and targets; the return statistics move
     minibatches       shuffled steps
     losses            clipped policy loss - ent_coef * entropy + vf_coef * cross-entropy of targets
-    update            one Adam step per minibatch, until the KL divergence exceeds `target_kl`
+    update            one Adam step per minibatch, until the KL divergence exceeds `target_kl`;
+                      then the observation statistics move
 
-Shapes: T steps, N environments, B rows, D observation, K atoms, J target samples, C critics.
-Rewards, values and returns are in the task's units; critics see and predict them normalised.
-Papers stand with their formulas. The sibling, distributional_ppo_lstm.py, is recurrent, with
-quantile critics."""
+Shapes: T steps, N environments, B rows, D observation, P action parts, A action floats, K atoms, J
+target samples, C critics. Rewards, values and returns are in the task's units, what networks see
+and predict is normalised. Papers are cited at their formulas. The sibling,
+distributional_ppo_lstm.py, is recurrent, with quantile critics."""
 
 import argparse
 import json
@@ -47,7 +48,7 @@ VELOCITIES = {  # entries that are zero in the velocity-free tasks of rl-baselin
     "PendulumNoVel": (2,), "LunarLanderNoVel": (2, 3, 5), "LunarLanderContinuousNoVel": (2, 3, 5),
 }  # fmt: skip
 LOG_STD_RANGE = (-5.0, 2.0)  # of Gaussian actions: std from 0.0067 to 7.4
-STOP: list[int] = []  # signals that came: end after this iteration, with a checkpoint
+STOP: list[int] = []  # signals received: end after this iteration, with a checkpoint
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
 Tensors = tuple[Tensor, ...]
 
@@ -102,10 +103,10 @@ class Args:
     max_grad_norm: float = 0.5  # clipping norm of the gradient of all parameters, > 0
     target_kl: float | None = None  # stop the update ahead of a step at a larger KL, nats, > 0
     num_critics: Literal[1, 2] = 2  # value heads with parameters of their own
-    twin_reduce: Literal["min", "mean", "min_quantile"] = "min"  # how two critics give one value
+    twin_reduce: Literal["min", "mean", "min_quantile"] = "min"  # how twins give one distribution
     norm_returns: bool = True  # critics predict normalised returns (PopArt)
-    vf_clip_coef: float = 0.2  # range d of value clipping, in normalised returns, > 0
-    # lambda_return: its spread and CVaR are too small; sr_lambda: samples, CVaR is the return's
+    vf_clip_coef: float = 0.2  # range d of value clipping (vf_clip), in normalised returns, > 0
+    # lambda_return: one number, understates spread and risk; sr_lambda: samples of the return
     value_target: Literal["lambda_return", "sr_lambda"] = "lambda_return"
     cvar_alpha: float = 0.05  # tail mass averaged by CVaR, in [1e-3, 1]; 1 is the mean
     cvar_weight: float = 0.0  # weight of the CVaR advantage against GAE's, in [0, 1]
@@ -154,11 +155,12 @@ class Args:
         self.rule("num_minibatches", equal, f"must divide the rollout, {size}")
         gpu = torch.cuda.is_available() or not self.cuda
         self.rule("cuda", gpu, "torch sees no GPU; leave it out")
-        self.rule("resume", Path(self.resume).is_dir(), "is not a run directory")
+        found = not self.resume or Path(self.resume).is_dir()
+        self.rule("resume", found, "is not a run directory")
         self.rule("evaluate", not (self.evaluate and self.resume), "excludes --resume")
 
     def bound(self, low: float, high: float, *names: str) -> None:
-        """Numbers are finite and in [low, high], or None."""
+        """Require finite numbers in [low, high]; None passes."""
         for name in names:
             value = getattr(self, name)
             holds = value is None or (math.isfinite(value) and low <= value <= high)
@@ -168,7 +170,7 @@ class Args:
         require(holds, f"--{name.replace('_', '-')} {getattr(self, name)}: {text}")
 
 
-# -------------------------------------------------------------------------------------- what flows
+# ------------------------------------------------------------------------ what flows, with shapes
 class Rollout(NamedTuple):
     """T steps of N environments as they happened."""
 
@@ -242,7 +244,7 @@ def clipped_policy_loss(log_ratio: Tensor, advantages: Tensor, clip_coef: float)
         loss = -mean(min(r * A, clip(r, 1 - eps, 1 + eps) * A))
         approx_kl = mean((r - 1) - log r)                 in nats, >= 0 (Schulman's k3 estimator)
         clip fraction = mean(|r - 1| > eps)
-    r itself is not clamped: that would remove the gradient at r >> 1, A < 0.
+    The clamp is this wide because a tight one removes the gradient at r >> 1, A < 0.
     Source: Schulman et al. 2017, eq. 7."""
     log_ratio = log_ratio.clamp(-20, 20)
     ratio = log_ratio.exp()
@@ -300,7 +302,7 @@ class RunningMoments(nn.Module):
         delta = x.mean(0) - self.mean
         between = past * delta.square()
         self.var = past * self.var + (1 - past) * (x.var(0, correction=0) + between)
-        self.mean = self.mean + (1 - past) * delta
+        self.mean = self.mean + (1 - past) * delta  # a new tensor: callers may hold the old one
         self.count = (self.count + len(x)).clamp(max=self.max_count)
 
     def normalize(self, x: Tensor) -> Tensor:  # keeps the dtype
@@ -342,8 +344,8 @@ def hl_gauss(targets: Tensor, atoms: Tensor, sigma: float) -> Tensor:
     edges = torch.cat((atoms - half, atoms[-1:] + half))
     targets = targets.clamp(atoms[0], atoms[-1])
     z = (edges - targets[..., None]) / (sigma * math.sqrt(2))
-    cdf = torch.erf(z)  # twice the CDF, minus 1
-    return cdf.diff(dim=-1) / (cdf[..., -1:] - cdf[..., :1])
+    erf = torch.erf(z)  # twice the CDF, minus 1
+    return erf.diff(dim=-1) / (erf[..., -1:] - erf[..., :1])
 
 
 def categorical_cross_entropy(target_probs: Tensor, logits: Tensor) -> Tensor:
@@ -398,7 +400,7 @@ def sr_lambda_probs(rewards: Tensor, next_probs: Tensor, atoms: Tensor, terminat
     where the episode or the rollout ends; all mass is at R^(n) if it terminates there. rewards,
     terminated, truncated (T, N); next_probs (T, N, K) of true successors; atoms (K,) in the units
     of the rewards. After Nam et al. 2021 (GMAC), who replace samples."""
-    probs, returns = sr_lambda_atoms(
+    returns, probs = sr_lambda_atoms(
         rewards, next_probs, atoms, terminated, truncated, gamma, gae_lambda, generator
     )
     return project_categorical(probs, returns, atoms)
@@ -407,29 +409,30 @@ def sr_lambda_probs(rewards: Tensor, next_probs: Tensor, atoms: Tensor, terminat
 def sr_lambda_atoms(rewards: Tensor, next_probs: Tensor, atoms: Tensor, terminated: Tensor,
                     truncated: Tensor, gamma: float, gae_lambda: float,
                     generator: torch.Generator | None = None) -> Tensors:  # fmt: skip
-    """What `sr_lambda_probs` projects: probabilities and returns, both (T, N, K)."""
+    """What `sr_lambda_probs` projects: returns and their probabilities, both (T, N, K)."""
     T = len(rewards)
     ended = terminated | truncated
     ended[-1] = True
     time = torch.arange(T, device=rewards.device)[:, None].expand_as(rewards)
     last = torch.where(ended, time, T).flip(0).cummin(0).values.flip(0)  # step the episode ends at
-    # a geometric n: P(n > m) = lambda^m, by inversion of the uniform draw
+    # a geometric n by inversion, P(n > i) = lambda^i; lambda 0 gives n - 1 = 0, lambda 1 gives T
     draws = torch.rand(rewards.shape, generator=generator, device=rewards.device).clamp(min=1e-30)
-    extra = (draws.log() / draws.new_tensor(gae_lambda).log()).abs().clamp(max=T).long()  # n - 1
-    at = torch.minimum(time + extra, last)  # t + n - 1
-    # R^(n) is the sum to the end of the episode without what comes after step t + n - 1
-    sums = gae(rewards, 0 * rewards, 0 * rewards, ended, ended, gamma, 1.0)[0]
+    lengths = (draws.log() / draws.new_tensor(gae_lambda).log()).abs()
+    at = torch.minimum(time + lengths.clamp(max=T).long(), last)  # step t + n - 1
+    # R^(n): rewards to the end (GAE of a critic that says 0) without those after step t + n - 1
+    zero = torch.zeros_like(rewards)
+    to_end, _ = gae(rewards, zero, zero, ended, ended, gamma, 1.0)
     scale = gamma ** (at - time + 1).to(rewards.dtype)  # gamma^n
-    beyond = torch.where(at < last, sums.gather(0, (at + 1).clamp(max=T - 1)), 0)
+    after = torch.where(at < last, to_end.gather(0, (at + 1).clamp(max=T - 1)), 0)
     scaled = (scale * ~terminated.gather(0, at))[..., None] * atoms
-    index = at[..., None].expand_as(next_probs)
-    return next_probs.gather(0, index), (sums - scale * beyond)[..., None] + scaled
+    returns = (to_end - scale * after)[..., None] + scaled
+    return returns, next_probs.gather(0, at[..., None].expand_as(next_probs))
 
 
 def cvar_advantages_categorical(target_probs: Tensor, probs: Tensor, atoms: Tensor,
                                 alpha: float) -> Tensor:  # fmt: skip
     """Advantage of the policy gradient of CVaR_alpha, (T, N); no gradient.
-        nu = VaR_alpha(Z(s_t)),  u(z) = nu + min(z - nu, 0) / alpha
+        nu = VaR_alpha(Z(s_t)), an atom;  u(z) = nu + min(z - nu, 0) / alpha
         A_t = sum_k target_probs_k u(z_k) - CVaR_alpha(Z(s_t))
     target_probs of the return, probs of Z (T, N, K), on the same atoms (K,). It guards the tail of
     every state's own return distribution, not of the start state's alone. Source: Rockafellar &
@@ -445,16 +448,16 @@ def cvar_advantages_categorical(target_probs: Tensor, probs: Tensor, atoms: Tens
 class ValueDistribution(nn.Module):
     """What the script asks of a value distribution: probabilities of the atoms `support` (K,).
     Critics' `outputs` (..., K) are logits; atoms are normalised by `moments`; results are in the
-    task's units."""
+    task's units. Some arguments serve the other kind of distribution alone."""
 
     def __init__(self, args: Args) -> None:
         super().__init__()
         self.args = args
-        self.moments = RunningMoments((), max_count=40 * args.batch_size)  # of 10 rollouts
+        self.moments = RunningMoments((), max_count=40 * args.batch_size)  # 10 rollouts, 4 a step
         atoms = torch.linspace(args.v_min, args.v_max, args.num_atoms)
         self.register_buffer("support", atoms, persistent=False)
 
-    def atoms(self) -> Tensor:  # (K,) in the task's units
+    def task_atoms(self) -> Tensor:  # (K,) in the task's units
         return self.moments.denormalize(self.support)
 
     def mean(self, outputs: Tensor) -> Tensor:  # (..., K) -> (...)
@@ -463,17 +466,17 @@ class ValueDistribution(nn.Module):
     def describe(self, outputs: Tensor) -> dict[str, Tensor]:
         """Deciles 1, 5 and 9, standard deviation, VaR and CVaR of the distribution, each (...)."""
         probs = outputs.softmax(-1)
-        z = self.atoms()
+        z = self.task_atoms()
         levels = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "value_at_risk": self.args.cvar_alpha}
-        told = {name: categorical_quantile(probs, z, level) for name, level in levels.items()}
-        told["cvar"] = cvar_categorical(probs, z, self.args.cvar_alpha)
+        stats = {name: categorical_quantile(probs, z, level) for name, level in levels.items()}
+        stats["cvar"] = cvar_categorical(probs, z, self.args.cvar_alpha)
         squares = (z - (probs @ z)[..., None]).square()
-        return told | {"std": (probs * squares).sum(-1).sqrt()}
+        return stats | {"std": (probs * squares).sum(-1).sqrt()}
 
     def reduce_twins(self, outputs: Tensor) -> Tensor:
         """One distribution from those of C critics, (C, ..., K) -> (..., K), by `twin_reduce`.
         min: of the means (Fujimoto et al. 2018); mean: of the probabilities; min_quantile: the
-        elementwise maximum of the CDFs, which is more pessimistic. As logits."""
+        elementwise maximum of the CDFs, which is more pessimistic. Gives logits."""
         if self.args.twin_reduce == "min" or len(outputs) == 1:
             lowest = self.mean(outputs).argmin(0)[None, ..., None]
             return outputs.take_along_dim(lowest, 0)[0]
@@ -487,20 +490,12 @@ class ValueDistribution(nn.Module):
     def sample_returns(self, rewards: Tensor, next_outputs: Tensor, terminated: Tensor,
                        truncated: Tensor, gamma: float, gae_lambda: float) -> Tensors:  # fmt: skip
         """SR(lambda) samples of the return and their weights, both (T, N, J)."""
-        probs, returns = sr_lambda_atoms(
-            rewards,
-            next_outputs.softmax(-1),
-            self.atoms(),
-            terminated,
-            truncated,
-            gamma,
-            gae_lambda,
-        )
-        return returns, probs
+        facts = (terminated, truncated, gamma, gae_lambda)
+        return sr_lambda_atoms(rewards, next_outputs.softmax(-1), self.task_atoms(), *facts)
 
     def risk_advantages(self, samples: Tensor, weights: Tensor, outputs: Tensor) -> Tensor:
         """`cvar_advantages_categorical` of weighted samples (T, N, J), outputs of s_t (T, N, K)."""
-        z = self.atoms()
+        z = self.task_atoms()
         target_probs = project_categorical(weights, samples, z)
         alpha = self.args.cvar_alpha
         return cvar_advantages_categorical(target_probs, outputs.softmax(-1), z, alpha)
@@ -536,7 +531,7 @@ class ValueDistribution(nn.Module):
     def move_statistics(self, heads: nn.ModuleList, outputs: Tensor, returns: Tensor) -> Tensors:
         """Take in returns. Probabilities of fixed atoms cannot be rescaled as PopArt would: the
         outputs (C, ..., K) stay, their decoded mean jumps, and the coming update repairs it.
-        Returns the outputs and, in the new units, the means (C, ..., 1) to clip around."""
+        Gives the outputs and, in the new units, the old means (C, ..., 1) to clip around."""
         mean = self.mean(outputs).double()
         if self.args.norm_returns:
             self.moments.update(returns)
@@ -544,6 +539,8 @@ class ValueDistribution(nn.Module):
 
 
 # ---- end of value distribution -------------------------------------------------------------------
+
+
 # ----------------------------------------------------------------------------------------- networks
 def layer_init(layer: nn.Linear, std: float = math.sqrt(2)) -> nn.Linear:
     """Orthogonal weights of gain `std` and zero biases."""
@@ -591,7 +588,7 @@ class ActionDistribution(nn.Module):
         if self.continuous:
             mean, log_std = params.unbind(-2)
             return mean if deterministic else mean + log_std.exp() * torch.randn_like(mean)
-        # the largest logit after adding Gumbel noise
+        # Gumbel noise, minus the log of an exponential, makes the argmax a sample
         noise = 0 if deterministic else torch.empty_like(params).exponential_().log()
         return (params - noise).argmax(-1)
 
@@ -615,8 +612,8 @@ def make_encoder(obs_dim: int, args: Args) -> nn.Sequential:
 
 
 class Agent(nn.Module):
-    """Actor, critics and the statistics that normalise what they see and predict, for a task.
-    All methods but `act` take normalised observations."""
+    """Actor, critics and the statistics that normalise what they see and predict.
+    Observations are normalised, but those of `act` and `normalize_obs` are raw."""
 
     def __init__(self, args: Args) -> None:
         super().__init__()
@@ -694,20 +691,13 @@ def make_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
     return gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=mode)
 
 
-def open_episodes(envs: gym.vector.VectorEnv, seed: int) -> np.ndarray:
-    """Reset all environments, the first one with `seed`, the next with `seed` + 1 and so on.
-    Returns the observations (N, D) to act on."""
-    obs, _ = envs.reset(seed=seed)
-    return obs.copy()
-
-
-def check_finite(obs: np.ndarray, next_obs: np.ndarray, rewards: np.ndarray, t: int) -> None:
+def check_finite(current: np.ndarray, next_obs: np.ndarray, rewards: np.ndarray, t: int) -> None:
     """Raise RuntimeError that names environment and step unless all, (N, ...), are finite."""
-    valid = np.isfinite(obs).all(1) & np.isfinite(next_obs).all(1)
+    valid = np.isfinite(current).all(1) & np.isfinite(next_obs).all(1)
     valid &= np.isfinite(rewards)
     if not valid.all():
         i = int(valid.argmin())
-        bad = f"not finite: observation {next_obs[i]}, {obs[i]}, reward {rewards[i]}"
+        bad = f"not finite: observation {next_obs[i]}, then {current[i]}, reward {rewards[i]}"
         raise RuntimeError(f"{bad}, environment {i}, step {t} of the rollout; check the task")
 
 
@@ -734,15 +724,15 @@ def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, current: np.ndarra
             step = envs.step(agent.actions.to_env(action))
             current, rewards[t], terminated[t], truncated[t], info = step
             next_obs[t] = current
-            over = terminated[t] | truncated[t]
-            if over.any():  # `current` already belongs to the next episode there
-                next_obs[t, over] = np.stack(info["final_obs"][over])
-                ended = info["final_info"]["episode"]
-                for i in over.nonzero()[0]:
-                    episodes.append((t, float(ended["r"][i]), int(ended["l"][i])))
+            ended = terminated[t] | truncated[t]
+            if ended.any():  # `current` already belongs to the next episode there
+                next_obs[t, ended] = np.stack(info["final_obs"][ended])
+                stats = info["final_info"]["episode"]
+                for i in ended.nonzero()[0]:
+                    episodes.append((t, float(stats["r"][i]), int(stats["l"][i])))
             check_finite(current, next_obs[t], rewards[t], t)
 
-    to_device = partial(torch.as_tensor, device=agent.device)  # in one piece
+    to_device = partial(torch.as_tensor, device=agent.device)  # one transfer for all steps
     rollout = Rollout(
         obs=to_device(obs), next_obs=to_device(next_obs), actions=torch.stack(actions),
         params=torch.stack(params), rewards=to_device(rewards), terminated=to_device(terminated),
@@ -766,29 +756,28 @@ def run_critics(agent: Agent, rollout: Rollout, obs: Tensor, next_obs: Tensor) -
 
 def statistics_samples(samples: Tensor, weights: Tensor, values: Tensor) -> Tensor:
     """Returns that the statistics take in, (4, T, N), from targets (T, N, J) and values (T, N).
-    Two samples have a target's mean and spread. The values are taken in, too: where returns do not
-    vary, targets alone let the scale fall to 1e-4, thousands of which a critic may be away."""
+    Two have each target's mean and spread, two are the value: with targets alone, constant returns
+    would shrink the scale to 1e-4 and leave the critics thousands of scales away."""
     mean = (weights * samples).sum(-1)
     squares = (samples - mean[..., None]).square()
     spread = (weights * squares).sum(-1).sqrt()
     return torch.stack((mean - spread, mean + spread, values, values))
 
 
-def critic_metrics(dist: ValueDistribution, rollout: Rollout, outputs: Tensor, reduced: Tensor,
+def critic_metrics(dist: ValueDistribution, rollout: Rollout, twins: Tensor, reduced: Tensor,
                    next_values: Tensor, returns: Tensor, args: Args) -> dict:  # fmt: skip
-    """What the critics predicted for a rollout against what came, ahead of any change of theirs.
-    outputs (C, T, N, K) of s_t; reduced (T, N, K); next_values, lambda-returns (T, N)."""
-    twins = dist.mean(outputs)
+    """What the critics predicted for a rollout against what came, before the update.
+    twins (C, T, N) values of each critic; reduced (T, N, K); next_values, lambda-returns (T, N)."""
     values = dist.mean(reduced)
     stats = dist.describe(reduced)
+    deciles = torch.stack((stats["p10"], stats["p50"], stats["p90"]))
     ends = (rollout.terminated, rollout.truncated)
     _, realised = gae(rollout.rewards, values, next_values, *ends, args.gamma, 1.0)
-    deciles = torch.stack((stats["p10"], stats["p50"], stats["p90"]))
 
     return {
         "value/p10": deciles[0].mean(), "value/p50": deciles[1].mean(),
         "value/p90": deciles[2].mean(), "value/predicted_returns": deciles,
-        "value/realised_returns": realised,  # up to an end, a limit, the last step
+        "value/realised_returns": realised,  # with a value at limits and at the last step
         "value/bias": (values - returns).mean(), "value/std_target": returns.std(correction=0),
         "value/std_predicted": stats["std"].mean(),
         "losses/explained_variance": explained_variance(values, returns),
@@ -812,22 +801,21 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     outputs, next_outputs = run_critics(agent, rollout, obs, next_obs)
     reduced, next_reduced = dist.reduce_twins(outputs), dist.reduce_twins(next_outputs)
     values, next_values = dist.mean(reduced), dist.mean(next_reduced)  # (T, N)
+    twins = dist.mean(outputs)  # (C, T, N)
 
     # 2. advantages and targets, in the task's units
     ends = (rollout.terminated, rollout.truncated)
     raw, returns = gae(rollout.rewards, values, next_values, *ends, args.gamma, args.gae_lambda)
     samples, weights = returns[..., None], torch.ones_like(returns[..., None])  # (T, N, J = 1)
     if args.value_target == "sr_lambda":
-        samples, weights = dist.sample_returns(
-            rollout.rewards, next_reduced, *ends, args.gamma, args.gae_lambda
-        )
+        facts = (next_reduced, *ends, args.gamma, args.gae_lambda)
+        samples, weights = dist.sample_returns(rollout.rewards, *facts)
     if args.cvar_weight > 0 and args.cvar_alpha < 1:
         raw = raw.lerp(dist.risk_advantages(samples, weights, reduced), args.cvar_weight)
     advantages = normalize_advantages(raw) if args.norm_adv else raw
-    metrics = critic_metrics(dist, rollout, outputs, reduced, next_values, returns, args)
+    metrics = critic_metrics(dist, rollout, twins, reduced, next_values, returns, args)
 
     # 3. the return statistics move
-    twins = dist.mean(outputs)
     taken_in = statistics_samples(samples, weights, values)
     moved, old_values = dist.move_statistics(agent.critic_heads, outputs, taken_in)
     metrics |= dist.target_metrics(moved, samples, weights) | {
@@ -889,8 +877,8 @@ def losses(agent: Agent, mb: Batch, args: Args, ent_coef: float) -> tuple[Tensor
 def update(agent: Agent, optimizer: optim.Adam, batch: Batch, args: Args, ent_coef: float) -> dict:
     """Train on one rollout for `update_epochs` epochs, fewer where the policy moves too far.
     The exact KL(old || new) of a minibatch is tested ahead of its step; the first one larger than
-    `target_kl` ends the update. Returns means over the minibatches evaluated, that one included;
-    `grad/*` over the steps taken. Raises RuntimeError for what is not finite."""
+    `target_kl` ends the update. Gives means over the minibatches evaluated, that one included, and
+    of `grad/*` over the steps taken. Raises RuntimeError for what is not finite."""
     actor = [*agent.actor_body.parameters(), *agent.actor_head.parameters()]
     actor += agent.actions.parameters()
     critic = [*agent.critic_body.parameters(), *agent.critic_heads.parameters()]
@@ -914,21 +902,17 @@ def update(agent: Agent, optimizer: optim.Adam, batch: Batch, args: Args, ent_co
         nn.utils.clip_grads_with_norm_([*actor, *critic], args.max_grad_norm, norm)
         optimizer.step()
         agent.actions.project()
-    return update_metrics(evaluated, norms, args)
 
-
-def update_metrics(evaluated: list[dict], norms: list[Tensor], args: Args) -> dict[str, float]:
-    """Means over the minibatches evaluated and the steps taken, and what else an update tells."""
-    rows = {key: torch.stack([row[key] for row in evaluated]) for key in evaluated[0]}
-    error = rows.pop("policy/ratio_error")
-    steps = torch.stack(norms) if norms else error.new_zeros(1, 2)
-    rows |= {
-        "policy/kl_max": rows["policy/kl_exact"].max(),
+    columns = {tag: torch.stack([row[tag] for row in evaluated]) for tag in evaluated[0]}
+    error = columns.pop("policy/ratio_error")
+    grad_norms = torch.stack(norms) if norms else error.new_zeros(1, 2)
+    columns |= {
+        "policy/kl_max": columns["policy/kl_exact"].max(),
         "policy/ratio_first_minibatch_error": error[0],  # 0 but for rounding
-        "grad/norm": steps.norm(dim=1),
-        "grad/actor": steps[:, 0], "grad/critic": steps[:, 1],
+        "grad/norm": grad_norms.norm(dim=1),
+        "grad/actor": grad_norms[:, 0], "grad/critic": grad_norms[:, 1],
     }  # fmt: skip
-    means = {key: float(x.mean()) for key, x in rows.items()}
+    means = {tag: float(x.mean()) for tag, x in columns.items()}
     means["policy/epochs_done"] = len(norms) / args.num_minibatches
     return means | {"policy/stopped_early": float(len(norms) < len(evaluated))}
 
@@ -939,7 +923,7 @@ class Run:
     """How far a run is; saved with its checkpoint, where a resumed run takes it up."""
 
     step: int = 0  # environment steps taken
-    seconds: float = 0.0  # spent on them
+    seconds: float = 0.0  # spent on them, evaluations and checkpoints apart
     recent: list[float] = field(default_factory=list)  # returns of the last 100 training episodes
     logged: dict[str, float] = field(default_factory=dict)  # last value of every metric
     evaluated: int | None = None  # step of the final evaluation
@@ -1019,7 +1003,7 @@ def show_progress(run: Run, total: int) -> None:
 
 def load_agent(path: str | Path) -> tuple[Agent, Args]:
     """Agent and flags of a saved run, given its directory or `checkpoint.pt`; runs no code from it.
-    Does without a missing GPU. Raises `UsageError` for what the script did not write."""
+    Falls back to the CPU. Raises `UsageError` for what the script did not write."""
     path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
@@ -1035,9 +1019,9 @@ def load_agent(path: str | Path) -> tuple[Agent, Args]:
 
 def save_checkpoint(writer: SummaryWriter, args: Args, agent: Agent, optimizer: optim.Adam,
                     envs: gym.vector.VectorEnv, obs: np.ndarray, run: Run) -> None:  # fmt: skip
-    """Write `checkpoint.pt`: flags, weights and normalisers, and what else an exact resume needs.
-    That is pickled: only --resume opens it. A kill at any instant leaves the previous checkpoint or
-    this one: written beside it, synced, renamed, after all events."""
+    """Write `checkpoint.pt`: flags, weights and normalisers, readable without pickle, and, pickled
+    for --resume alone, what else an exact resume needs. Written beside the old one, synced and
+    renamed, after all events: a kill at any instant leaves the one or the other."""
     writer.flush()
     rngs = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
     if args.cuda:
@@ -1045,8 +1029,9 @@ def save_checkpoint(writer: SummaryWriter, args: Args, agent: Agent, optimizer: 
     kept = {**vars(run), "optimizer": optimizer.state_dict(), "obs": obs, "rngs": rngs}
     kept["envs"] = None
     with suppress(Exception):  # each library raises its own, some when it is loaded
-        state = pickle.dumps(gym.vector.utils.CloudpickleWrapper(envs.envs))
-        kept["envs"] = pickle.loads(state) and state
+        pickled = pickle.dumps(gym.vector.utils.CloudpickleWrapper(envs.envs))
+        pickle.loads(pickled)
+        kept["envs"] = pickled
 
     content = {"args": {**asdict(args), "resume": ""}, "agent": agent.state_dict()}
     content |= {"global_step": run.step, "run": pickle.dumps(kept)}
@@ -1063,6 +1048,7 @@ def resume_run(args: Args, optimizer: optim.Adam,
     """Take up the run of `args.resume` where its checkpoint stands.
     The observations to act on are None where the environments are lost and open new episodes."""
     content = torch.load(Path(args.resume, "checkpoint.pt"), weights_only=True)
+    args.rule("resume", args.cuda or not content["args"]["cuda"], "needs the GPU it was run on")
     kept = pickle.loads(content["run"])
     optimizer.load_state_dict(kept["optimizer"])
     setters = (random.setstate, np.random.set_state, torch.set_rng_state)
@@ -1071,7 +1057,7 @@ def resume_run(args: Args, optimizer: optim.Adam,
     run = Run(**{name: kept[name] for name in vars(Run())})
     if kept["envs"] is None:
         if run.step < args.num_iterations * args.batch_size:
-            print("the task's episodes start afresh")
+            print("environments could not be saved: the task's episodes start afresh")
         return run, None
     envs.envs = pickle.loads(kept["envs"]).fn
     return run, kept["obs"]
@@ -1079,7 +1065,7 @@ def resume_run(args: Args, optimizer: optim.Adam,
 
 def evaluate(agent: Agent, args: Args) -> dict[str, float]:
     """Metrics of `eval_episodes` fresh episodes with the mode of the policy, statistics frozen.
-    Seeds are apart from training's. Tasks without a time limit are cut at 10,000 steps."""
+    The first reset has seed + 1,000,000. Tasks without a time limit are cut at 10,000 steps."""
     env = make_env(args)
     returns, lengths = [], []
     for episode in range(args.eval_episodes):
@@ -1097,7 +1083,7 @@ def evaluate(agent: Agent, args: Args) -> dict[str, float]:
     mean, std = float(sample.mean()), float(sample.std(correction=0))
     tail = empirical_cvar(sample, args.cvar_alpha)
     line = f"return {mean:.1f} +- {std:.1f}, CVaR_{args.cvar_alpha:g} {tail:.1f}"
-    print(f"evaluation of {len(returns)} episodes: {line:<50}", flush=True)  # over the progress
+    print(f"evaluation of {len(returns)} episodes: {line:<50}", flush=True)  # hides the progress
     result = {"eval/return_mean": mean, "eval/return_std": std, "eval/return_cvar": tail}
     return result | {"eval/length_mean": float(np.mean(lengths))}
 
@@ -1108,7 +1094,7 @@ def is_due(iteration: int, every: int) -> bool:  # every so many iterations; 0: 
 
 
 def iteration_metrics(run: Run, times: list[float], args: Args) -> dict:
-    """Returns of late; speed; seconds of each part, given the times at their ends."""
+    """Speed, seconds of each part given the times at their ends, recent returns."""
     metrics: dict[str, Any] = {
         "charts/SPS": run.step / run.seconds,
         "time/rollout": times[1] - times[0],
@@ -1124,8 +1110,8 @@ def iteration_metrics(run: Run, times: list[float], args: Args) -> dict:
 
 def train(args: Args) -> dict[str, Any]:
     """Train, save, evaluate. Returns the last value of every logged metric, and `run_dir`.
-    What goes wrong is raised with a note that names the last checkpoint, and KeyboardInterrupt once
-    one is written after `STOP`. Sets RNGs and torch's options, and from now on EzPickle copies."""
+    A fault is raised with a note that names the last checkpoint; a signal in `STOP` ends in a
+    checkpoint and KeyboardInterrupt. Sets RNGs, torch's options and how EzPickle copies."""
     set_up_process(args)
     agent = load_agent(args.resume)[0] if args.resume else Agent(args)
     optimizer = optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
@@ -1138,9 +1124,9 @@ def train(args: Args) -> dict[str, Any]:
     print(f"{args.env_id}: logging to {run_dir}", flush=True)
 
     try:
-        obs = open_episodes(envs, args.seed + run.step) if obs is None else obs
+        if obs is None:  # environment i gets the seed + i
+            obs = envs.reset(seed=args.seed + run.step)[0].copy()
         writer = SummaryWriter(str(run_dir), purge_step=run.step + 1 if args.resume else None)
-        began = time.time() - run.seconds
         for iteration in range(run.step // args.batch_size + 1, args.num_iterations + 1):
             lr = linear_schedule(args.learning_rate, final_lr, run.step / total)
             ent_coef = linear_schedule(args.ent_coef, final_ent_coef, run.step / total)
@@ -1153,11 +1139,11 @@ def train(args: Args) -> dict[str, Any]:
             times.append(time.time())
             metrics |= update(agent, optimizer, batch, args, ent_coef)
             times.append(time.time())
-            agent.obs_moments.update(rollout.obs)
+            agent.obs_moments.update(rollout.obs)  # last: acting and training saw the same inputs
 
             log_episodes(writer, run, rollout)
             run.step += args.batch_size
-            run.seconds = times[-1] - began
+            run.seconds += times[-1] - times[0]
             metrics |= {"charts/learning_rate": lr, "policy/entropy_coef": ent_coef}
             metrics |= iteration_metrics(run, times, args)
             log(writer, run, metrics, run.step, run.step == total or iteration % 10 == 1)
@@ -1192,8 +1178,8 @@ def request_stop(number: int, frame: Any) -> None:
 
 
 def parse_args(argv: list[str]) -> Args:
-    """Flags of the command line; with --resume and --evaluate they count together with the run's.
-    Raises `UsageError` where they change more of it than they may."""
+    """Flags of the command line; with --resume and --evaluate, beside those of the run.
+    Raises `UsageError` where they change more of these than they may."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--resume", nargs="?")
     finder.add_argument("--evaluate", nargs="?")
@@ -1205,8 +1191,9 @@ def parse_args(argv: list[str]) -> Args:
     _, stored = load_agent(path)
     args = tyro.cli(Args, args=argv, default=stored)
     free = "total_timesteps eval_episodes eval_every checkpoint_every torch_threads resume evaluate"
-    changed = dict(asdict(args).items() - asdict(stored).items()).keys() - set(free.split())
-    names = ", ".join(sorted(changed))
+    before = asdict(stored)
+    changed = {name for name, value in asdict(args).items() if value != before[name]}
+    names = ", ".join(sorted(changed - set(free.split())))
     require(not names, f"{names}: not as in {path}; only these may differ: {free}")
     least = stored.total_timesteps
     args.rule("total_timesteps", args.total_timesteps >= least, f"below the run's, {least}")

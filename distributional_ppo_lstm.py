@@ -9,12 +9,14 @@ One iteration of `train`:
                       hence advantages and targets; return statistics and value heads move (PopArt)
     minibatches       shuffled training sequences, each an unbroken stretch of one environment
     losses            clipped policy loss - ent_coef * entropy + vf_coef * quantile regression loss
-    update            one Adam step per minibatch, until the KL divergence exceeds `target_kl`
+    update            one Adam step per minibatch, until the KL divergence exceeds `target_kl`;
+                      then the observation statistics move
 
-Shapes: T steps, N environments, B rows, D observation, K quantiles, J target samples, C critics,
-H LSTM width; training cuts the rollout into M sequences of L steps. Rewards, values and returns are
-in the task's units; critics see and predict them normalised. Papers stand with their formulas. The
-sibling, distributional_ppo_categorical.py, is feed-forward, with categorical critics."""
+Shapes: T steps, N environments, B rows, D observation, P action parts, A action floats, K
+quantiles, J target samples, C critics, H LSTM width; training cuts the rollout into M sequences of
+L steps. Rewards, values and returns are in the task's units, what networks see and predict is
+normalised. Papers are cited at their formulas. The sibling, distributional_ppo_categorical.py, is
+feed-forward, with categorical critics."""
 
 import argparse
 import json
@@ -30,6 +32,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -47,7 +50,7 @@ VELOCITIES = {  # entries that are zero in the velocity-free tasks of rl-baselin
     "PendulumNoVel": (2,), "LunarLanderNoVel": (2, 3, 5), "LunarLanderContinuousNoVel": (2, 3, 5),
 }  # fmt: skip
 LOG_STD_RANGE = (-5.0, 2.0)  # of Gaussian actions: std from 0.0067 to 7.4
-STOP: list[int] = []  # signals that came: end after this iteration, with a checkpoint
+STOP: list[int] = []  # signals received: end after this iteration, with a checkpoint
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
 Tensors = tuple[Tensor, ...]
 
@@ -91,7 +94,7 @@ class Args:
     anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
     gamma: float = 0.98  # discount per step, in [0, 1]
     gae_lambda: float = 0.9  # weight of longer returns in GAE, in [0, 1]
-    num_minibatches: int = 2  # per epoch; divides num_envs * num_steps / seq_len
+    num_minibatches: int = 2  # per epoch; divides the training sequences of a rollout
     seq_len: int = 0  # steps of a training sequence, divides num_steps; 0: the whole rollout
     update_epochs: int = 8  # passes over each rollout, integer >= 1
     norm_adv: bool = True  # normalise advantages over the rollout
@@ -104,17 +107,17 @@ class Args:
     max_grad_norm: float = 0.5  # clipping norm of the gradient of all parameters, > 0
     target_kl: float | None = None  # stop the update ahead of a step at a larger KL, nats, > 0
     num_critics: Literal[1, 2] = 2  # value heads with parameters of their own
-    twin_reduce: Literal["min", "mean", "min_quantile"] = "min"  # how two critics give one value
+    twin_reduce: Literal["min", "mean", "min_quantile"] = "min"  # how twins give one distribution
     norm_returns: bool = True  # critics predict normalised returns (PopArt)
-    vf_clip_coef: float = 0.2  # range d of value clipping, in normalised returns, > 0
-    # lambda_return: its spread and CVaR are too small; sr_lambda: samples, CVaR is the return's
+    vf_clip_coef: float = 0.2  # range d of value clipping (vf_clip), in normalised returns, > 0
+    # lambda_return: one number, understates spread and risk; sr_lambda: samples of the return
     value_target: Literal["lambda_return", "sr_lambda"] = "lambda_return"
     cvar_alpha: float = 0.05  # tail mass averaged by CVaR, in [1e-3, 1]; 1 is the mean
     cvar_weight: float = 0.0  # weight of the CVaR advantage against GAE's, in [0, 1]
 
     # ---- value distribution: quantiles (flags) ----
     num_quantiles: int = 32  # quantiles of each critic, integer >= 1
-    kappa: float = 0.05  # Huber threshold, normalised returns, >= 0; 0: pinball, 1: expectiles
+    kappa: float = 0.05  # Huber threshold, normalised returns, >= 0; 0: pinball loss
     # value clipping: whether and how a critic's quantiles are kept near its own old ones
     vf_clip: Literal["none", "per_quantile", "mean_only", "mean_and_variance"] = "none"
 
@@ -156,11 +159,12 @@ class Args:
         self.rule("num_minibatches", equal, divide)
         gpu = torch.cuda.is_available() or not self.cuda
         self.rule("cuda", gpu, "torch sees no GPU; leave it out")
-        self.rule("resume", Path(self.resume).is_dir(), "is not a run directory")
+        found = not self.resume or Path(self.resume).is_dir()
+        self.rule("resume", found, "is not a run directory")
         self.rule("evaluate", not (self.evaluate and self.resume), "excludes --resume")
 
     def bound(self, low: float, high: float, *names: str) -> None:
-        """Numbers are finite and in [low, high], or None."""
+        """Require finite numbers in [low, high]; None passes."""
         for name in names:
             value = getattr(self, name)
             holds = value is None or (math.isfinite(value) and low <= value <= high)
@@ -170,14 +174,14 @@ class Args:
         require(holds, f"--{name.replace('_', '-')} {getattr(self, name)}: {text}")
 
 
-# -------------------------------------------------------------------------------------- what flows
+# ------------------------------------------------------------------------ what flows, with shapes
 class Carry(NamedTuple):
     """What one rollout hands to the next."""
 
     obs: np.ndarray  # (N, D) to act on next, raw
     episode_start: np.ndarray  # (N,) bool, whether it opens an episode
     actor_state: Tensor  # (2, N, H) h and c of the actor's LSTM ahead of it; 0 where one opens
-    critic_state: Tensor  # (2, N, H) of the critic's LSTM ahead of it
+    critic_state: Tensor  # (2, N, H) of the critics' LSTM ahead of it, not yet reset
 
 
 class Rollout(NamedTuple):
@@ -258,7 +262,7 @@ def clipped_policy_loss(log_ratio: Tensor, advantages: Tensor, clip_coef: float)
         loss = -mean(min(r * A, clip(r, 1 - eps, 1 + eps) * A))
         approx_kl = mean((r - 1) - log r)                 in nats, >= 0 (Schulman's k3 estimator)
         clip fraction = mean(|r - 1| > eps)
-    r itself is not clamped: that would remove the gradient at r >> 1, A < 0.
+    The clamp is this wide because a tight one removes the gradient at r >> 1, A < 0.
     Source: Schulman et al. 2017, eq. 7."""
     log_ratio = log_ratio.clamp(-20, 20)
     ratio = log_ratio.exp()
@@ -316,7 +320,7 @@ class RunningMoments(nn.Module):
         delta = x.mean(0) - self.mean
         between = past * delta.square()
         self.var = past * self.var + (1 - past) * (x.var(0, correction=0) + between)
-        self.mean = self.mean + (1 - past) * delta
+        self.mean = self.mean + (1 - past) * delta  # a new tensor: callers may hold the old one
         self.count = (self.count + len(x)).clamp(max=self.max_count)
 
     def normalize(self, x: Tensor) -> Tensor:  # keeps the dtype
@@ -337,9 +341,9 @@ def quantile_huber_loss(quantiles: Tensor, targets: Tensor, taus: Tensor, kappa:
         u[b, i, j] = targets[b, j] - quantiles[b, i]
         L(u)       = 0.5 u^2 where |u| <= kappa, kappa (|u| - 0.5 kappa) elsewhere
         loss[b]    = mean_i mean_j |tau_i - 1{u < 0}| L(u) / kappa      (kappa = 0: L / kappa = |u|)
-    quantiles (B, K), targets (B, J), taus (K,). Divided by kappa as in IQN, so that it meets the
-    pinball loss as kappa -> 0; mean over i where QR-DQN sums. No gradient through the indicator.
-    Source: Dabney et al. 2018a, eq. 8 to 10; 2018b, eq. 3."""
+    quantiles (B, K), targets (B, J), B any number of axes; taus (K,). Divided by kappa as in IQN:
+    it meets the pinball loss as kappa -> 0. Mean over i (QR-DQN sums). No gradient through the
+    indicator. Source: Dabney et al. 2018a, eq. 8 to 10; 2018b, eq. 3."""
     if kappa == 0:
         return pinball_loss(quantiles, targets, taus)
     u = targets[..., None, :] - quantiles[..., None]  # (B, K, J)
@@ -395,25 +399,25 @@ def clipped_value_loss(loss: Tensor, loss_clipped: Tensor) -> Tensor:
 def cvar_weights(num_quantiles: int, alpha: float, dtype: torch.dtype | None = None) -> Tensor:
     """Weights (K,) of the sorted quantiles in their CVaR; sum 1.
         CVaR_alpha = (1 / alpha) * integral_0^alpha F^-1(tau) dtau
-    Count tau in steps, x = K tau - 0.5: quantile k lies at x = k, and all mass in [-0.5, K - 0.5].
-    F^-1 is linear between quantiles, and the outer segments reach on to both ends. Over the part
-    [a, b] of the segment from k to k + 1 that is below alpha, it has its value at the middle on
-    average: (1 - m) q_k + m q_{k+1}, m = (a + b) / 2 - k. So the segment gives the two quantiles
-    the weights (b - a) (1 - m) and (b - a) m, over alpha K. alpha = 1 is the mean. ValueError for
-    alpha outside [1e-3, 1]. Source: Rockafellar & Uryasev 2000; the interpolation is ours."""
+    On the axis x = K tau - 0.5, from -0.5 to K - 0.5, quantile k lies at x = k. F^-1 is linear from
+    quantile to quantile; the outer two segments reach on to the ends. Let [a, b] be the part below
+    alpha of the segment from k to k + 1, and m = (a + b) / 2 - k. Its mean of F^-1 is the value at
+    its middle, (1 - m) q_k + m q_{k+1}, and its share of the integral (b - a) / (alpha K).
+    alpha = 1 is the mean. ValueError for alpha outside [1e-3, 1].
+    Source: Rockafellar & Uryasev 2000; the interpolation is ours."""
     if not 1e-3 <= alpha <= 1:
         raise ValueError(f"cvar: alpha {alpha} is outside [1e-3, 1]")
     if alpha == 1 or num_quantiles == 1:
         return torch.full((num_quantiles,), 1 / num_quantiles, dtype=dtype)
-    ends = torch.arange(num_quantiles).double()  # of the K - 1 segments, in steps
-    ends[0] = -0.5
-    ends[-1] = num_quantiles - 0.5
-    ends = ends.clamp(max=alpha * num_quantiles - 0.5)
-    center = (ends[1:] + ends[:-1]) / 2
-    middle = center - torch.arange(num_quantiles - 1)  # m
-    length = ends.diff() / (alpha * num_quantiles)  # (b - a) / (alpha K)
-    left = nn.functional.pad(length * (1 - middle), (0, 1))  # of q_k
-    right = nn.functional.pad(length * middle, (1, 0))  # of q_{k+1}
+    edges = torch.arange(num_quantiles).double()  # of the K - 1 segments on the axis x
+    edges[0] = -0.5
+    edges[-1] = num_quantiles - 0.5
+    edges = edges.clamp(max=alpha * num_quantiles - 0.5)
+    middle = (edges[1:] + edges[:-1]) / 2
+    m = middle - torch.arange(num_quantiles - 1)
+    share = edges.diff() / (alpha * num_quantiles)  # (b - a) / (alpha K)
+    left = nn.functional.pad(share * (1 - m), (0, 1))  # of q_k
+    right = nn.functional.pad(share * m, (1, 0))  # of q_{k+1}
     return (left + right).to(dtype or torch.get_default_dtype())
 
 
@@ -424,7 +428,7 @@ def cvar(quantiles: Tensor, alpha: float) -> Tensor:
 
 
 def value_at_risk(quantiles: Tensor, alpha: float) -> Tensor:
-    """F^-1(alpha) of the quantile function of `cvar_weights`, (B, K) -> (B,); the same errors."""
+    """F^-1(alpha) of the quantile function of `cvar_weights`, (B, K) -> (B,); same ValueError."""
     if not 1e-3 <= alpha <= 1:
         raise ValueError(f"value_at_risk: alpha {alpha} is outside [1e-3, 1]")
     ordered = quantiles.sort(-1).values
@@ -480,12 +484,13 @@ def rescale_head(linear: nn.Linear, old_mean: Tensor, old_std: Tensor, new_mean:
 
 class ValueDistribution(nn.Module):
     """What the script asks of a value distribution: quantiles at the levels `support` (K,).
-    Critics' `outputs` (..., K) are normalised by `moments`; results are in the task's units."""
+    Critics' `outputs` (..., K) are normalised by `moments`; results are in the task's units. Some
+    arguments serve the other kind of distribution alone."""
 
     def __init__(self, args: Args) -> None:
         super().__init__()
         self.args = args
-        self.moments = RunningMoments((), max_count=40 * args.batch_size)  # of 10 rollouts
+        self.moments = RunningMoments((), max_count=40 * args.batch_size)  # 10 rollouts, 4 a step
         self.register_buffer("support", quantile_midpoints(args.num_quantiles), persistent=False)
 
     def mean(self, outputs: Tensor) -> Tensor:  # (..., K) -> (...)
@@ -495,9 +500,9 @@ class ValueDistribution(nn.Module):
         """Deciles 1, 5 and 9, standard deviation, VaR and CVaR of the distribution, each (...)."""
         z = self.moments.denormalize(outputs)
         levels = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "value_at_risk": self.args.cvar_alpha}
-        told = {name: value_at_risk(z, level) for name, level in levels.items()}
-        told["cvar"] = cvar(z, self.args.cvar_alpha)
-        return told | {"std": z.std(-1, correction=0)}
+        stats = {name: value_at_risk(z, level) for name, level in levels.items()}
+        stats["cvar"] = cvar(z, self.args.cvar_alpha)
+        return stats | {"std": z.std(-1, correction=0)}
 
     def reduce_twins(self, outputs: Tensor) -> Tensor:
         """One distribution from those of C critics, (C, ..., K) -> (..., K), by `twin_reduce`.
@@ -544,9 +549,9 @@ class ValueDistribution(nn.Module):
         return clipped_value_loss(loss, loss_clipped), changed.float()
 
     def move_statistics(self, heads: nn.ModuleList, outputs: Tensor, returns: Tensor) -> Tensors:
-        """Take in returns and rescale the heads in the same moment (PopArt), so that what they
-        predict stays. Returns what they now give for `outputs` (C, ..., K), twice: as predictions
-        and as the old values to clip around."""
+        """Take in returns and rescale the heads in the same moment, so that decoded predictions
+        stay (PopArt). Gives `outputs` (C, ..., K) in the new units, as predictions and as the old
+        values to clip around."""
         old_mean = self.moments.mean
         old_std = self.moments.std
         decoded = self.moments.denormalize(outputs.double())
@@ -559,6 +564,8 @@ class ValueDistribution(nn.Module):
 
 
 # ---- end of value distribution -------------------------------------------------------------------
+
+
 # ----------------------------------------------------------------------------------------- networks
 def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
     """Orthogonal weights of gain `std` and zero biases, for a linear or an LSTM layer."""
@@ -609,7 +616,7 @@ class ActionDistribution(nn.Module):
         if self.continuous:
             mean, log_std = params.unbind(-2)
             return mean if deterministic else mean + log_std.exp() * torch.randn_like(mean)
-        # the largest logit after adding Gumbel noise
+        # Gumbel noise, minus the log of an exponential, makes the argmax a sample
         noise = 0 if deterministic else torch.empty_like(params).exponential_().log()
         return (params - noise).argmax(-1)
 
@@ -652,6 +659,7 @@ def unroll_lstm(lstm: nn.LSTM, inputs: Tensor, state: Tensors, episode_start: Te
     gates = gates.repeat_interleave(lstm.hidden_size, 0)
     input_weight = torch.cat((lstm.weight_ih_l0, gates), 1)
     weights = (input_weight, lstm.weight_hh_l0, lstm.bias_ih_l0, lstm.bias_hh_l0)
+    # biases, one layer, no dropout, training, one direction, time first; rest rows do not keep h
     outputs, _, c = torch.lstm(rows, state, weights, True, 1, 0.0, True, False, False)
     outputs = outputs.flatten(0, 1).index_select(0, steps).view(T, N, -1)
     return outputs, (outputs[-1:], c)
@@ -679,8 +687,8 @@ class Body(nn.Module):
 
 
 class Agent(nn.Module):
-    """Actor, critics and the statistics that normalise what they see and predict, for a task.
-    All methods but `act` take normalised observations."""
+    """Actor, critics and the statistics that normalise what they see and predict.
+    Observations are normalised, but those of `act` and `normalize_obs` are raw."""
 
     def __init__(self, args: Args) -> None:
         super().__init__()
@@ -775,13 +783,13 @@ def open_episodes(envs: gym.vector.VectorEnv, agent: Agent, seed: int) -> Carry:
     return Carry(obs.copy(), np.ones(len(obs), bool), state, state)
 
 
-def check_finite(obs: np.ndarray, next_obs: np.ndarray, rewards: np.ndarray, t: int) -> None:
+def check_finite(current: np.ndarray, next_obs: np.ndarray, rewards: np.ndarray, t: int) -> None:
     """Raise RuntimeError that names environment and step unless all, (N, ...), are finite."""
-    valid = np.isfinite(obs).all(1) & np.isfinite(next_obs).all(1)
+    valid = np.isfinite(current).all(1) & np.isfinite(next_obs).all(1)
     valid &= np.isfinite(rewards)
     if not valid.all():
         i = int(valid.argmin())
-        bad = f"not finite: observation {next_obs[i]}, {obs[i]}, reward {rewards[i]}"
+        bad = f"not finite: observation {next_obs[i]}, then {current[i]}, reward {rewards[i]}"
         raise RuntimeError(f"{bad}, environment {i}, step {t} of the rollout; check the task")
 
 
@@ -811,16 +819,17 @@ def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, carry: Carry,
             step = envs.step(agent.actions.to_env(action))
             current, rewards[t], terminated[t], truncated[t], info = step
             next_obs[t] = current
-            starts = terminated[t] | truncated[t]
-            if starts.any():  # `current` already belongs to the next episode there
-                next_obs[t, starts] = np.stack(info["final_obs"][starts])
-                state = state * ~torch.as_tensor(starts, device=agent.device)[:, None]
-                ended = info["final_info"]["episode"]
-                for i in starts.nonzero()[0]:
-                    episodes.append((t, float(ended["r"][i]), int(ended["l"][i])))
+            ended = terminated[t] | truncated[t]
+            if ended.any():  # `current` already belongs to the next episode there
+                next_obs[t, ended] = np.stack(info["final_obs"][ended])
+                state = state * ~torch.as_tensor(ended, device=agent.device)[:, None]
+                stats = info["final_info"]["episode"]
+                for i in ended.nonzero()[0]:
+                    episodes.append((t, float(stats["r"][i]), int(stats["l"][i])))
+            starts = ended
             check_finite(current, next_obs[t], rewards[t], t)
 
-    to_device = partial(torch.as_tensor, device=agent.device)  # in one piece
+    to_device = partial(torch.as_tensor, device=agent.device)  # one transfer for all steps
     rollout = Rollout(
         obs=to_device(obs), next_obs=to_device(next_obs), episode_start=to_device(episode_start),
         actions=torch.stack(actions), params=torch.stack(params), rewards=to_device(rewards),
@@ -841,12 +850,11 @@ def run_critics(agent: Agent, rollout: Rollout, obs: Tensor, next_obs: Tensor, s
     to be used."""
     body = agent.critic_body
     limits = (rollout.truncated & ~rollout.terminated).any(1).tolist()
-    steps = enumerate(limits, 1)
-    cuts = [t for t, limit in steps if limit or t % args.sequence_length == 0]  # the last is T
+    steps = range(1, args.num_steps + 1)
+    cuts = [t for t in steps if limits[t - 1] or t % args.sequence_length == 0]
     features, next_features, states = [], [], []
-
     inputs = body.encoder(obs)
-    for first, end in zip([0, *cuts], cuts):
+    for first, end in pairwise([0, *cuts]):
         if first % args.sequence_length == 0:
             states.append(state)
         start = rollout.episode_start[first:end]
@@ -861,29 +869,28 @@ def run_critics(agent: Agent, rollout: Rollout, obs: Tensor, next_obs: Tensor, s
 
 def statistics_samples(samples: Tensor, weights: Tensor, values: Tensor) -> Tensor:
     """Returns that the statistics take in, (4, T, N), from targets (T, N, J) and values (T, N).
-    Two samples have a target's mean and spread. The values are taken in, too: where returns do not
-    vary, targets alone let the scale fall to 1e-4, thousands of which a critic may be away."""
+    Two have each target's mean and spread, two are the value: with targets alone, constant returns
+    would shrink the scale to 1e-4 and leave the critics thousands of scales away."""
     mean = (weights * samples).sum(-1)
     squares = (samples - mean[..., None]).square()
     spread = (weights * squares).sum(-1).sqrt()
     return torch.stack((mean - spread, mean + spread, values, values))
 
 
-def critic_metrics(dist: ValueDistribution, rollout: Rollout, outputs: Tensor, reduced: Tensor,
+def critic_metrics(dist: ValueDistribution, rollout: Rollout, twins: Tensor, reduced: Tensor,
                    next_values: Tensor, returns: Tensor, args: Args) -> dict:  # fmt: skip
-    """What the critics predicted for a rollout against what came, ahead of any change of theirs.
-    outputs (C, T, N, K) of s_t; reduced (T, N, K); next_values, lambda-returns (T, N)."""
-    twins = dist.mean(outputs)
+    """What the critics predicted for a rollout against what came, before the update.
+    twins (C, T, N) values of each critic; reduced (T, N, K); next_values, lambda-returns (T, N)."""
     values = dist.mean(reduced)
     stats = dist.describe(reduced)
+    deciles = torch.stack((stats["p10"], stats["p50"], stats["p90"]))
     ends = (rollout.terminated, rollout.truncated)
     _, realised = gae(rollout.rewards, values, next_values, *ends, args.gamma, 1.0)
-    deciles = torch.stack((stats["p10"], stats["p50"], stats["p90"]))
 
     return {
         "value/p10": deciles[0].mean(), "value/p50": deciles[1].mean(),
         "value/p90": deciles[2].mean(), "value/predicted_returns": deciles,
-        "value/realised_returns": realised,  # up to an end, a limit, the last step
+        "value/realised_returns": realised,  # with a value at limits and at the last step
         "value/bias": (values - returns).mean(), "value/std_target": returns.std(correction=0),
         "value/std_predicted": stats["std"].mean(),
         "losses/explained_variance": explained_variance(values, returns),
@@ -906,26 +913,26 @@ def prepare_batch(agent: Agent, rollout: Rollout, carry: Carry,
 
     # 1. distributions of the return from every s_t and every true successor s'_t
     obs, next_obs = agent.normalize_obs(rollout.obs), agent.normalize_obs(rollout.next_obs)
-    critics = run_critics(agent, rollout, obs, next_obs, carry.critic_state, args)
-    outputs, next_outputs, critic_states, critic_state = critics
+    outputs, next_outputs, critic_states, critic_state = run_critics(
+        agent, rollout, obs, next_obs, carry.critic_state, args
+    )
     reduced, next_reduced = dist.reduce_twins(outputs), dist.reduce_twins(next_outputs)
     values, next_values = dist.mean(reduced), dist.mean(next_reduced)  # (T, N)
+    twins = dist.mean(outputs)  # (C, T, N)
 
     # 2. advantages and targets, in the task's units
     ends = (rollout.terminated, rollout.truncated)
     raw, returns = gae(rollout.rewards, values, next_values, *ends, args.gamma, args.gae_lambda)
     samples, weights = returns[..., None], torch.ones_like(returns[..., None])  # (T, N, J = 1)
     if args.value_target == "sr_lambda":
-        samples, weights = dist.sample_returns(
-            rollout.rewards, next_reduced, *ends, args.gamma, args.gae_lambda
-        )
+        facts = (next_reduced, *ends, args.gamma, args.gae_lambda)
+        samples, weights = dist.sample_returns(rollout.rewards, *facts)
     if args.cvar_weight > 0 and args.cvar_alpha < 1:
         raw = raw.lerp(dist.risk_advantages(samples, weights, reduced), args.cvar_weight)
     advantages = normalize_advantages(raw) if args.norm_adv else raw
-    metrics = critic_metrics(dist, rollout, outputs, reduced, next_values, returns, args)
+    metrics = critic_metrics(dist, rollout, twins, reduced, next_values, returns, args)
 
     # 3. the return statistics move, and the value heads with them
-    twins = dist.mean(outputs)
     taken_in = statistics_samples(samples, weights, values)
     moved, old_values = dist.move_statistics(agent.critic_heads, outputs, taken_in)
     metrics |= dist.target_metrics(moved, samples, weights) | {
@@ -999,8 +1006,8 @@ def losses(agent: Agent, mb: Batch, args: Args, ent_coef: float) -> tuple[Tensor
 def update(agent: Agent, optimizer: optim.Adam, batch: Batch, args: Args, ent_coef: float) -> dict:
     """Train on one rollout for `update_epochs` epochs, fewer where the policy moves too far.
     The exact KL(old || new) of a minibatch is tested ahead of its step; the first one larger than
-    `target_kl` ends the update. Returns means over the minibatches evaluated, that one included;
-    `grad/*` over the steps taken. Raises RuntimeError for what is not finite."""
+    `target_kl` ends the update. Gives means over the minibatches evaluated, that one included, and
+    of `grad/*` over the steps taken. Raises RuntimeError for what is not finite."""
     actor = [*agent.actor_body.parameters(), *agent.actor_head.parameters()]
     actor += agent.actions.parameters()
     critic = [*agent.critic_body.parameters(), *agent.critic_heads.parameters()]
@@ -1024,21 +1031,17 @@ def update(agent: Agent, optimizer: optim.Adam, batch: Batch, args: Args, ent_co
         nn.utils.clip_grads_with_norm_([*actor, *critic], args.max_grad_norm, norm)
         optimizer.step()
         agent.actions.project()
-    return update_metrics(evaluated, norms, args)
 
-
-def update_metrics(evaluated: list[dict], norms: list[Tensor], args: Args) -> dict[str, float]:
-    """Means over the minibatches evaluated and the steps taken, and what else an update tells."""
-    rows = {key: torch.stack([row[key] for row in evaluated]) for key in evaluated[0]}
-    error = rows.pop("policy/ratio_error")
-    steps = torch.stack(norms) if norms else error.new_zeros(1, 2)
-    rows |= {
-        "policy/kl_max": rows["policy/kl_exact"].max(),
+    columns = {tag: torch.stack([row[tag] for row in evaluated]) for tag in evaluated[0]}
+    error = columns.pop("policy/ratio_error")
+    grad_norms = torch.stack(norms) if norms else error.new_zeros(1, 2)
+    columns |= {
+        "policy/kl_max": columns["policy/kl_exact"].max(),
         "policy/ratio_first_minibatch_error": error[0],  # 0 but for rounding
-        "grad/norm": steps.norm(dim=1),
-        "grad/actor": steps[:, 0], "grad/critic": steps[:, 1],
+        "grad/norm": grad_norms.norm(dim=1),
+        "grad/actor": grad_norms[:, 0], "grad/critic": grad_norms[:, 1],
     }  # fmt: skip
-    means = {key: float(x.mean()) for key, x in rows.items()}
+    means = {tag: float(x.mean()) for tag, x in columns.items()}
     means["policy/epochs_done"] = len(norms) / args.num_minibatches
     return means | {"policy/stopped_early": float(len(norms) < len(evaluated))}
 
@@ -1049,7 +1052,7 @@ class Run:
     """How far a run is; saved with its checkpoint, where a resumed run takes it up."""
 
     step: int = 0  # environment steps taken
-    seconds: float = 0.0  # spent on them
+    seconds: float = 0.0  # spent on them, evaluations and checkpoints apart
     recent: list[float] = field(default_factory=list)  # returns of the last 100 training episodes
     logged: dict[str, float] = field(default_factory=dict)  # last value of every metric
     evaluated: int | None = None  # step of the final evaluation
@@ -1129,7 +1132,7 @@ def show_progress(run: Run, total: int) -> None:
 
 def load_agent(path: str | Path) -> tuple[Agent, Args]:
     """Agent and flags of a saved run, given its directory or `checkpoint.pt`; runs no code from it.
-    Does without a missing GPU. Raises `UsageError` for what the script did not write."""
+    Falls back to the CPU. Raises `UsageError` for what the script did not write."""
     path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
@@ -1145,9 +1148,9 @@ def load_agent(path: str | Path) -> tuple[Agent, Args]:
 
 def save_checkpoint(writer: SummaryWriter, args: Args, agent: Agent, optimizer: optim.Adam,
                     envs: gym.vector.VectorEnv, carry: Carry, run: Run) -> None:  # fmt: skip
-    """Write `checkpoint.pt`: flags, weights and normalisers, and what else an exact resume needs.
-    That is pickled: only --resume opens it. A kill at any instant leaves the previous checkpoint or
-    this one: written beside it, synced, renamed, after all events."""
+    """Write `checkpoint.pt`: flags, weights and normalisers, readable without pickle, and, pickled
+    for --resume alone, what else an exact resume needs. Written beside the old one, synced and
+    renamed, after all events: a kill at any instant leaves the one or the other."""
     writer.flush()
     rngs = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
     if args.cuda:
@@ -1155,8 +1158,9 @@ def save_checkpoint(writer: SummaryWriter, args: Args, agent: Agent, optimizer: 
     kept = {**vars(run), "optimizer": optimizer.state_dict(), "carry": tuple(carry), "rngs": rngs}
     kept["envs"] = None
     with suppress(Exception):  # each library raises its own, some when it is loaded
-        state = pickle.dumps(gym.vector.utils.CloudpickleWrapper(envs.envs))
-        kept["envs"] = pickle.loads(state) and state
+        pickled = pickle.dumps(gym.vector.utils.CloudpickleWrapper(envs.envs))
+        pickle.loads(pickled)
+        kept["envs"] = pickled
 
     content = {"args": {**asdict(args), "resume": ""}, "agent": agent.state_dict()}
     content |= {"global_step": run.step, "run": pickle.dumps(kept)}
@@ -1173,6 +1177,7 @@ def resume_run(args: Args, optimizer: optim.Adam,
     """Take up the run of `args.resume` where its checkpoint stands.
     The carry is None where the environments are lost and have to open new episodes."""
     content = torch.load(Path(args.resume, "checkpoint.pt"), weights_only=True)
+    args.rule("resume", args.cuda or not content["args"]["cuda"], "needs the GPU it was run on")
     kept = pickle.loads(content["run"])
     optimizer.load_state_dict(kept["optimizer"])
     setters = (random.setstate, np.random.set_state, torch.set_rng_state)
@@ -1181,7 +1186,7 @@ def resume_run(args: Args, optimizer: optim.Adam,
     run = Run(**{name: kept[name] for name in vars(Run())})
     if kept["envs"] is None:
         if run.step < args.num_iterations * args.batch_size:
-            print("the task's episodes start afresh")
+            print("environments could not be saved: the task's episodes start afresh")
         return run, None
     envs.envs = pickle.loads(kept["envs"]).fn
     return run, Carry(*kept["carry"])
@@ -1189,7 +1194,7 @@ def resume_run(args: Args, optimizer: optim.Adam,
 
 def evaluate(agent: Agent, args: Args) -> dict[str, float]:
     """Metrics of `eval_episodes` fresh episodes with the mode of the policy, statistics frozen.
-    Seeds are apart from training's. Tasks without a time limit are cut at 10,000 steps."""
+    The first reset has seed + 1,000,000. Tasks without a time limit are cut at 10,000 steps."""
     env = make_env(args)
     returns, lengths = [], []
     for episode in range(args.eval_episodes):
@@ -1208,7 +1213,7 @@ def evaluate(agent: Agent, args: Args) -> dict[str, float]:
     mean, std = float(sample.mean()), float(sample.std(correction=0))
     tail = empirical_cvar(sample, args.cvar_alpha)
     line = f"return {mean:.1f} +- {std:.1f}, CVaR_{args.cvar_alpha:g} {tail:.1f}"
-    print(f"evaluation of {len(returns)} episodes: {line:<50}", flush=True)  # over the progress
+    print(f"evaluation of {len(returns)} episodes: {line:<50}", flush=True)  # hides the progress
     result = {"eval/return_mean": mean, "eval/return_std": std, "eval/return_cvar": tail}
     return result | {"eval/length_mean": float(np.mean(lengths))}
 
@@ -1219,7 +1224,7 @@ def is_due(iteration: int, every: int) -> bool:  # every so many iterations; 0: 
 
 
 def iteration_metrics(run: Run, times: list[float], args: Args) -> dict:
-    """Returns of late; speed; seconds of each part, given the times at their ends."""
+    """Speed, seconds of each part given the times at their ends, recent returns."""
     metrics: dict[str, Any] = {
         "charts/SPS": run.step / run.seconds,
         "time/rollout": times[1] - times[0],
@@ -1235,8 +1240,8 @@ def iteration_metrics(run: Run, times: list[float], args: Args) -> dict:
 
 def train(args: Args) -> dict[str, Any]:
     """Train, save, evaluate. Returns the last value of every logged metric, and `run_dir`.
-    What goes wrong is raised with a note that names the last checkpoint, and KeyboardInterrupt once
-    one is written after `STOP`. Sets RNGs and torch's options, and from now on EzPickle copies."""
+    A fault is raised with a note that names the last checkpoint; a signal in `STOP` ends in a
+    checkpoint and KeyboardInterrupt. Sets RNGs, torch's options and how EzPickle copies."""
     set_up_process(args)
     agent = load_agent(args.resume)[0] if args.resume else Agent(args)
     optimizer = optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
@@ -1251,7 +1256,6 @@ def train(args: Args) -> dict[str, Any]:
     try:
         carry = carry or open_episodes(envs, agent, args.seed + run.step)
         writer = SummaryWriter(str(run_dir), purge_step=run.step + 1 if args.resume else None)
-        began = time.time() - run.seconds
         for iteration in range(run.step // args.batch_size + 1, args.num_iterations + 1):
             lr = linear_schedule(args.learning_rate, final_lr, run.step / total)
             ent_coef = linear_schedule(args.ent_coef, final_ent_coef, run.step / total)
@@ -1264,11 +1268,11 @@ def train(args: Args) -> dict[str, Any]:
             times.append(time.time())
             metrics |= update(agent, optimizer, batch, args, ent_coef)
             times.append(time.time())
-            agent.obs_moments.update(rollout.obs)
+            agent.obs_moments.update(rollout.obs)  # last: acting and training saw the same inputs
 
             log_episodes(writer, run, rollout)
             run.step += args.batch_size
-            run.seconds = times[-1] - began
+            run.seconds += times[-1] - times[0]
             metrics |= {"charts/learning_rate": lr, "policy/entropy_coef": ent_coef}
             metrics |= iteration_metrics(run, times, args)
             log(writer, run, metrics, run.step, run.step == total or iteration % 10 == 1)
@@ -1303,8 +1307,8 @@ def request_stop(number: int, frame: Any) -> None:
 
 
 def parse_args(argv: list[str]) -> Args:
-    """Flags of the command line; with --resume and --evaluate they count together with the run's.
-    Raises `UsageError` where they change more of it than they may."""
+    """Flags of the command line; with --resume and --evaluate, beside those of the run.
+    Raises `UsageError` where they change more of these than they may."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--resume", nargs="?")
     finder.add_argument("--evaluate", nargs="?")
@@ -1316,8 +1320,9 @@ def parse_args(argv: list[str]) -> Args:
     _, stored = load_agent(path)
     args = tyro.cli(Args, args=argv, default=stored)
     free = "total_timesteps eval_episodes eval_every checkpoint_every torch_threads resume evaluate"
-    changed = dict(asdict(args).items() - asdict(stored).items()).keys() - set(free.split())
-    names = ", ".join(sorted(changed))
+    before = asdict(stored)
+    changed = {name for name, value in asdict(args).items() if value != before[name]}
+    names = ", ".join(sorted(changed - set(free.split())))
     require(not names, f"{names}: not as in {path}; only these may differ: {free}")
     least = stored.total_timesteps
     args.rule("total_timesteps", args.total_timesteps >= least, f"below the run's, {least}")

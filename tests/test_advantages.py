@@ -20,7 +20,15 @@ def rollout(T: int = 9, N: int = 4, *more: int, dtype: torch.dtype = torch.float
     return [*floats, torch.rand(T, N) < 0.3, torch.rand(T, N) < 0.3]
 
 
-def slow_gae(rewards, values, next_values, terminated, truncated, gamma, lam) -> list[list[float]]:
+def slow_gae(
+    rewards: Tensor,
+    values: Tensor,
+    next_values: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    gamma: float,
+    lam: float,
+) -> list[list[float]]:
     """Every A_t as the sum of (gamma lambda)^k delta_{t+k} up to the end of its episode."""
     T, N = terminated.shape
     advantages = [[0.0] * N for _ in range(T)]
@@ -38,7 +46,7 @@ def slow_gae(rewards, values, next_values, terminated, truncated, gamma, lam) ->
 
 
 def test_gae_of_a_time_limit_and_a_termination_worked_by_hand(script):
-    """Column 0 is truncated at t = 1, column 1 terminates at t = 2; both go on to the end."""
+    """Schulman et al. 2016, eq. 16: column 0 truncated at t = 1, column 1 terminated at t = 2."""
     rewards = tensor([[1, 0], [2, -2], [-1, 5], [3, 1]])
     values = tensor([[2, 1], [-1, 3], [4, 2], [1, -2]])
     next_values = tensor([[-1, 3], [6, 2], [1, 8], [2, 4]])
@@ -59,7 +67,7 @@ def test_gae_of_a_time_limit_and_a_termination_worked_by_hand(script):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("gamma", "lam"), [(0.9, 0.7), (0.97, 0), (0.9, 1), (1, 1), (0, 0.5)])
 def test_gae_is_the_weighted_sum_of_later_deltas_of_its_episode(script, gamma, lam, dtype):
-    """Equal to the explicit sum, in the dtype of the input; returns are A + V."""
+    """Schulman et al. 2016, eq. 16: the explicit sum, in the dtype of the input; returns A + V."""
     data = rollout(dtype=dtype)
     advantages, returns = script.gae(*data, gamma, lam)
     expected = tensor(slow_gae(*data, gamma, lam))
@@ -70,7 +78,7 @@ def test_gae_is_the_weighted_sum_of_later_deltas_of_its_episode(script, gamma, l
 
 
 def test_gae_of_one_step_is_delta(script):
-    """A rollout of one step bootstraps from the observation after it: 2 + 0.5 * 4 - 3 = 1."""
+    """Schulman et al. 2016, eq. 16: one step bootstraps from its successor, 2 + 0.5 * 4 - 3 = 1."""
     no = torch.zeros(1, 1, dtype=torch.bool)
     one = [tensor([[x]]) for x in (2, 3, 4)]
     advantages, returns = script.gae(*one, no, no, 0.5, 0.9)
@@ -80,14 +88,14 @@ def test_gae_of_one_step_is_delta(script):
 
 @pytest.mark.parametrize("cause", ["terminated", "truncated"])
 def test_nothing_after_an_episode_end_reaches_the_steps_before(script, cause):
-    """The next episode does not leak: neither its rewards nor its values, in any environment."""
+    """Pardo et al. 2018: the next episode does not leak, neither its rewards nor its values."""
     T, N = 8, 3
     rewards, values, next_values, *_ = rollout(T, N)
     no, ends = torch.zeros(2, T, N, dtype=torch.bool)
     ends[[2, 5, 3, 0], [0, 0, 1, 2]] = True
     masks = (ends, no) if cause == "terminated" else (no, ends)
     before = script.gae(rewards, values, next_values, *masks, 0.99, 0.95)[0]
-    for end, n in ((2, 0), (5, 0), (3, 1), (0, 2)):
+    for end, n in ends.nonzero().tolist():
         other = [x.clone() for x in (rewards, values, next_values)]
         for x in other:
             x[end + 1 :, n] += 100
@@ -97,7 +105,7 @@ def test_nothing_after_an_episode_end_reaches_the_steps_before(script, cause):
 
 
 def test_a_time_limit_bootstraps_and_a_termination_does_not(script):
-    """dA/dV(s') at an episode's last step is gamma at a time limit, 0 at a termination or both."""
+    """Pardo et al. 2018: dA / dV(s') is gamma at a time limit, 0 at a termination or at both."""
     rewards, values, next_values = (torch.randn(4, 3, dtype=torch.float64) for _ in NAMES)
     terminated, truncated = torch.zeros(2, 4, 3, dtype=torch.bool)
     terminated[2, [1, 2]] = True
@@ -110,7 +118,7 @@ def test_a_time_limit_bootstraps_and_a_termination_does_not(script):
 
 
 def test_terminated_and_truncated_at_once_means_terminated(script):
-    """The second mask changes nothing where the first is set."""
+    """Pardo et al. 2018; both ends at once ours: truncation changes nothing at a termination."""
     rewards, values, next_values, terminated, _ = rollout()
     no = torch.zeros_like(terminated)
     one = script.gae(rewards, values, next_values, terminated, no, 0.9, 0.8)
@@ -120,7 +128,7 @@ def test_terminated_and_truncated_at_once_means_terminated(script):
 
 
 def test_gae_of_several_reward_terms_is_that_of_each_alone(script):
-    """Axes behind (T, N) are carried along under the same masks."""
+    """Schulman et al. 2016, eq. 16: axes behind (T, N) are carried along under the same masks."""
     *floats, terminated, truncated = rollout(6, 4, 3, 2)
     advantages, returns = script.gae(*floats, terminated, truncated, 0.9, 0.8)
     for i in range(3):
@@ -131,7 +139,7 @@ def test_gae_of_several_reward_terms_is_that_of_each_alone(script):
 
 
 def test_gae_leaves_its_arguments_alone(script):
-    """No argument is changed in place."""
+    """Schulman et al. 2016, eq. 16, as a pure function: no argument is changed in place."""
     data = rollout()
     copies = [x.clone() for x in data]
     script.gae(*data, 0.9, 0.8)
@@ -141,7 +149,7 @@ def test_gae_leaves_its_arguments_alone(script):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("index", range(3), ids=NAMES)
 def test_gae_refuses_entries_that_are_not_finite(script, index, bad):
-    """ValueError with the name of the tensor and the number of bad entries."""
+    """Ours: a NaN names its origin; ValueError with the tensor and the number of bad entries."""
     data = rollout()
     data[index][1, 2] = data[index][4, 0] = bad
     with pytest.raises(ValueError, match=rf"\b{NAMES[index]}\b") as error:
@@ -151,7 +159,7 @@ def test_gae_refuses_entries_that_are_not_finite(script, index, bad):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_normalize_advantages_worked_by_hand(script, dtype):
-    """Population std over all entries, not per environment and not with n - 1."""
+    """Ours: population std over all entries of a rollout, not per environment, not with n - 1."""
     # mean (1 + 3 + 8 + 0 - 2 + 2) / 6 = 2; squares 1 + 1 + 36 + 4 + 16 + 0 = 58; 1 / std = 0.32163
     advantages = torch.tensor([[1, 3, 8], [0, -2, 2]], dtype=dtype)
     expected = [[-0.3216338, 0.3216338, 1.9298026], [-0.6432675, -1.286535, 0]]
@@ -162,25 +170,26 @@ def test_normalize_advantages_worked_by_hand(script, dtype):
 
 @pytest.mark.parametrize("exponent", range(-12, 1))
 def test_normalize_advantages_adds_eps_at_every_scale(script, exponent):
-    """s / (s + eps) for entries -s and s, without a branch from 1e-12 to 1."""
+    """Ours: s / (s + eps) for entries -s and s; a branch on std would be discontinuous."""
     s = 10.0**exponent
     for eps in (1e-8, 0.25):
         expected = tensor([-s / (s + eps), s / (s + eps)])
         assert_close(script.normalize_advantages(tensor([-s, s]), eps), expected)
-    assert_close(script.normalize_advantages(tensor([-s, s])), tensor([-1, 1]) * (s / (s + 1e-8)))
+    expected = tensor([-1, 1]) * (s / (s + 1e-8))  # the default
+    assert_close(script.normalize_advantages(tensor([-s, s])), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("constant", [0.1, -3.3, 1e6 + 0.3])
 def test_normalize_advantages_of_constant_input_is_zero(script, dtype, constant):
-    """Exactly 0 in any number, one included: rounding of the mean is not amplified by 1 / eps."""
+    """Ours: exactly 0, one entry included, as 1 / eps would amplify the rounding of the mean."""
     for n in range(1, 30):
         out = script.normalize_advantages(torch.full((n, 1), constant, dtype=dtype))
         assert out.equal(torch.zeros(n, 1, dtype=dtype))
 
 
 def test_explained_variance_worked_by_hand(script):
-    """1 - Var(error) / Var(targets): a constant bias costs nothing."""
+    """Ours: 1 - Var(error) / Var(targets); a constant bias costs nothing."""
     targets = tensor([[1, 2, 3], [6, 8, 10]])  # mean 5, squares 16 + 9 + 4 + 1 + 9 + 25 = 64
     errors = tensor([[1, -1, 0], [3, 0, 3]])  # mean 1, squares 0 + 4 + 1 + 4 + 1 + 4 = 14
     assert float(script.explained_variance(targets - errors, targets)) == pytest.approx(50 / 64)
@@ -190,7 +199,7 @@ def test_explained_variance_worked_by_hand(script):
 
 
 def test_explained_variance_is_not_symmetric(script):
-    """It divides by the variance of the targets, not of the predictions."""
+    """Ours: divided by the variance of the targets, not of the predictions."""
     small, large = tensor([0, 1, 2]), tensor([0, 2, 4])
     assert float(script.explained_variance(small, large)) == pytest.approx(0.75)
     assert float(script.explained_variance(large, small)) == pytest.approx(0)
@@ -198,7 +207,7 @@ def test_explained_variance_is_not_symmetric(script):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_explained_variance_of_constant_targets_is_zero(script, dtype):
-    """Neither NaN nor a huge number from the rounding of the mean; one target is constant too."""
+    """Ours: neither NaN nor a huge number from rounding; a single target is constant, too."""
     for n in range(1, 20):
         predictions = torch.randn(n, dtype=dtype)
         for constant in (0.0, 0.1, -1e6 - 0.3):
@@ -208,6 +217,6 @@ def test_explained_variance_of_constant_targets_is_zero(script, dtype):
 
 
 def test_explained_variance_is_zero_where_the_variance_underflows(script):
-    """Targets that differ by less than float32 can square: no 0 / 0."""
+    """Ours: targets that differ by less than float32 can square give no 0 / 0."""
     x = torch.tensor([0, 1e-30])
     assert float(script.explained_variance(x, x)) == 0

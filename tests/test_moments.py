@@ -1,6 +1,7 @@
 """Running moments and the rescaling of a head that keeps decoded values (PopArt)."""
 
 import copy
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -15,7 +16,12 @@ def tensor(data: list | float, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.tensor(data, dtype=dtype)
 
 
-def of(module, *batches: Tensor, shape: tuple[int, ...] = (), max_count: float | None = None):
+def of(
+    module: ModuleType,
+    *batches: Tensor,
+    shape: tuple[int, ...] = (),
+    max_count: float | None = None,
+) -> nn.Module:
     """Moments that have taken in the batches."""
     moments = module.RunningMoments(shape, max_count)
     for batch in batches:
@@ -24,7 +30,7 @@ def of(module, *batches: Tensor, shape: tuple[int, ...] = (), max_count: float |
 
 
 def test_moments_worked_by_hand(script):
-    """Merging (1, 3) with (4, 8, 9, 5), twice the size, gives the moments of all six."""
+    """Chan et al. 1983: (1, 3) merged with (4, 8, 9, 5), twice the size; moments of all six."""
     moments = of(script, tensor([1, 3]))
     assert [float(x) for x in (moments.mean, moments.var, moments.count)] == [2, 1, 2]
     moments.update(tensor([4, 8, 9, 5]))
@@ -34,7 +40,7 @@ def test_moments_worked_by_hand(script):
 
 
 def test_moments_of_batches_are_those_of_all_their_data(script):
-    """Any number of batches of any sizes, axis by axis, population variance."""
+    """Chan et al. 1983: any number of batches of any sizes, axis by axis, population variance."""
     batches = [torch.randn(n, 2, 3) * (n + 1) + n for n in (1, 5, 1, 12, 3)]
     moments = of(script, *batches, shape=(2, 3))
     data = torch.cat(batches).numpy().astype(np.float64)
@@ -45,9 +51,10 @@ def test_moments_of_batches_are_those_of_all_their_data(script):
 
 
 def test_axes_ahead_of_the_shape_are_samples(script):
-    """(T, N, D), (T N, D) and, for scalars, (T, N) and (T N,) are the same data."""
+    """Chan et al. 1983: (T, N, D) and (T N, D) are the same data; scalars (T, N) and (T N,) too."""
     x = torch.randn(5, 4, 3)
-    for shape, flat in (((3,), x.reshape(-1, 3)), ((), x.reshape(-1))):
+    for shape in ((3,), ()):
+        flat = x.reshape(-1, *shape)
         one, two = of(script, x, shape=shape), of(script, flat, shape=shape)
         assert_close(dict(one.state_dict()), dict(two.state_dict()))
         assert float(one.count) == len(flat)
@@ -56,22 +63,26 @@ def test_axes_ahead_of_the_shape_are_samples(script):
 
 @pytest.mark.parametrize("max_count", [None, 1, 3, 1000])
 def test_the_first_update_gives_exactly_the_moments_of_its_batch(script, max_count):
-    """Nothing is left of the initial values, for one sample and whatever the cap."""
+    """Chan et al. 1983: the count starts at 0, nothing is left of the initial values."""
     batch = tensor([[5, -2], [7, 2], [12, 3]])
     moments = of(script, batch, shape=(2,), max_count=max_count)
     assert_close(moments.mean, tensor([8, 1]))  # squares 9 + 1 + 16 and 9 + 1 + 4
     assert_close(moments.var, tensor([26 / 3, 14 / 3]))
     assert float(moments.count) == min(3, max_count or 3)
-    moments = of(script, batch[:1], shape=(2,), max_count=max_count)
+
+
+@pytest.mark.parametrize("max_count", [None, 1, 3, 1000])
+def test_the_first_update_may_be_of_one_sample(script, max_count):
+    """Chan et al. 1983: the sample itself, without spread, whatever the cap."""
+    moments = of(script, tensor([[5, -2]]), shape=(2,), max_count=max_count)
     assert moments.mean.tolist() == [5, -2]
     assert moments.var.tolist() == [0, 0]
 
 
 def test_old_data_fade_above_the_cap(script):
-    """Four samples at 0 count as two beside two at 3: mean 1.5, variance 1.5^2; then again.
+    """Chan et al. 1983 with a cap of ours: four samples at 0 count as two beside two at 3.
 
-    Two more at 3: mean 2.25, variance (2.25 + 0) / 2 + (1.5 / 2)^2 = 1.6875. Without the cap the
-    means are 1 and 1.5.
+    Mean 1.5, variance 1.5^2; two more at 3: mean 2.25, variance (2.25 + 0) / 2 + (1.5 / 2)^2.
     """
     moments = of(script, tensor([0, 0, 0, 0]), max_count=2)
     moments.update(tensor([3, 3]))
@@ -79,39 +90,46 @@ def test_old_data_fade_above_the_cap(script):
     moments.update(tensor([3, 3]))
     assert [float(moments.mean), float(moments.var)] == pytest.approx([2.25, 1.6875])
     assert float(moments.count) == 2
-    moments = of(script, *[tensor([0, 0, 0, 0]), tensor([3, 3]), tensor([3, 3])])
+
+
+def test_without_a_cap_nothing_fades(script):
+    """Chan et al. 1983: four samples at 0 and twice two at 3, mean 12 / 8."""
+    moments = of(script, tensor([0, 0, 0, 0]), tensor([3, 3]), tensor([3, 3]))
     assert [float(moments.mean), float(moments.count)] == pytest.approx([1.5, 8])
 
 
 def test_count_below_the_cap_is_kept(script):
-    """The cap bounds the count and does not replace it."""
-    assert float(of(script, tensor([1, 2]), max_count=5).count) == 2
-    assert float(of(script, tensor([1, 2]), tensor([1, 2, 3]), max_count=5).count) == 5
+    """Chan et al. 1983 with a cap of ours: it bounds the count and does not replace it."""
+    moments = of(script, tensor([1, 2]), max_count=5)
+    assert float(moments.count) == 2
+    moments.update(tensor([1, 2, 3]))
+    assert float(moments.count) == 5
 
 
 def test_variance_survives_a_large_mean(script):
-    """Unit variance at an offset of 1e9, where E[x^2] - E[x]^2 has lost all digits."""
-    moments = of(script, *(1e9 + tensor([-1, 1]).repeat(n) for n in (2, 1, 7)))
+    """Chan et al. 1983: unit variance at 1e9, where E[x^2] - E[x]^2 has lost all digits."""
+    pair = 1e9 + tensor([-1, 1])
+    moments = of(script, pair.repeat(2), pair, pair.repeat(7))
     assert float(moments.mean) == pytest.approx(1e9, abs=1e-6)
     assert float(moments.var) == pytest.approx(1, abs=1e-6)
 
 
 def test_normalize_worked_by_hand(script):
-    """Mean 2 and variance 9: 8 is two standard deviations above, and back."""
+    """Van Hasselt et al. 2016: mean 2 and variance 9, 8 is two deviations above, and back."""
     moments = of(script, tensor([-1, 5]))
     assert moments.normalize(tensor([8, -1])).tolist() == pytest.approx([2, -1])
     assert moments.denormalize(tensor([2, -1])).tolist() == pytest.approx([8, -1])
 
 
 def test_std_has_a_floor_inside_the_root(script):
-    """Constant data: std = sqrt(1e-8) = 1e-4 in both directions."""
+    """Ours: sqrt(var + 1e-8) is finite for constant data, 1e-4 in both directions."""
     moments = of(script, tensor([7, 7, 7]))
     assert float(moments.normalize(tensor(7.0003))) == pytest.approx(3)
     assert float(moments.denormalize(tensor(3))) == pytest.approx(7.0003)
 
 
 def test_moments_without_data_change_nothing(script):
-    """Mean 0 and std 1, to the floor, until the first update."""
+    """Ours: mean 0 and std 1, to the floor, until the first update."""
     moments, x = script.RunningMoments((3,)), torch.randn(4, 3)
     assert float(moments.count) == 0
     assert_close(moments.normalize(x), x)
@@ -119,25 +137,28 @@ def test_moments_without_data_change_nothing(script):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_normalize_keeps_dtype_and_inverts(script, dtype):
-    """Statistics in float64 do not turn the network's float32 into float64."""
-    for shape in ((), (3,)):
-        x = torch.randn(5, 3, dtype=dtype) * 40 + 7
-        before = x.clone()
-        moments = of(script, x, shape=shape)
-        z = moments.normalize(x)
-        back = moments.denormalize(z)
-        assert z.dtype == back.dtype == dtype
-        assert_close(back, x)
-        axes = (0,) if shape else (0, 1)
-        assert_close(z, (x - x.mean(axes)) / x.std(axes, correction=0))
-        assert x.equal(before)
+@pytest.mark.parametrize(("shape", "axes"), [((), (0, 1)), ((3,), (0,))])
+def test_normalize_keeps_dtype_and_inverts(script, shape, axes, dtype):
+    """Ours: statistics in float64 do not turn the network's float32 into float64."""
+    x = torch.randn(5, 3, dtype=dtype) * 40 + 7
+    before = x.clone()
+    moments = of(script, x, shape=shape)
+    z = moments.normalize(x)
+    back = moments.denormalize(z)
+    assert z.dtype == back.dtype == dtype
+    assert_close(back, x)
+    assert_close(z, (x - x.mean(axes)) / x.std(axes, correction=0))
+    assert x.equal(before)
     assert all(b.dtype == torch.float64 for b in moments.buffers())
 
 
-def test_update_takes_integers_and_records_no_graph(script):
-    """Moments are data: no gradient flows into them, but normalising passes it on."""
+def test_update_takes_integers(script):
+    """Ours: counts are data like any other; 1, 2 and 4 have mean 7 / 3."""
     assert float(of(script, torch.tensor([1, 2, 4])).mean) == pytest.approx(7 / 3)
+
+
+def test_update_records_no_graph(script):
+    """Ours: moments are data, no gradient flows into them, but normalising passes it on."""
     x = tensor([-1, 5]).requires_grad_()
     moments = of(script, x)
     assert not any(b.requires_grad for b in moments.buffers())
@@ -148,7 +169,7 @@ def test_update_takes_integers_and_records_no_graph(script):
 
 
 def test_moments_are_saved_with_the_weights(script):
-    """A fresh module that loads the state goes on as the old one would."""
+    """Ours: a fresh module that loads the state goes on as the old one would."""
     old = of(script, torch.randn(6, 2), shape=(2,), max_count=8)
     new = script.RunningMoments((2,), 8)
     new.load_state_dict(old.state_dict())
@@ -160,7 +181,7 @@ def test_moments_are_saved_with_the_weights(script):
 
 
 def test_a_copy_of_the_moments_stays_where_it_was(script):
-    """The statistics before an update can be kept beside those after it."""
+    """Ours: the statistics before an update can be kept beside those after it, for PopArt."""
     moments = of(script, tensor([1, 3]))
     before, views = copy.deepcopy(moments), (moments.mean, moments.var)
     moments.update(tensor([10, 30]))
@@ -169,9 +190,36 @@ def test_a_copy_of_the_moments_stays_where_it_was(script):
     assert float(moments.mean) == 11
 
 
+def test_statistics_take_in_mean_and_spread_of_targets_and_the_values(script):
+    """Ours: mean -+ spread stand for a target's samples; values keep the scale above 0.
+
+    1 and 5 with weights 3/4 and 1/4: mean 2, variance 3/4 + 9/4 = 3. Two equal samples: spread 0.
+    """
+    samples = tensor([[[1, 5], [4, 4], [5, 1]], [[-1, -5], [0, 0], [10, 50]]])
+    weights = tensor([0.75, 0.25]).expand(2, 3, 2)
+    values = tensor([[7, 8, 9], [10, 11, 12]])
+    out = script.statistics_samples(samples, weights, values)
+    mean = tensor([[2, 4, 4], [-2, 0, 20]])
+    spread = 3**0.5 * tensor([[1, 0, 1], [1, 0, 10]])
+    assert_close(out, torch.stack((mean - spread, mean + spread, values, values)))
+
+
+def test_two_samples_have_the_moments_of_all(script):
+    """Chan et al. 1983: without values, statistics of the two are those of 40 equal weights."""
+    samples = torch.randn(3, 2, 40, dtype=torch.float64) * 5 + 2
+    weights = torch.full_like(samples, 1 / 40)
+    both = script.statistics_samples(samples, weights, samples[..., 0])[:2]
+    moments = of(script, both)
+    assert float(moments.mean) == pytest.approx(float(samples.mean()))
+    assert float(moments.var) == pytest.approx(float(samples.var(correction=0)))
+
+
 # ------------------------------------------------------------------------------------------ PopArt
 def test_rescale_head_worked_by_hand():
-    """w' = w s / s' and b' = (s b + mu - mu') / s' for s = 3, s' = 6, mu = 10, mu' = 4."""
+    """Van Hasselt et al. 2016, eq. 5, for s = 3, s' = 6, mu = 10, mu' = 4.
+
+    w' = w s / s' and b' = (s b + mu - mu') / s'.
+    """
     linear = nn.Linear(1, 2)
     with torch.no_grad():
         linear.weight.copy_(tensor([[2], [-4]]))
@@ -194,20 +242,22 @@ SCALES = [  # old mean, old std, new mean, new std
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("scales", SCALES)
 def test_rescale_head_keeps_decoded_values(scales, dtype):
-    """std * output + mean stays to 1e-5 of max(1, std, |value|), from small to large scales."""
-    linear, x = nn.Linear(6, 5, dtype=dtype), torch.randn(50, 6, dtype=dtype)
+    """Van Hasselt et al. 2016, eq. 5: std * output + mean stays to 1e-5 of max(1, std, |value|)."""
+    linear = nn.Linear(6, 5, dtype=dtype)
+    x = torch.randn(50, 6, dtype=dtype)
     old_mean, old_std, new_mean, new_std = stats = [tensor(s) for s in scales]
     before = old_std * linear(x).detach().double() + old_mean
     quantile_script.rescale_head(linear, *stats)
     after = new_std * linear(x).detach().double() + new_mean
-    bound = 1e-5 * before.abs().clamp(min=max(1, scales[1], scales[3]))
+    largest = max(1, scales[1], scales[3])
+    bound = 1e-5 * before.abs().clamp(min=largest)
     assert ((after - before).abs() <= bound).all()
     assert linear.weight.dtype == linear.bias.dtype == dtype
     assert [float(s) for s in stats] == list(scales)
 
 
 def test_rescale_head_follows_the_running_moments():
-    """Decoding by the old and by the new statistics gives the same values."""
+    """Van Hasselt et al. 2016, eq. 5: old and new statistics decode to the same values."""
     linear, x = nn.Linear(4, 3), torch.randn(20, 4)
     moments = of(quantile_script, 30 * torch.randn(40) + 5)
     for scale in (100, 1, 1000):
@@ -216,12 +266,13 @@ def test_rescale_head_follows_the_running_moments():
         moments.update(scale * torch.randn(64) - 3 * scale)
         quantile_script.rescale_head(linear, old.mean, old.std, moments.mean, moments.std)
         after = moments.denormalize(linear(x).detach())
-        bound = 1e-5 * before.abs().clamp(min=max(1, float(old.std), float(moments.std)))
+        largest = max(1, float(old.std), float(moments.std))
+        bound = 1e-5 * before.abs().clamp(min=largest)
         assert ((after - before).abs() <= bound).all()
 
 
 def test_rescale_head_changes_the_layer_in_place():
-    """The optimizer keeps its parameters, which stay leaves that want a gradient."""
+    """Van Hasselt et al. 2016, eq. 5, in place: the optimizer keeps its parameters, as leaves."""
     linear = nn.Linear(3, 2)
     parameters = list(linear.parameters())
     before = [p.detach().clone() for p in parameters]

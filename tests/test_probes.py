@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gymnasium as gym
 import pytest
 import torch
 from helpers import small_args
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 
 def learn(script, tmp_path, env, **flags):
@@ -140,3 +142,50 @@ def forget(script, monkeypatch):
 
     monkeypatch.setattr(script, "unroll_lstm", unroll_without_state)
     monkeypatch.setattr(script.Body, "step", step_without_state)
+
+
+@pytest.mark.parametrize(
+    ("target", "lam", "right"), [("sr_lambda", 0.8, True), ("lambda_return", 0.5, False)]
+)
+def test_predicted_spread_is_that_of_returns(script, tmp_path, target, lam, right):
+    """Ten N(0, 1) rewards, gamma 0.9: std of the return sqrt((1 - 0.81^10) / 0.19) = 2.150.
+
+    The spread of lambda-returns is smaller, at lambda 0.5 by nearly half.
+    """
+    flags = {"total_timesteps": 25_600, "num_envs": 16, "num_steps": 40, "num_minibatches": 4}
+    flags |= {"update_epochs": 2, "learning_rate": 1e-2, "anneal_lr": True}
+    flags |= {"num_quantiles": 24, "num_atoms": 51, "num_critics": 1}
+    flags |= {"hidden_size": 16, "lstm_hidden_size": 8, "eval_episodes": 1, "checkpoint_every": 0}
+    flags |= {"gamma": 0.9, "gae_lambda": lam, "value_target": target}
+    _, agent = learn(script, tmp_path, "RandomReward", **flags)
+    obs = agent.normalize_obs(torch.zeros(1, 1, 1))
+    start = torch.ones(1, 1, dtype=torch.bool)
+    with torch.no_grad():
+        outputs = agent.critic(obs, agent.initial_state(1), start)[0, 0]
+    std = float(agent.dist.describe(outputs)["std"])
+    if right:
+        assert std == pytest.approx(2.150, rel=0.1)
+    else:
+        assert std < 0.75 * 2.150
+
+
+@pytest.mark.parametrize("reward", [1.0, -20.0])
+def test_constant_reward_is_approached_without_overshoot(tmp_path, monkeypatch, reward):
+    """True values 20 and -400: atoms never pass them by a fifth in the mean of a rollout."""
+    import distributional_ppo_categorical as script
+
+    original = script.make_env
+
+    def scaled(args):
+        return gym.wrappers.TransformReward(original(args), lambda r: reward * r)
+
+    monkeypatch.setattr(script, "make_env", scaled)
+    flags = {"total_timesteps": 15_360, "num_envs": 4, "num_steps": 32, "update_epochs": 4}
+    flags |= {"num_atoms": 51, "learning_rate": 3e-3, "gamma": 0.95, "eval_episodes": 1}
+    metrics, _ = learn(script, tmp_path, "Endless", **flags)
+    events = EventAccumulator(metrics["run_dir"], {"scalars": 0})
+    events.Reload()
+    target = reward / (1 - 0.95)
+    path = [p.value / target for p in events.Scalars("value/p50")]
+    assert max(path) < 1.2
+    assert path[-1] == pytest.approx(1, abs=0.1)

@@ -222,7 +222,9 @@ def test_advantages_and_targets_follow_from_the_values(script, norm_adv):
     variance = 1 - (returns - values).var() / returns.var()
     assert float(metrics["losses/explained_variance"]) == pytest.approx(variance, abs=1e-3)
     assert float(metrics["data/truncated_fraction"]) == pytest.approx(2 / 12, abs=0.1)
-    if script is distributional_ppo_lstm:  # one sample; test_categorical.py has the other encoding
+    if (
+        script is distributional_ppo_lstm
+    ):  # one sample; test_value_distribution.py has the other encoding
         decoded = batch.targets[..., 0].double() * run.agent.dist.moments.std
         decoded = decoded + run.agent.dist.moments.mean
         np.testing.assert_allclose(decoded, returns, rtol=1e-4, atol=1e-3)
@@ -301,3 +303,45 @@ def test_observations_are_clipped_only_when_normalised(script):
         agent.obs_moments.var.fill_(4.0 - 1e-8)
         seen = agent.normalize_obs(torch.tensor([[-50.0, 90.0, 2.0, 21.5]]))
         assert seen[0].tolist() == pytest.approx(expected)
+
+
+def test_environment_receives_clipped_actions_and_the_buffer_keeps_the_samples(script):
+    """A wide Gaussian leaves the bounds; log-probabilities are those of what was sampled."""
+    run = make_run(script, "VectorBox")
+    with torch.no_grad():
+        run.agent.actor.actions.log_std.fill_(1.5)
+    rollout = roll(run)  # the environment asserts that every action is inside the bounds
+    assert rollout.actions.abs().max() > 1
+    assert rollout.actions.shape == (12, 4, 2)
+
+
+@pytest.mark.parametrize("env", ["DiscreteDiscrete", "NestedMultiBinary", "ImageBox"])
+def test_act_works_for_one_observation_and_for_many(script, env):
+    """Valid actions for the environment, the same one by one as in a batch, with memory."""
+    run = make_run(script, env)
+    single = script.make_env(run.args)
+    rows = np.stack([single.reset(seed=s)[0] for s in range(3)])
+    many, many_state = run.agent.act(rows)
+    many, _ = run.agent.act(rows[::-1].copy(), many_state)
+    for i in range(3):
+        _, state = run.agent.act(rows[i])
+        one, _ = run.agent.act(rows[2 - i], state)
+        assert single.action_space.contains(one)
+        np.testing.assert_allclose(one, many[i], rtol=1e-5, atol=1e-6)
+        single.step(one)
+        single.reset()
+    drawn = [run.agent.act(rows, deterministic=False)[0] for _ in range(20)]
+    assert any(not np.array_equal(drawn[0], other) for other in drawn[1:])
+
+
+def test_act_remembers_through_the_state_it_returns(script):
+    """The recurrent agent acts differently after another past; the feed-forward one does not."""
+    run = make_run(script, "VectorBox")
+    obs, _ = script.make_env(run.args).reset(seed=0)
+    fresh, state = run.agent.act(obs)
+    _, other = run.agent.act(-obs)
+    after = [run.agent.act(obs, s)[0] for s in (None, state, other)]
+    np.testing.assert_array_equal(fresh, after[0])
+    recurrent = script.__name__ == "distributional_ppo_lstm"
+    assert (abs(after[1] - after[0]).max() > 1e-4) == recurrent
+    assert (abs(after[2] - after[1]).max() > 1e-4) == recurrent

@@ -262,3 +262,21 @@ def test_gpu_equals_cpu(script):
         updated.append([parameter.detach().cpu() for parameter in agent.parameters()])
     for one, two in zip(*updated):
         assert_close(two, one, rtol=0, atol=1e-4)
+
+
+DEPENDS_ON_ALPHA = ("cvar/", "eval/return_cvar")  # by definition
+
+
+def neutral_metrics(script, tmp_path, **flags):
+    """All metrics of a short run that repeat and do not depend on alpha by definition."""
+    facts = {"value_target": "sr_lambda", "total_timesteps": 144}
+    metrics, _ = run(script, tmp_path, "RandomReward", **(facts | flags))
+    return {k: v for k, v in metrics.items() if not k.startswith(DEPENDS_ON_ALPHA)}
+
+
+def test_weight_0_and_alpha_1_are_the_neutral_run_bit_for_bit(script, tmp_path):
+    """And any other weight is not."""
+    neutral = neutral_metrics(script, tmp_path)
+    assert neutral_metrics(script, tmp_path, cvar_alpha=0.3) == neutral
+    assert neutral_metrics(script, tmp_path, cvar_alpha=1.0, cvar_weight=0.7) == neutral
+    assert neutral_metrics(script, tmp_path, cvar_alpha=0.3, cvar_weight=0.7) != neutral

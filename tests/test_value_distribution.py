@@ -1,0 +1,589 @@
+"""What the loop asks of a value distribution, of quantiles and of atoms.
+
+Reduction of twins, description, targets, loss and clipping, statistics that move.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from helpers import small_args
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import distributional_ppo_categorical as categorical
+import distributional_ppo_lstm as lstm
+
+REDUCTIONS = ("min", "mean", "min_quantile")
+CLIPPINGS = ("per_quantile", "mean_only", "mean_and_variance")
+
+
+def quantiles(**flags: Any) -> lstm.ValueDistribution:
+    """Three quantiles and some flags."""
+    return lstm.ValueDistribution(small_args(lstm, "Counter", **{"num_quantiles": 3} | flags))
+
+
+def atoms(**flags: Any) -> categorical.ValueDistribution:
+    """Five atoms from -1 to 3 and some flags."""
+    flags = {"num_atoms": 5, "v_min": -1.0, "v_max": 3.0} | flags
+    return categorical.ValueDistribution(small_args(categorical, "Counter", **flags))
+
+
+def of(script: ModuleType, **flags: Any) -> Any:
+    """Either of them, with K outputs."""
+    return quantiles(**flags) if script is lstm else atoms(**flags)
+
+
+def set_units(dist: Any, mean: float, std: float) -> None:
+    """Returns have this mean and this standard deviation."""
+    dist.moments.mean.fill_(mean)
+    dist.moments.var.fill_(std**2)
+
+
+def floats(facts: dict[str, Tensor]) -> dict[str, float]:
+    return {key: float(value) for key, value in facts.items()}
+
+
+def in_units(facts: dict[str, float], mean: float, std: float) -> dict[str, float]:
+    """The same description where returns have this mean and this standard deviation."""
+    return {key: std * x + (0 if key == "std" else mean) for key, x in facts.items()}
+
+
+# -------------------------------------------------------------------------- quantiles: twin critics
+# Two critics, two states, three quantiles. Means: critic 1 has 2 and 3, critic 2 has 3 and 2.
+TWIN_QUANTILES = torch.tensor(
+    [[[0.0, 1.0, 5.0], [4.0, 2.0, 3.0]], [[3.0, 2.0, 4.0], [1.0, 6.0, -1.0]]]
+)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        # the critic with the smaller mean, its quantiles as they are
+        ("min", [[0, 1, 5], [1, 6, -1]]),
+        # pooled and sorted: 0 1 2 3 4 5 and -1 1 2 3 4 6; neighbours averaged
+        ("mean", [[0.5, 2.5, 4.5], [0, 2.5, 5]]),
+        # sorted: 0 1 5 with 2 3 4, and 2 3 4 with -1 1 6; elementwise minimum
+        ("min_quantile", [[0, 1, 4], [-1, 1, 4]]),
+    ],
+)
+def test_reduction_of_twin_quantiles_by_hand(mode, expected):
+    """Fujimoto et al. 2018 (TD3) for `min`, the others ours: each mode, state by state."""
+    reduced = quantiles(twin_reduce=mode).reduce_twins(TWIN_QUANTILES)
+    assert_close(reduced, torch.tensor(expected, dtype=torch.float32))
+
+
+def test_equal_means_are_the_first_critic_s():
+    """Fujimoto et al. 2018 (TD3): a tie of the twins goes to critic 1 (ours)."""
+    outputs = torch.tensor([[[0.0, 4.0]], [[1.0, 3.0]]])
+    reduced = quantiles(twin_reduce="min", num_quantiles=2).reduce_twins(outputs)
+    assert reduced.tolist() == [[0.0, 4.0]]
+
+
+def reduced_values(script: ModuleType, outputs: Tensor, **flags: Any) -> dict[str, Tensor]:
+    """The value of the reduced distribution by every mode."""
+    values = {}
+    for mode in REDUCTIONS:
+        dist = of(script, twin_reduce=mode, **flags)
+        values[mode] = dist.mean(dist.reduce_twins(outputs))
+    return values
+
+
+def test_order_of_the_reductions(script):
+    """Ours, after Fujimoto et al. 2018: mean(min q) <= min of means <= mean of means."""
+    outputs = torch.randn(2, 50, 4, 7)
+    value = reduced_values(script, outputs, num_quantiles=7, num_atoms=7)
+    assert all(x.shape == (50, 4) for x in value.values())
+    assert (value["min_quantile"] <= value["min"] + 1e-6).all()
+    assert (value["min"] <= value["mean"] + 1e-6).all()
+    assert value["min_quantile"].mean() < value["min"].mean() - 0.05
+
+
+def test_value_of_the_reduced_twins(script):
+    """Fujimoto et al. 2018 (TD3): the minimum of two means; ours: the mean of two means."""
+    outputs = torch.randn(2, 50, 4, 7)
+    value = reduced_values(script, outputs, num_quantiles=7, num_atoms=7)
+    means = outputs.mean(-1)
+    if script is categorical:
+        means = outputs.softmax(-1) @ torch.linspace(-1, 3, 7)
+    assert_close(value["min"], means.amin(0))
+    assert_close(value["mean"], means.mean(0))
+
+
+@pytest.mark.parametrize("mode", REDUCTIONS)
+def test_one_critic_is_its_own_reduction(script, mode):
+    """Ours: nothing to reduce, bit for bit."""
+    dist = of(script, twin_reduce=mode, num_critics=1, num_quantiles=7, num_atoms=7)
+    outputs = torch.randn(1, 5, 7)
+    assert torch.equal(dist.reduce_twins(outputs), outputs[0])
+
+
+# ------------------------------------------------------------------------------ atoms: twin critics
+TWIN_PROBS = torch.tensor([[0.1, 0.2, 0.4, 0.2, 0.1], [0.3, 0.1, 0.1, 0.1, 0.4]])  # means 1.0, 1.2
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("min", [0.1, 0.2, 0.4, 0.2, 0.1]),
+        ("mean", [0.2, 0.15, 0.25, 0.15, 0.25]),
+        # CDFs .1 .3 .7 .9 1 and .3 .4 .5 .6 1: maximum .3 .4 .7 .9 1
+        ("min_quantile", [0.3, 0.1, 0.3, 0.2, 0.1]),
+    ],
+)
+def test_reduction_of_twin_atoms_by_hand(mode, expected, order):
+    """Fujimoto et al. 2018 (TD3) for `min`, the others ours: logits of the reduced distribution."""
+    reduced = atoms(twin_reduce=mode).reduce_twins(TWIN_PROBS[order].log())
+    assert_close(reduced.softmax(-1), torch.tensor(expected))
+
+
+@pytest.mark.parametrize("mode", REDUCTIONS)
+def test_states_of_a_rollout_are_reduced_one_by_one(script, mode):
+    """Fujimoto et al. 2018 (TD3) for `min`, the others ours: (C, T, N, K), each (t, n) alone."""
+    dist = of(script, twin_reduce=mode, num_quantiles=5)
+    outputs = torch.randn(2, 3, 4, 5)
+    reduced = dist.reduce_twins(outputs)
+    for t, n in itertools.product(range(3), range(4)):
+        assert_close(reduced[t, n], dist.reduce_twins(outputs[:, t, n]))
+
+
+# ------------------------------------------------------------------------------------- description
+# Quantiles of U(0, 10) at K = 5: F^-1(tau) = 10 tau, linear, so exact.
+UNIFORM = torch.tensor([[[9.0, 1.0, 5.0, 3.0, 7.0]]])
+UNIFORM_FACTS = {
+    "p10": 1.0,
+    "p50": 5.0,
+    "p90": 9.0,
+    "value_at_risk": 3.0,
+    "cvar": 1.5,  # 10 * 0.15
+    "std": 8**0.5,  # of the five: sqrt((16 + 4 + 0 + 4 + 16) / 5)
+}
+
+
+def test_description_of_quantiles():
+    """Rockafellar & Uryasev 2000 for VaR and CVaR at 0.3, the others ours: U(0, 10)."""
+    dist = quantiles(num_quantiles=5, cvar_alpha=0.3)
+    facts = dist.describe(UNIFORM)
+    assert floats(facts) == pytest.approx(UNIFORM_FACTS)
+    assert all(x.shape == (1, 1) for x in facts.values())
+    assert float(dist.mean(UNIFORM)) == pytest.approx(5)
+
+
+def test_description_of_quantiles_in_the_units_of_the_task():
+    """Ours, decoded by van Hasselt et al. 2016: returns of mean 100 and std 2."""
+    dist = quantiles(num_quantiles=5, cvar_alpha=0.3)
+    set_units(dist, 100, 2)
+    assert floats(dist.describe(UNIFORM)) == pytest.approx(in_units(UNIFORM_FACTS, 100, 2))
+    assert float(dist.mean(UNIFORM)) == pytest.approx(110)
+
+
+# Mass 0.2, 0.5, 0.3 at 0, 1, 2 of five atoms: mean 1.1, variance 0.2 * 1.21 + 0.005 + 0.243.
+MASSES = torch.tensor([[1e-9, 0.2, 0.5, 0.3, 1e-9]])
+MASS_FACTS = {
+    "p10": 0,  # half of bin 0
+    "p50": 0.5 + 0.6,  # 0.3 of 0.5 into bin 1
+    "p90": 1.5 + 2 / 3,  # 0.2 of 0.3 into bin 2
+    "value_at_risk": 0.5 + 0.4,  # 0.2 of 0.5 into bin 1
+    "cvar": 0.5,  # 0.2 / 0.4
+    "std": 0.49**0.5,
+}
+
+
+def test_description_of_atoms():
+    """Rockafellar & Uryasev 2000 for CVaR at 0.4; quantiles across bins ours."""
+    dist = atoms(cvar_alpha=0.4)
+    assert floats(dist.describe(MASSES.log())) == pytest.approx(MASS_FACTS, abs=1e-5)
+    assert float(dist.mean(MASSES.log())) == pytest.approx(1.1)
+
+
+def test_description_of_atoms_in_the_units_of_the_task():
+    """Ours, decoded by van Hasselt et al. 2016: returns of mean 10 and std 2."""
+    dist = atoms(cvar_alpha=0.4)
+    set_units(dist, 10, 2)
+    expected = in_units(MASS_FACTS, 10, 2)
+    assert floats(dist.describe(MASSES.log())) == pytest.approx(expected, abs=1e-4)
+    assert float(dist.mean(MASSES.log())) == pytest.approx(12.2)
+
+
+def test_description_of_a_rollout_is_taken_one_by_one(script):
+    """Ours: (T, N, K), each (t, n) as if it were alone."""
+    dist = of(script, num_quantiles=5)
+    outputs = torch.randn(3, 4, 5)
+    together = dist.describe(outputs)
+    for t, n in itertools.product(range(3), range(4)):
+        alone = dist.describe(outputs[t, n])
+        assert alone.keys() == together.keys()
+        for key, value in alone.items():
+            assert_close(together[key][t, n], value)
+
+
+@pytest.mark.parametrize(("outcome", "expected"), [(12.0, 2.4), (8.0, -5.6)])
+def test_risk_advantages_are_in_the_units_of_the_task(script, outcome, expected):
+    """Rockafellar & Uryasev 2000, theorem 1: a lottery in returns of mean 10 and std 2.
+
+    Normalised: 1 with probability 0.7, else -1; at alpha 0.5 nu = 1 and CVaR = -0.1 / 0.5. An
+    outcome of 1 has the advantage 1 + 0.2, one of -1 has 1 - 2 / 0.5 + 0.2; both times the std.
+    """
+    dist = of(script, cvar_alpha=0.5, num_quantiles=10)
+    set_units(dist, 10, 2)
+    outputs = torch.tensor([-1.0] * 3 + [1.0] * 7)
+    if script is categorical:
+        outputs = torch.tensor([0.3, 1e-12, 0.7, 1e-12, 1e-12]).log()
+    samples = torch.full((1, 1, 1), outcome)
+    advantage = dist.risk_advantages(samples, torch.ones(1, 1, 1), outputs[None, None])
+    assert float(advantage) == pytest.approx(expected, rel=1e-4)
+
+
+def test_risk_advantages_of_a_rollout_are_taken_one_by_one(script):
+    """Rockafellar & Uryasev 2000, theorem 1: (T, N), each (t, n) as if it were alone."""
+    dist = of(script, cvar_alpha=0.3, num_quantiles=5)
+    outputs, samples = torch.randn(3, 4, 5), torch.randn(3, 4, 2)
+    weights = torch.full((3, 4, 2), 0.5)  # samples of quantile critics weigh alike
+    if script is categorical:
+        weights = torch.rand(3, 4, 2).softmax(-1)
+    together = dist.risk_advantages(samples, weights, outputs)
+    assert together.shape == (3, 4)
+    for t, n in itertools.product(range(3), range(4)):
+        alone = [x[t, n][None, None] for x in (samples, weights, outputs)]
+        assert_close(together[t, n], dist.risk_advantages(*alone)[0, 0])
+
+
+# ----------------------------------------------------------------------------------------- targets
+def test_sampled_returns_bootstrap_from_decoded_distributions(script):
+    """Nam et al. 2021 (GMAC), SR(lambda) at lambda 0: r + gamma z', in the task's units."""
+    dist = of(script, num_quantiles=5)
+    set_units(dist, 10, 2)
+    outputs, rewards = torch.randn(3, 2, 5), torch.randn(3, 2)
+    terminated = torch.tensor([[0, 0], [0, 1], [0, 0]]).bool()
+    truncated = torch.tensor([[1, 0], [0, 0], [0, 0]]).bool()
+    facts = (rewards, outputs, terminated, truncated, 0.9, 0.0)
+    samples, weights = dist.sample_returns(*facts)
+    z = outputs if script is lstm else torch.linspace(-1, 3, 5).expand(3, 2, 5)
+    probs = torch.full((3, 2, 5), 0.2) if script is lstm else outputs.softmax(-1)
+    expected = rewards[..., None] + 0.9 * ~terminated[..., None] * (2 * z + 10)
+    assert_close(samples, expected)
+    assert_close(weights, probs)
+
+
+def test_crossing_fraction_counts_neighbours_in_the_wrong_order():
+    """Ours: 0 1 5 none; 4 2 3 one; 3 2 4 one; 1 6 -1 one: 3 of 8."""
+    facts = (TWIN_QUANTILES, torch.zeros(2, 1), torch.ones(2, 1))
+    metrics = quantiles().target_metrics(*facts)
+    assert float(metrics["value/crossing_fraction"]) == 3 / 8
+
+
+@pytest.mark.parametrize("K", [1, 3])
+def test_equal_neighbours_do_not_cross(K):
+    """Ours: neither do equal ones, nor a single quantile, which has no neighbour."""
+    outputs, zero = torch.ones(2, 4, K), torch.zeros(4, 1)
+    metrics = quantiles(num_quantiles=K).target_metrics(outputs, zero, zero + 1)
+    assert float(metrics["value/crossing_fraction"]) == 0
+
+
+def test_quantiles_train_on_samples_of_normalised_returns():
+    """Van Hasselt et al. 2016: (x - mean) / std for mean 100 and std 2, otherwise as they are."""
+    dist, samples = quantiles(), torch.tensor([[100.0, 104.0], [97.0, 101.0]])
+    set_units(dist, 100, 2)
+    encoded = dist.encode_targets(samples, torch.full((2, 2), 0.5))
+    assert_close(encoded, torch.tensor([[0.0, 2.0], [-1.5, 0.5]]))
+
+
+LOGITS = torch.zeros(2, 6, 5)
+
+
+def share_outside(dist: Any, samples: Tensor, weights: Tensor) -> float:
+    """The logged share of target mass beyond the support."""
+    metrics = dist.target_metrics(LOGITS, samples, weights)
+    return float(metrics["value/outside_support"])
+
+
+def test_share_outside_of_the_support():
+    """Ours: -1.5 and 3.5 and 9 of six targets; the edges are inside."""
+    samples = torch.tensor([-1.5, -1.0, 3.0, 3.5, 9.0, 0.0])[:, None]
+    assert share_outside(atoms(), samples, torch.ones(6, 1)) == 0.5
+
+
+@pytest.mark.parametrize("shape", [(1,), (4, 2)])
+def test_share_outside_of_the_support_is_weighted(shape):
+    """Ours: 0.25 at -1.5 and 0.05 at 9; for many steps and environments alike."""
+    samples = torch.tensor([-1.5, 2.0, 9.0]).expand(*shape, 3)
+    weights = torch.tensor([0.25, 0.7, 0.05]).expand(*shape, 3)
+    assert share_outside(atoms(), samples, weights) == pytest.approx(0.3)
+
+
+def test_share_outside_of_the_support_is_that_of_normalised_returns():
+    """Van Hasselt et al. 2016: less a mean of 9, -10.5, -7, 0; only the last one is inside."""
+    dist, samples = atoms(), torch.tensor([[-1.5, 2.0, 9.0]])
+    set_units(dist, 9, 1)
+    weights = torch.tensor([[0.25, 0.7, 0.05]])
+    assert share_outside(dist, samples, weights) == pytest.approx(0.95)
+
+
+def test_two_hot_targets():
+    """Bellemare et al. 2017, algorithm 1: 0.3 between atoms 0 and 1, 2.2 between 2 and 3."""
+    dist, samples = atoms(target_encoding="two_hot"), torch.tensor([[0.3], [2.2]])
+    encoded = dist.encode_targets(samples, torch.ones(2, 1))
+    assert_close(encoded, torch.tensor([[0, 0.7, 0.3, 0, 0], [0, 0, 0, 0.8, 0.2]]))
+
+
+def test_hl_gauss_targets():
+    """Imani & White 2018; Farebrother et al. 2024: sigma in bin widths, 0.6 of bins of 2."""
+    dist = atoms(target_encoding="hl_gauss", hl_gauss_sigma=0.6, v_max=7.0)
+    samples = torch.tensor([[0.3], [2.2]])
+    encoded = dist.encode_targets(samples, torch.ones(2, 1))
+    support = torch.tensor([-1.0, 1, 3, 5, 7])
+    expected = categorical.hl_gauss(samples[:, 0], support, 1.2)
+    assert_close(encoded, expected)
+
+
+@pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (10.0, 2.0)])
+@pytest.mark.parametrize("encoding", ["two_hot", "hl_gauss"])
+def test_encodings_of_samples_are_mixed_by_their_weights(encoding, mean, std):
+    """Van Hasselt et al. 2016: targets come in the task's units; the mixture is ours."""
+    dist = atoms(target_encoding=encoding)
+    pairs = torch.tensor([[0.3, 1.6], [2.2, -0.4]])
+    weights = torch.tensor([[0.2, 0.8], [0.5, 0.5]])
+    parts = []
+    for sample, weight in zip(pairs.T, weights.T):  # each alone, in normalised units
+        one = dist.encode_targets(sample[:, None], torch.ones(2, 1))
+        parts.append(weight[:, None] * one)
+    set_units(dist, mean, std)
+    encoded = dist.encode_targets(std * pairs + mean, weights)
+    assert_close(encoded, parts[0] + parts[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("encoding", ["two_hot", "hl_gauss"])
+def test_a_far_target_still_pulls_towards_the_edge(encoding):
+    """Bellemare et al. 2017, algorithm 1; Farebrother et al. 2024: it raises the last logit."""
+    dist = atoms(target_encoding=encoding)
+    logits = torch.zeros(1, 1, 5, requires_grad=True)
+    far = (torch.tensor([[1000.0]]), torch.ones(1, 1))
+    targets = dist.encode_targets(*far)
+    loss, _ = dist.loss(logits, targets, torch.zeros(1, 1, 1))
+    loss.sum().backward()
+    assert int(logits.grad.argmin()) == 4
+    assert logits.grad[0, 0, 4] < -0.3
+
+
+# ------------------------------------------------------------------------ quantiles: loss, clipping
+def slow_loss(q: Tensor, target: float, kappa: float) -> float:
+    """Quantile Huber loss of one sample, written out."""
+    total = 0.0
+    for i, value in enumerate(q.tolist()):
+        tau = (i + 0.5) / len(q)
+        u = target - value
+        size = abs(u)
+        if abs(u) <= kappa:
+            size = u * u / (2 * kappa) if kappa > 0 else 0.0
+        elif kappa > 0:
+            size -= kappa / 2
+        total += abs(tau - (u < 0)) * size
+    return total / len(q)
+
+
+@pytest.mark.parametrize("kappa", [0.0, 0.5])
+def test_loss_of_each_critic_on_the_same_targets(kappa):
+    """Dabney et al. 2018b (IQN), eq. 3: (C, T, N) losses, unclipped by default."""
+    dist = quantiles(kappa=kappa)
+    outputs, targets = torch.randn(2, 4, 5, 3), torch.randn(4, 5, 1)
+    loss, changed = dist.loss(outputs, targets, torch.randn(2, 4, 5, 3))
+    assert loss.shape == (2, 4, 5)
+    assert changed.sum() == 0
+    for c, t, n in itertools.product(range(2), range(4), range(5)):
+        expected = slow_loss(outputs[c, t, n], float(targets[t, n]), kappa)
+        assert float(loss[c, t, n]) == pytest.approx(expected, rel=1e-5)
+
+
+def slow_clip(q: Tensor, old: Tensor, d: float, mode: str) -> Tensor:
+    """One prediction clipped around its old self, written out."""
+    if mode == "per_quantile":
+        moves = [min(max(float(x), -d), d) for x in q - old]
+        return old + torch.tensor(moves)
+    m, m_old = q.mean(), old.mean()
+    centre = m_old + min(max(m - m_old, -d), d)
+    if mode == "mean_only":
+        return q - m + centre
+    spread, old_spread = q.std(correction=0), old.std(correction=0)
+    return centre + (q - m) * min(1.0, float(2 * old_spread / spread))
+
+
+@pytest.mark.parametrize("mode", CLIPPINGS)
+def test_clipping_of_quantiles_takes_the_larger_loss_per_sample_and_critic(mode):
+    """Reference code of Schulman et al. 2017, modes ours: each around its own old output."""
+    dist = quantiles(kappa=0.0, vf_clip=mode, vf_clip_coef=0.2)
+    outputs, targets = torch.randn(2, 3, 4, 3), torch.randn(3, 4, 1)
+    old = outputs + 0.4 * torch.randn_like(outputs)
+    loss, changed = dist.loss(outputs, targets, old)
+    larger = 0
+    for c, t, n in itertools.product(range(2), range(3), range(4)):
+        q = outputs[c, t, n]
+        target = float(targets[t, n])
+        clipped = slow_clip(q, old[c, t, n], 0.2, mode)
+        plain, other = slow_loss(q, target, 0.0), slow_loss(clipped, target, 0.0)
+        assert float(loss[c, t, n]) == pytest.approx(max(plain, other), rel=1e-4)
+        assert changed[c, t, n] == ((clipped - q).abs().max() > 1e-5)
+        larger += other > plain
+    assert 0 < larger < 24
+
+
+@pytest.mark.parametrize(("move", "expected"), [(0.1, 0), (0.3, 1)])
+def test_clipped_samples_are_counted_beyond_rounding(move, expected):
+    """Ours: predictions inside the range are not changed, even where a + (b - a) rounds."""
+    dist = quantiles(vf_clip="mean_only", vf_clip_coef=0.2, num_quantiles=7)
+    old = 7 * torch.randn(2, 50, 1, 7)
+    _, changed = dist.loss(old + move, torch.zeros(50, 1, 1), old)
+    assert (changed == expected).all()
+
+
+# ---------------------------------------------------------------------------- atoms: loss, clipping
+def atom_batch() -> tuple[Tensor, Tensor, Tensor]:
+    """Logits of two critics (2, 3, 4, 5), encoded targets (3, 4, 5), old means (2, 3, 4, 1)."""
+    outputs, samples = torch.randn(2, 3, 4, 5), torch.randn(3, 4, 1)
+    targets = atoms().encode_targets(samples, torch.ones(3, 4, 1))
+    return outputs, targets, 1 + 0.5 * torch.randn(2, 3, 4, 1)
+
+
+def test_loss_of_atoms_is_the_cross_entropy_of_each_critic():
+    """Bellemare et al. 2017, algorithm 1: (C, T, N) losses, unclipped by default."""
+    outputs, targets, old = atom_batch()
+    loss, changed = atoms().loss(outputs, targets, old)
+    assert changed.sum() == 0
+    for c, t, n in itertools.product(range(2), range(3), range(4)):
+        terms = targets[t, n] * outputs[c, t, n].log_softmax(-1)
+        expected = -float(terms.sum())
+        assert float(loss[c, t, n]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_clipping_of_atoms_takes_the_larger_loss_per_sample_and_critic():
+    """Reference code of Schulman et al. 2017, for atoms ours: each around its own old mean."""
+    outputs, targets, old = atom_batch()
+    dist = atoms(vf_clip="mean_only", vf_clip_coef=0.2)
+    loss, changed = dist.loss(outputs, targets, old)
+    larger = 0
+    for c, t, n in itertools.product(range(2), range(3), range(4)):
+        logits = outputs[c, t, n]
+        target = targets[t, n]
+        p = logits.softmax(-1)
+        around = old[c, t, n]
+        clipped = categorical.clip_categorical(p[None], around, 0.2, dist.support)[0]
+        plain = float(-(target * logits.log_softmax(-1)).sum())
+        other = float(-(target * clipped.clamp(min=1e-8).log()).sum())
+        assert float(loss[c, t, n]) == pytest.approx(max(plain, other), rel=1e-4)
+        assert changed[c, t, n] == ((clipped - p).abs().max() > 1e-5)
+        larger += other > plain
+    assert 0 < larger < 24
+
+
+@pytest.mark.parametrize("kind", ["quantiles", "atoms"])
+def test_the_twins_do_not_share_an_old_value(kind):
+    """Reference code of Schulman et al. 2017: critic 2's old output changes its loss alone."""
+    outputs, targets, old = atom_batch()
+    dist = atoms(vf_clip="mean_only")
+    if kind == "quantiles":
+        dist = quantiles(vf_clip="per_quantile", num_quantiles=5)
+        targets, old = torch.randn(3, 4, 1), torch.randn(2, 3, 4, 5)
+    base, _ = dist.loss(outputs, targets, old)
+    old[1] += 1
+    moved, _ = dist.loss(outputs, targets, old)
+    assert torch.equal(base[0], moved[0])
+    assert not torch.equal(base[1], moved[1])
+
+
+# -------------------------------------------------------------------------------- moving statistics
+FEATURES = 4
+
+
+def twin_heads() -> tuple[nn.ModuleList, Tensor]:
+    """Two heads with five outputs, and features (3, 4, F) of some states."""
+    heads = nn.ModuleList(nn.Sequential(nn.Linear(FEATURES, 5)) for _ in range(2))
+    return heads, torch.randn(3, 4, FEATURES)
+
+
+def outputs_of(heads: nn.ModuleList, features: Tensor) -> Tensor:
+    """(C, 3, 4, K), without a graph."""
+    return torch.stack([head(features) for head in heads]).detach()
+
+
+def test_quantiles_are_decoded_as_before_when_statistics_move():
+    """Van Hasselt et al. 2016, eq. 5: both critics, outputs and old values in the new units."""
+    dist, (heads, features) = quantiles(num_quantiles=5), twin_heads()
+    set_units(dist, 10, 4)
+    outputs = outputs_of(heads, features)
+    before = dist.moments.denormalize(outputs)
+    carried, old = dist.move_statistics(heads, outputs, 300 * torch.randn(7, 4) - 50)
+    assert float(dist.moments.std) > 100
+    for z in (carried, old, outputs_of(heads, features)):
+        assert_close(dist.moments.denormalize(z), before, rtol=0, atol=3e-3)  # 1e-5 of the std
+
+
+def test_outputs_of_atoms_stay_when_statistics_move():
+    """Van Hasselt et al. 2016, as far as fixed atoms allow: old means in the new units."""
+    dist, (heads, features) = atoms(), twin_heads()
+    set_units(dist, 10, 4)
+    outputs = outputs_of(heads, features)
+    before = dist.mean(outputs)
+    carried, old = dist.move_statistics(heads, outputs, 300 * torch.randn(7, 4) - 50)
+    assert torch.equal(carried, outputs)
+    assert torch.equal(outputs_of(heads, features), outputs)
+    assert_close(dist.moments.denormalize(old[..., 0]), before, rtol=0, atol=3e-3)
+
+
+def test_statistics_stay_without_normalised_returns(script):
+    """Ours: with --no-norm-returns nothing moves, neither statistics nor outputs."""
+    dist, (heads, features) = of(script, num_quantiles=5, norm_returns=False), twin_heads()
+    outputs = outputs_of(heads, features)
+    carried, _ = dist.move_statistics(heads, outputs, 300 * torch.randn(7, 4) - 50)
+    assert float(dist.moments.count) == 0
+    assert_close(carried, outputs)
+    assert_close(outputs_of(heads, features), outputs)
+
+
+@pytest.mark.parametrize("mode", CLIPPINGS)
+def test_clipping_changes_the_same_samples_at_every_scale_of_returns(mode):
+    """Ours, d in normalised returns: one share at std 1, 10 and 100, the statistics refit."""
+    (heads, features), returns = twin_heads(), torch.randn(7, 4)
+    moves = 0.3 * torch.randn(2, 3, 4, 1)
+    facts = []
+    for std in (1, 10, 100):
+        dist = quantiles(vf_clip=mode, vf_clip_coef=0.2, num_quantiles=5)
+        set_units(dist, 5 * std, std)
+        own = copy.deepcopy(heads)
+        outputs = outputs_of(own, features)
+        _, old = dist.move_statistics(own, outputs, std * (2 * returns + 4))
+        moved = outputs_of(own, features) + moves
+        facts.append(dist.loss(moved, torch.zeros(3, 4, 1), old))
+    for loss, changed in facts[1:]:
+        assert_close(loss, facts[0][0], rtol=1e-4, atol=1e-4)
+        assert torch.equal(changed, facts[0][1])
+    assert 0.1 < facts[0][1].mean() < 0.9
+
+
+# ------------------------------------------------------------------------------------- calibration
+def test_default_flags_learn_quantiles_and_not_expectiles():
+    """Dabney et al. 2018a, eq. 8 to 10, by the default flags, fit to 4000 samples of N(0, 1).
+
+    Every quantile covers its level within 2 points, CVaR_0.05 within 5 %.
+    """
+    flags = lstm.Args()
+    dist = lstm.ValueDistribution(flags)
+    sample = torch.randn(4000, 1, generator=torch.Generator().manual_seed(1))
+    q = torch.zeros(flags.num_quantiles, requires_grad=True)
+    optimizer = torch.optim.Adam([q], 0.05)
+    for i in range(400):
+        optimizer.param_groups[0]["lr"] = 0.05 * (1 - i / 400)
+        outputs = q.expand(1, 4000, -1)
+        loss, _ = dist.loss(outputs, sample, outputs.detach())
+        optimizer.zero_grad()
+        (loss.mean() * flags.num_quantiles).backward()
+        optimizer.step()
+    coverage = (sample <= q.detach()).float().mean(0)
+    assert_close(coverage, dist.support, rtol=0, atol=0.02)
+    worst = sample.flatten().sort().values[:200].mean()  # 5 % of 4000
+    cvar = dist.describe(q.detach())["cvar"]
+    assert float(cvar) == pytest.approx(float(worst), rel=0.05)
