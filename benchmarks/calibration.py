@@ -25,52 +25,51 @@ one cell.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import csv
-import importlib
-import io
-import sys
-import tempfile
-import time
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from types import ModuleType
 from typing import Any
 
+import common
 import gymnasium as gym
 import numpy as np
+from common import CATEGORICAL, LSTM, RESULTS, Cell, Row, Run, Setting, Table
 from gymnasium.spaces import Discrete
 
-HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results"
-LSTM, CATEGORICAL = "distributional_ppo_lstm", "distributional_ppo_categorical"
 FINE = 20_000  # levels at which quantile functions are compared
 LEVELS = (np.arange(FINE) + 0.5) / FINE
 SHOWN = slice(FINE // 80, FINE, FINE // 40)  # 40 of them, kept in the CSV for the figure
+ALPHAS = {"cvar05": 0.05, "cvar25": 0.25}
+DECILES = np.arange(1, 10) / 10
 
 
 # ------------------------------------------------------------------------------ processes and truth
-class Process(gym.Env):
-    """One of PROCESSES. The observation is the step, plus 5 in the bad branch of `skewed`."""
+def normal_reward(rng: np.random.Generator, step: int, good: bool) -> float:
+    """N(0, 1)."""
+    return rng.normal()
 
-    action_space, observation_space = Discrete(1), Discrete(11)  # no choice: only critics learn
 
-    def __init__(self, name):
-        self.name = name
-        self.length, _, self.pay, _ = PROCESSES[name]
+def branch_reward(rng: np.random.Generator, step: int, good: bool) -> float:
+    """Nothing on the way to the branch; N(1, 0.5) in the good one, N(-1, 1) in the bad one."""
+    if good:
+        return (step > 0) * rng.normal(1, 0.5)
+    return (step > 0) * rng.normal(-1, 1)
 
-    def reset(self, *, seed=None, options=None):
-        """Open an episode."""
-        super().reset(seed=seed)
-        self.t, self.good = 0, self.np_random.random() < 0.75
-        return 0, {}
 
-    def step(self, action):
-        """Advance; the last of `length` steps terminates."""
-        reward = self.pay(self.np_random, self.t, self.good)
-        self.t += 1
-        obs = self.t * (self.length > 0) + 5 * (self.name == "skewed" and not self.good)
-        return obs, float(reward), self.t == self.length, False, {}
+def shifted_reward(rng: np.random.Generator, step: int, good: bool) -> float:
+    """N(1, 1)."""
+    return rng.normal(1, 1)
+
+
+def student_reward(rng: np.random.Generator, step: int, good: bool) -> float:
+    """Student's t with 3 degrees of freedom over its std; its fourth moment is infinite."""
+    return rng.standard_t(3) / 3**0.5
+
+
+def disaster_reward(rng: np.random.Generator, step: int, good: bool) -> float:
+    """1; of the last step 20 less with probability 0.02."""
+    return 1 - 20 * (step == 4 and rng.random() < 0.02)
 
 
 def spread(gamma: float, length: int) -> float:
@@ -88,41 +87,90 @@ def mixture(*parts: tuple[float, float, float]) -> np.ndarray:
     return np.sort(values)
 
 
-def heavy(gamma: float) -> np.ndarray:
-    """The same for five rewards of Student's t with 3 degrees of freedom, by Monte Carlo."""
+def normal_returns(gamma: float) -> np.ndarray:
+    """Of five rewards N(0, 1)."""
+    return mixture((1.0, 0.0, spread(gamma, 5)))
+
+
+def branch_returns(gamma: float) -> np.ndarray:
+    """Of the two branches of `skewed`: gamma times four rewards."""
+    mean = (1 - gamma**4) / (1 - gamma)
+    std = spread(gamma, 4)
+    good = (0.75, gamma * mean, gamma * 0.5 * std)
+    bad = (0.25, -gamma * mean, gamma * std)
+    return mixture(good, bad)
+
+
+def endless_returns(gamma: float) -> np.ndarray:
+    """Of rewards N(1, 1) for ever."""
+    return mixture((1.0, 1 / (1 - gamma), (1 - gamma * gamma) ** -0.5))
+
+
+def student_returns(gamma: float) -> np.ndarray:
+    """Of five rewards of Student's t, by Monte Carlo."""
     rewards = np.random.default_rng(0).standard_t(3, (5, 200 * FINE)) / 3**0.5
     return np.sort(gamma ** np.arange(5) @ rewards).reshape(FINE, -1).mean(1)
 
 
-def branches(gamma: float) -> np.ndarray:
-    """The same for the two branches of `skewed`: gamma times four rewards."""
-    mean, std = (1 - gamma**4) / (1 - gamma), spread(gamma, 4)
-    return mixture((0.75, gamma * mean, gamma * 0.5 * std), (0.25, -gamma * mean, gamma * std))
-
-
-def disaster(gamma: float) -> np.ndarray:
-    """The same for two values."""
+def disaster_returns(gamma: float) -> np.ndarray:
+    """Of two values."""
     total = (1 - gamma**5) / (1 - gamma)
     return mixture((0.02, total - 20 * gamma**4, 0.0), (0.98, total, 0.0))
 
 
-# steps (0: never ends), gamma, reward given RNG, step and branch, quantile function given gamma
+@dataclass(frozen=True)
+class Law:
+    """A Markov reward process and the distribution of its returns."""
+
+    length: int  # steps of an episode; 0: it never ends
+    gamma: float
+    pay: Callable[[np.random.Generator, int, bool], float]  # given step and branch
+    quantiles: Callable[[float], np.ndarray]  # the true quantile function at LEVELS, given gamma
+    judged: bool = True  # whether the goals hold for it
+
+    @property
+    def truth(self) -> np.ndarray:
+        """True quantile function at LEVELS."""
+        return self.quantiles(self.gamma)
+
+
 PROCESSES = {
-    # five rewards N(0, 1)
-    "gaussian": (5, 0.95, lambda rng, t, good: rng.normal(),
-                 lambda g: mixture((1.0, 0.0, spread(g, 5)))),
-    # step 0 leads to a good branch (probability 0.75), four rewards N(1, 0.5), or one of N(-1, 1)
-    "skewed": (5, 0.95, lambda rng, t, good: (t > 0) * rng.normal(*((1, 0.5) if good else (-1, 1))),
-               branches),
-    # rewards N(1, 1) for ever in a single state, cut every five steps: the cut is no death
-    "time_limit": (0, 0.8, lambda rng, t, good: rng.normal(1, 1),
-                   lambda g: mixture((1.0, 1 / (1 - g), (1 - g * g) ** -0.5))),
-    # five rewards of infinite fourth moment and variance 1
-    "heavy_tail": (5, 0.95, lambda rng, t, good: rng.standard_t(3) / 3**0.5, heavy),
-    # five rewards of 1, the last one 20 less with probability 0.02
-    "disaster": (5, 0.95, lambda rng, t, good: 1 - 20 * (t == 4 and rng.random() < 0.02), disaster),
-}  # fmt: skip
-JUDGED = ("gaussian", "skewed", "time_limit")  # the others are reported without a goal
+    "gaussian": Law(5, 0.95, normal_reward, normal_returns),
+    # step 0 leads to a good branch with probability 0.75, or to a bad one
+    "skewed": Law(5, 0.95, branch_reward, branch_returns),
+    # a single state, cut every five steps: the cut is no death
+    "time_limit": Law(0, 0.8, shifted_reward, endless_returns),
+    "heavy_tail": Law(5, 0.95, student_reward, student_returns, judged=False),
+    "disaster": Law(5, 0.95, disaster_reward, disaster_returns, judged=False),
+}
+
+
+class Process(gym.Env):
+    """One of PROCESSES. The observation is the step, plus 5 in the bad branch of `skewed`."""
+
+    action_space = Discrete(1)  # no choice: only critics learn
+    observation_space = Discrete(11)
+
+    def __init__(self, name):
+        self.name = name
+        self.law = PROCESSES[name]
+
+    def reset(self, *, seed=None, options=None):
+        """Open an episode."""
+        super().reset(seed=seed)
+        self.t = 0
+        self.good = self.np_random.random() < 0.75
+        return 0, {}
+
+    def step(self, action):
+        """Advance; the last of `length` steps terminates."""
+        reward = self.law.pay(self.np_random, self.t, self.good)
+        self.t += 1
+        bad = self.name == "skewed" and not self.good
+        obs = self.t * (self.law.length > 0) + 5 * bad
+        return obs, float(reward), self.t == self.law.length, False, {}
+
+
 for name in PROCESSES:
     if f"{name}-v0" not in gym.registry:
         limit = 5 if name == "time_limit" else None
@@ -158,97 +206,130 @@ ATOMS = " --num-atoms 201"
 UNITS = " --no-norm-returns --v-min -20 --v-max 480"  # moving statistics move what atoms mean
 REDUCE = {"min": "--twin-reduce min", "mean": "--twin-reduce mean", "single": "--num-critics 1"}
 FIGURES = ("w1", "std", "cvar05", "cvar25", "decile")  # each with its floor
-FIELDS = (
-    "task", "script", "variant", "seed", "seconds", "mean", *FIGURES,
-    *(f"{figure}_floor" for figure in FIGURES), "coverage", "bias", "spread", "predicted", "curve",
-)  # fmt: skip
-TUNED = (
-    "task", "script", "seed", "seconds", "coverage", "bias", "spread", "predicted", "episodes",
-    "flags",
-)  # fmt: skip
+FLOORS = tuple(f"{figure}_floor" for figure in FIGURES)
+SIGNED = ("std", "cvar05", "cvar25")
+REAL_FIGURES = ("coverage", "bias", "spread", "predicted")
+SETTING = ("task", "script", "variant", "seed", "seconds")
+COLUMNS = (*SETTING, "mean", *FIGURES, *FLOORS, *REAL_FIGURES, "curve")
+TUNED = ("task", "script", "seed", "seconds", *REAL_FIGURES, "episodes", "flags")
+TABLE = Table(RESULTS / "calibration.csv", COLUMNS)
+TUNING = Table(RESULTS / "tuning_calibration.csv", TUNED)
 EPISODES = 256  # of a real task, scored
-Cell = tuple[str, str, str, str, range]  # task, script, variant, flags, seeds
+
+
+def chain_cells() -> list[Cell]:
+    """The processes: recommended flags, what is judged first, then each choice by itself."""
+    small = []
+    grid = []
+    for task, law in PROCESSES.items():
+        for script in (CATEGORICAL, LSTM):
+            flags = f"{BASE}--gamma {law.gamma} {OWN[script]}"
+            best = flags + RECOMMENDED[script]
+            seeds = range(1, 4 if law.judged else 2)
+            small.append(Cell(task, script, "recommended", best, seeds))
+            if script == CATEGORICAL:
+                small.append(Cell(task, script, "201 atoms", best + ATOMS, seeds))
+            for target in ("lambda_return", "sr_lambda"):
+                line = f"{flags}--value-target {target} --twin-reduce mean"
+                for name, own in choices(script).items():
+                    grid.append(Cell(task, script, f"{target}, {name}", f"{line} {own}", [1]))
+    return [*small, *sorted(grid, key=lambda cell: "K 32" not in cell.variant)]
+
+
+def choices(script: str) -> dict[str, str]:
+    """Flags of every loss and size of a kind of distribution, by name."""
+    flags = {}
+    for kind in (0, 0.1, 1) if script == LSTM else ("two_hot", "hl_gauss"):
+        for number in (21, 32, 51):
+            if script == LSTM:
+                flags[f"kappa {kind}, K {number}"] = f"--kappa {kind} --num-quantiles {number}"
+            else:
+                flags[f"{kind}, K {number}"] = f"--target-encoding {kind} --num-atoms {number}"
+    return flags
+
+
+def real_cells() -> list[Cell]:
+    """The real tasks, with the flags of a high return and with those of a calibrated one."""
+    cells = []
+    for task, flags in REAL.items():
+        for script in (LSTM, CATEGORICAL):
+            own = RECOMMENDED[script] + " --eval-episodes 10"
+            if task == "Hopper-v5" and script == LSTM:
+                own += " --seq-len 32"
+            usual = USUAL[task] + own
+            cells.append(Cell(task, script, "mean, usual", usual, range(1, 4)))
+            if script == CATEGORICAL:
+                own += ATOMS
+                own += UNITS if task == "Hopper-v5" else ""
+            for name, reduce in REDUCE.items():
+                cells.append(Cell(task, script, name, f"{flags}{own} {reduce}", range(1, 4)))
+    return cells
 
 
 def cells() -> list[Cell]:
     """The grid, what is judged first."""
-    small, real, grid = [], [], []
-    for task, (_, gamma, _, _) in PROCESSES.items():
-        start = f"{BASE}--gamma {gamma} "
-        for script in (CATEGORICAL, LSTM):
-            flags = start + OWN[script]
-            seeds = range(1, 4 if task in JUDGED else 2)
-            small.append((task, script, "recommended", flags + RECOMMENDED[script], seeds))
-            if script == CATEGORICAL:
-                small.append((task, script, "201 atoms", small[-1][3] + ATOMS, seeds))
-            for target in ("lambda_return", "sr_lambda"):
-                for kind in (0, 0.1, 1) if script == LSTM else ("two_hot", "hl_gauss"):
-                    for number in (21, 32, 51):
-                        kappa = f"--kappa {kind} --num-quantiles {number}"
-                        encoding = f"--target-encoding {kind} --num-atoms {number}"
-                        own = kappa if script == LSTM else encoding
-                        told = f"kappa {kind}" if script == LSTM else kind
-                        line = f"{flags}--value-target {target} --twin-reduce mean {own}"
-                        grid.append((task, script, f"{target}, {told}, K {number}", line, [1]))
-    for task, flags in REAL.items():
-        for script in (LSTM, CATEGORICAL):
-            own = RECOMMENDED[script] + " --eval-episodes 10"
-            own += " --seq-len 32" if task == "Hopper-v5" and script == LSTM else ""
-            real.append((task, script, "mean, usual", USUAL[task] + own, range(1, 4)))
-            if script == CATEGORICAL:
-                own += ATOMS + (UNITS if task == "Hopper-v5" else "")
-            for name, reduce in REDUCE.items():
-                real.append((task, script, name, f"{flags}{own} {reduce}", range(1, 4)))
-    return [*small, *sorted(grid, key=lambda cell: "K 32" not in cell[2]), *real]
+    return [*chain_cells(), *real_cells()]
 
 
 # ------------------------------------------------------------------------------------- measurements
-def measure(module: ModuleType, agent: Any, args: Any, truth: np.ndarray) -> dict[str, Any]:
-    """Figures of the prediction at the start state, and of the floor: errors relative to the truth.
-
-    w1: Wasserstein-1 distance over the std; std: relative error; cvar: error over the distance of
-    the true CVaR from the mean (no division by a CVaR near 0); decile: largest error of coverage.
-    """
+def critic_outputs(script: ModuleType, agent: Any, obs: np.ndarray) -> Any:
+    """Reduced outputs (T, N, K) for raw observations (T, N, D) of episodes that open at step 0."""
     import torch
 
-    env, dist = module.make_env(args), agent.dist
-    obs = agent.normalize_obs(torch.as_tensor(env.reset(seed=0)[0])[None, None])
+    inputs = agent.normalize_obs(torch.as_tensor(obs))
     with torch.no_grad():
-        outputs = agent.critic(obs, agent.initial_state(1), torch.ones(1, 1, dtype=torch.bool))
-        outputs = dist.reduce_twins(outputs)[0].double()  # (1, K)
-    if module.__name__ == LSTM:
-        taus = (np.arange(outputs.shape[1]) + 0.5) / outputs.shape[1]
-        both = [dist.moments.denormalize(outputs), torch.tensor(np.quantile(truth, taus))[None]]
-        curves = [extend(taus, x[0].sort().values.numpy()) for x in both]
-        tails = [[float(module.cvar(x, alpha)) for alpha in (0.05, 0.25)] for x in both]
-    else:
-        atoms = dist.moments.denormalize(dist.support.double())
-        width = atoms[1] - atoms[0]
-        edges = torch.cat((atoms[:1] - width, atoms)) + width / 2
-        mass = torch.full((1, FINE), 1 / FINE, dtype=torch.float64)
-        floor = module.project_categorical(mass, torch.tensor(truth)[None], atoms)
-        both = [outputs.softmax(-1), floor]
-        curves = [np.interp(LEVELS, np.append(0, x[0].cumsum(0)), edges) for x in both]
-        tails = [[float(module.cvar_categorical(x, atoms, a)) for a in (0.05, 0.25)] for x in both]
-    result = {"mean": (curves[0].mean() - truth.mean()) / truth.std()}
-    for end, curve, tail in zip(("", "_floor"), curves, tails):
-        result[f"w1{end}"] = np.abs(curve - truth).mean() / truth.std()
-        result[f"std{end}"] = curve.std() / truth.std() - 1
-        for alpha, value in zip((0.05, 0.25), tail):
-            true = truth[: int(alpha * FINE)].mean()
-            result[f"cvar{100 * alpha:02.0f}{end}"] = (value - true) / (truth.mean() - true)
-        nominal = np.arange(1, 10) / 10
-        place = np.interp(nominal, LEVELS, curve)  # of tied returns any share may be below
-        low, high = (np.searchsorted(truth, place + e) / FINE for e in (-1e-3, 1e-3))
-        result[f"decile{end}"] = np.maximum(low - nominal, nominal - high).clip(min=0).max()
-    shown = " ".join(f"{x:.4g}" for x in curves[0][SHOWN])
-    return {k: round(float(v), 5) for k, v in result.items()} | {"curve": shown}
+        if script.__name__ == LSTM:
+            opens = torch.zeros(inputs.shape[:2], dtype=torch.bool)
+            opens[0] = True
+            state = agent.initial_state(inputs.shape[1])
+            outputs = agent.value_outputs(agent.critic_body(inputs, state, opens))
+        else:
+            outputs = agent.value_outputs(inputs)
+        return agent.dist.reduce_twins(outputs)
 
 
-def exact(task: str) -> np.ndarray:
-    """True quantile function at LEVELS."""
-    _, gamma, _, quantiles = PROCESSES[task]
-    return quantiles(gamma)
+@dataclass(frozen=True)
+class Shape:
+    """A distribution as it is compared: its quantile function at LEVELS and its tails."""
+
+    curve: np.ndarray
+    tails: dict[str, float]  # CVaR for each of ALPHAS
+
+
+def quantile_shapes(
+    script: ModuleType, agent: Any, outputs: Any, truth: np.ndarray
+) -> dict[str, Shape]:
+    """The prediction and the exact quantiles at its levels, as read from quantiles (1, K)."""
+    import torch
+
+    taus = (np.arange(outputs.shape[1]) + 0.5) / outputs.shape[1]
+    exact = torch.tensor(np.quantile(truth, taus))[None]
+    shapes = {}
+    for end, quantiles in (("", agent.dist.moments.denormalize(outputs)), ("_floor", exact)):
+        curve = extend(taus, quantiles[0].sort().values.numpy())
+        tails = {name: float(script.cvar(quantiles, alpha)) for name, alpha in ALPHAS.items()}
+        shapes[end] = Shape(curve, tails)
+    return shapes
+
+
+def atom_shapes(
+    script: ModuleType, agent: Any, outputs: Any, truth: np.ndarray
+) -> dict[str, Shape]:
+    """The prediction and the truth projected on its atoms, as read from probabilities (1, K)."""
+    import torch
+
+    atoms = agent.dist.moments.denormalize(agent.dist.support.double())
+    width = atoms[1] - atoms[0]
+    edges = torch.cat((atoms[:1] - width, atoms)) + width / 2
+    mass = torch.full((1, FINE), 1 / FINE, dtype=torch.float64)
+    exact = script.project_categorical(mass, torch.tensor(truth)[None], atoms)
+    shapes = {}
+    for end, probs in (("", outputs.softmax(-1)), ("_floor", exact)):
+        curve = np.interp(LEVELS, np.append(0, probs[0].cumsum(0)), edges)
+        cvar = script.cvar_categorical
+        tails = {name: float(cvar(probs, atoms, alpha)) for name, alpha in ALPHAS.items()}
+        shapes[end] = Shape(curve, tails)
+    return shapes
 
 
 def extend(taus: np.ndarray, points: np.ndarray) -> np.ndarray:
@@ -258,189 +339,241 @@ def extend(taus: np.ndarray, points: np.ndarray) -> np.ndarray:
     return points[left] + share * (points[left + 1] - points[left])
 
 
-def measure_real(module: ModuleType, agent: Any, args: Any) -> dict[str, float]:
-    """Mean absolute error of the coverage of the predicted deciles, bias and spread of the value.
+def errors(shape: Shape, truth: np.ndarray) -> dict[str, float]:
+    """Errors relative to the truth.
 
-    The sampled policy plays on beyond time limits until rewards no longer count (gamma^k < 1e-5);
-    only steps within the limit are scored. Over the std of all returns: `bias`, mean of V - return;
-    `spread`, std of return - V; `predicted`, mean std of the predicted distributions.
+    w1: Wasserstein-1 distance over the std; std: relative error; cvar: error over the distance of
+    the true CVaR from the mean (no division by a CVaR near 0); decile: largest error of coverage.
     """
+    result = {
+        "w1": np.abs(shape.curve - truth).mean() / truth.std(),
+        "std": shape.curve.std() / truth.std() - 1,
+    }
+    for name, alpha in ALPHAS.items():
+        true = truth[: int(alpha * FINE)].mean()
+        result[name] = (shape.tails[name] - true) / (truth.mean() - true)
+
+    place = np.interp(DECILES, LEVELS, shape.curve)  # of tied returns any share may be below
+    low = np.searchsorted(truth, place - 1e-3) / FINE
+    high = np.searchsorted(truth, place + 1e-3) / FINE
+    misses = np.maximum(low - DECILES, DECILES - high)
+    result["decile"] = max(misses.max(), 0)
+    return result
+
+
+def measure(script: ModuleType, agent: Any, args: Any, truth: np.ndarray) -> dict[str, Any]:
+    """Figures of the prediction at the start state, and of the floor."""
+    obs, _ = script.make_env(args).reset(seed=0)
+    outputs = critic_outputs(script, agent, obs[None, None])[0].double()  # (1, K)
+    read = quantile_shapes if script.__name__ == LSTM else atom_shapes
+    shapes = read(script, agent, outputs, truth)
+
+    predicted = shapes[""].curve
+    result = {"mean": (predicted.mean() - truth.mean()) / truth.std()}
+    for end, shape in shapes.items():
+        result |= {f"{name}{end}": error for name, error in errors(shape, truth).items()}
+    shown = " ".join(f"{x:.4g}" for x in predicted[SHOWN])
+    return {name: round(float(x), 5) for name, x in result.items()} | {"curve": shown}
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """What the sampled policy met in a real task, step by step: (T, N, ...)."""
+
+    obs: np.ndarray  # (T, N, D), raw
+    alive: np.ndarray  # (T, N), whether the episode had not ended before
+    returns: np.ndarray  # (T, N), discounted
+
+
+def play_on(script: ModuleType, agent: Any, args: Any) -> Episodes:
+    """The sampled policy plays on beyond time limits until rewards no longer count (gamma^k <
+    1e-5); what is returned are the steps within the limit."""
     import torch
 
-    envs = module.make_envs(args, EPISODES)
+    envs = script.make_envs(args, EPISODES)
     for env in envs.envs:
         while not isinstance(env, gym.wrappers.TimeLimit):
             env = env.env
-        scored, env._max_episode_steps = env.spec.max_episode_steps, 10**9
+        scored = env.spec.max_episode_steps
+        env._max_episode_steps = 10**9
+
     obs, _ = envs.reset(seed=2_000_000 + 10 * args.seed)  # none shared by runs
     torch.manual_seed(args.seed)
-    state, alive, rows = agent.initial_state(EPISODES), np.ones(EPISODES, bool), []
-    for _ in range(scored + int(np.log(1e-5) / np.log(args.gamma))):
-        action, state = agent.act(obs, state, deterministic=False)
-        seen = obs.copy()
+    state = None
+    alive = np.ones(EPISODES, bool)
+    all_obs = []
+    all_alive = []
+    rewards = []
+    beyond = int(np.log(1e-5) / np.log(args.gamma))
+    for _ in range(scored + beyond):
+        all_obs.append(obs.copy())
+        all_alive.append(alive)
+        if script.__name__ == LSTM:
+            action, state = agent.act(obs, state, deterministic=False)
+        else:
+            action = agent.act(obs, deterministic=False)
         obs, reward, terminated, _, _ = envs.step(action)
-        rows.append((seen, alive, reward * alive))
+        rewards.append(reward * alive)
         alive = alive & ~terminated
         if not alive.any():
             break
     envs.close()
-    seen, alive, returns = (np.array(x) for x in zip(*rows))
+
+    returns = np.array(rewards)
     for t in reversed(range(len(returns) - 1)):
         returns[t] += args.gamma * returns[t + 1]
-    with torch.no_grad():
-        inputs = agent.normalize_obs(torch.as_tensor(seen[:scored]))
-        start = torch.zeros(inputs.shape[:2], dtype=torch.bool)
-        start[0] = True
-        outputs = agent.dist.reduce_twins(
-            agent.critic(inputs, agent.initial_state(EPISODES), start)
-        )
-        if module.__name__ == LSTM:
-            z, facts, quantile = agent.dist.moments.denormalize(outputs), (), module.value_at_risk
-        else:
-            facts = (agent.dist.moments.denormalize(agent.dist.support),)
-            z, quantile = outputs.softmax(-1), module.categorical_quantile
-        mask, truth, errors = alive[:scored], returns[:scored], []
-        for level in np.arange(1, 10) / 10:
-            below = truth < quantile(z, *facts, float(level)).numpy()
-            errors.append(abs(below[mask].mean() - level))
-        error = (agent.dist.mean(outputs).numpy() - truth)[mask]
-        predicted = agent.dist.describe(outputs)["std"].numpy()[mask]
-    facts = {"bias": error.mean(), "spread": error.std(), "predicted": predicted.mean()}
-    result = {key: round(float(x / truth[mask].std()), 4) for key, x in facts.items()}
-    return {"coverage": round(float(np.mean(errors)), 4), **result}
+    kept = slice(0, scored)
+    return Episodes(np.array(all_obs[kept]), np.array(all_alive[kept]), returns[kept])
 
 
-def run_one(cell: Cell, seed: int) -> dict[str, Any]:
+def measure_real(script: ModuleType, agent: Any, args: Any) -> dict[str, float]:
+    """Mean absolute error of the coverage of the predicted deciles, bias and spread of the value.
+
+    Over the std of all returns: `bias`, mean of V - return; `spread`, std of return - V;
+    `predicted`, mean std of the predicted distributions.
+    """
+    played = play_on(script, agent, args)
+    mask = played.alive
+    dist = agent.dist
+    outputs = critic_outputs(script, agent, played.obs)
+
+    def quantile(level: float) -> np.ndarray:
+        """Predicted, (T, N)."""
+        if script.__name__ == LSTM:
+            return script.value_at_risk(dist.moments.denormalize(outputs), level).numpy()
+        atoms = dist.moments.denormalize(dist.support)
+        return script.categorical_quantile(outputs.softmax(-1), atoms, level).numpy()
+
+    misses = []
+    for level in DECILES:
+        below = played.returns < quantile(float(level))
+        misses.append(abs(below[mask].mean() - level))
+
+    error = (dist.mean(outputs).numpy() - played.returns)[mask]
+    predicted = dist.describe(outputs)["std"].numpy()[mask]
+    scale = played.returns[mask].std()
+    figures = {"bias": error.mean(), "spread": error.std(), "predicted": predicted.mean()}
+    result = {name: round(float(x / scale), 4) for name, x in figures.items()}
+    return {"coverage": round(float(np.mean(misses)), 4), **result}
+
+
+def run_one(run: Run) -> dict[str, Any]:
     """Train and measure one cell."""
-    task, script, variant, flags, _ = cell
-    module = importlib.import_module(script)
+    task = run.cell.task
+    script = common.load_script(run.cell.script)
     env_id = f"calibration:{task}-v0" if task in PROCESSES else task
-    with tempfile.TemporaryDirectory() as top, contextlib.redirect_stdout(io.StringIO()):
-        line = ["--env-id", env_id, "--seed", str(100 * seed), "--run-dir", top]
-        began = time.time()
-        metrics = module.train(
-            module.tyro.cli(module.Args, args=line + flags.split())  # the last of each flag counts
-        )
-        seconds = round(time.time() - began, 1)
-        agent, args = module.load_agent(metrics["run_dir"])
-    row = {"task": task, "script": script, "variant": variant, "seed": seed, "seconds": seconds}
+    with common.trained(script, env_id, 100 * run.seed, run.cell.flags) as done:
+        agent, args = script.load_agent(done.directory)
+    row = {**run.cell.setting._asdict(), "seed": run.seed, "seconds": done.seconds}
     if task in REAL:
-        return row | measure_real(module, agent, args)
-    return row | measure(module, agent, args, exact(task))
+        return row | measure_real(script, agent, args)
+    return row | measure(script, agent, args, PROCESSES[task].truth)
 
 
-def read_rows() -> list[dict[str, str]]:
-    """Rows of the CSV, if there is one."""
-    path = RESULTS / "calibration.csv"
-    return list(csv.DictReader(path.open())) if path.exists() else []
+def tune_one(run: Run) -> dict[str, Any]:
+    """The same, for a row of the tuning runs."""
+    row = {**run_one(run), "episodes": EPISODES, "flags": run.cell.flags}
+    return {name: row[name] for name in TUNED}
 
 
-def append(name: str, fields: tuple[str, ...], row: dict[str, Any]) -> None:
-    """One row at the end of a CSV."""
-    path = RESULTS / name
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, fields)
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
-    print({k: v for k, v in row.items() if k != "curve"}, flush=True)
-
-
-def chosen(only: list[str]) -> list[Cell]:
-    """Cells whose task, script and variant match all words of `only`, each word any of them."""
-    return [c for c in cells() if all(any(word in part for part in c[:3]) for word in only)]
-
-
-def run_missing(only: list[str], seeds: list[int]) -> None:
-    """Every chosen cell without a row."""
-    done = {(r["task"], r["script"], r["variant"], r["seed"]) for r in read_rows()}
-    for cell in chosen(only):
-        for seed in seeds or cell[4]:
-            if (*cell[:3], str(seed)) not in done:
-                append("calibration.csv", FIELDS, run_one(cell, seed))
-
-
-def tune(only: list[str], seeds: list[int], extra: str) -> None:
+def tuning_runs(only: list[str], seeds: list[int], extra: str) -> list[Run]:
     """The chosen real tasks with the flags `extra` added."""
-    for task, script, variant, flags, _ in chosen(only):
-        for seed in seeds if variant == "mean" else []:
-            row = run_one((task, script, variant, f"{flags} {extra}", range(0)), seed)
-            row |= {"episodes": EPISODES, "flags": f"{flags} {extra}"}
-            append("tuning_calibration.csv", TUNED, {key: row[key] for key in TUNED})
+    chosen = [cell for cell in real_cells() if cell.variant == "mean"]
+    changed = [replace(cell, flags=f"{cell.flags} {extra}") for cell in chosen]
+    return common.runs_of(changed, only, seeds)
 
 
 # ------------------------------------------------------------------------------------------- report
-def reached(row: dict[str, float]) -> bool:
+CHAIN_HEAD = """\
+Errors at the start state, percent, with the representation floor in brackets; means of
+absolute errors over seeds, of signed ones for std and CVaR. Seeds that reach all goals.
+"""
+REAL_HEAD = """\
+Real tasks: mean error of the coverage of the deciles; bias of the value, spread of the
+returns around it and predicted standard deviation, over the std of all returns; means
+over seeds. Seeds whose coverage error is at most 0.05.
+"""
+
+
+def reached(row: Row) -> bool:
     """The goals of the judged processes."""
-    near = row["w1"] <= row["w1_floor"] + 0.03 and abs(row["std"]) <= 0.05
-    return near and abs(row["cvar05"]) <= 0.08 and row["decile"] <= row["decile_floor"] + 0.02
+    figure = {name: float(row[name]) for name in (*FIGURES, *FLOORS)}
+    return (
+        figure["w1"] <= figure["w1_floor"] + 0.03
+        and abs(figure["std"]) <= 0.05
+        and abs(figure["cvar05"]) <= 0.08
+        and figure["decile"] <= figure["decile_floor"] + 0.02
+    )
+
+
+def mean_of(rows: list[Row], column: str) -> float:
+    """Over seeds."""
+    return float(np.mean([float(row[column]) for row in rows]))
+
+
+def chain_line(setting: Setting, rows: list[Row]) -> str:
+    """Errors and floors of one setting of a process."""
+    figures = []
+    for figure, floor in zip(FIGURES, FLOORS):
+        sign = "+" if figure in SIGNED else ""
+        error = f"{100 * mean_of(rows, figure):{sign}.1f}"
+        figures.append(f"{error} ({100 * mean_of(rows, floor):{sign}.1f})")
+    passed = f"{sum(map(reached, rows))} of {len(rows)}"
+    last = passed if PROCESSES[setting.task].judged else "no goal"
+    names = (setting.task, setting.kind, setting.variant)
+    return common.markdown_row([*names, *figures, last])
+
+
+def real_line(setting: Setting, rows: list[Row]) -> str:
+    """Figures of one setting of a real task."""
+    figures = [f"{mean_of(rows, figure):.3f}" for figure in REAL_FIGURES]
+    passed = sum(float(row["coverage"]) <= 0.05 for row in rows)
+    names = (setting.task, setting.kind, setting.variant)
+    return common.markdown_row([*names, *figures, f"{passed} of {len(rows)}"])
 
 
 def report() -> None:
     """Tables in results/calibration.md and on stdout, the figure in results/calibration.png."""
-    groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
-    order = {cell[:3]: i for i, cell in enumerate(cells())}
-    for row in read_rows():
-        groups.setdefault((row["task"], row["script"], row["variant"]), []).append(row)
-    small = [
-        "Errors at the start state, percent, with the representation floor in brackets; means of",
-        "absolute errors over seeds, of signed ones for std and CVaR. Seeds that reach all goals.",
-        "",
-        "| process | script | flags | W1 / std | std | CVaR 0.05 | CVaR 0.25 | deciles | reached |",
-        "|" + "---|" * 9,
-    ]
-    real = [
-        "Real tasks: mean error of the coverage of the deciles; bias of the value, spread of the",
-        "returns around it and predicted standard deviation, over the std of all returns; means",
-        "over seeds. Seeds whose coverage error is at most 0.05.",
-        "",
-        "| task | script | critics | coverage error | bias | spread | predicted | reached |",
-        "|" + "---|" * 8,
-    ]
-    for key in sorted(groups, key=lambda k: (list({**PROCESSES, **REAL}).index(k[0]), order[k])):
-        task, script, variant = key[0], key[1].split("_")[-1], key[2]
-        if task in REAL:
-            names = ("coverage", "bias", "spread", "predicted")
-            facts = (f"{np.mean([float(r[x]) for r in groups[key]]):.3f}" for x in names)
-            passed = sum(float(row["coverage"]) <= 0.05 for row in groups[key])
-            count = f"{passed} of {len(groups[key])}"
-            real.append("| " + " | ".join((task, script, variant, *facts, count)) + " |")
-            continue
-        rows = [{k: float(r[k]) for f in FIGURES for k in (f, f"{f}_floor")} for r in groups[key]]
-        figures = []
-        for figure in FIGURES:
-            sign = "+" if figure in ("std", "cvar05", "cvar25") else ""
-            mean, floor = (100 * np.mean([r[x] for r in rows]) for x in (figure, f"{figure}_floor"))
-            figures.append(f"{mean:{sign}.1f} ({floor:{sign}.1f})")
-        passed = f"{sum(map(reached, rows))} of {len(rows)}" if task in JUDGED else "no goal"
-        small.append("| " + " | ".join((task, script, variant, *figures, passed)) + " |")
-    text = "\n".join((*small, "", *real)) + "\n"
-    (RESULTS / "calibration.md").write_text(text)
-    print(text)
+    groups = common.by_setting(TABLE.rows())
+    tasks = [*PROCESSES, *REAL]
+    place = {cell.setting: i for i, cell in enumerate(cells())}
+
+    def rank(setting: Setting) -> tuple[int, int]:
+        return tasks.index(setting.task), place[setting]
+
+    order = sorted(groups, key=rank)
+
+    chains = [s for s in order if s.task in PROCESSES]
+    names = "process | script | flags | W1 / std | std | CVaR 0.05 | CVaR 0.25 | deciles | reached"
+    lines = [CHAIN_HEAD, *common.markdown_head(names)]
+    lines += [chain_line(setting, groups[setting]) for setting in chains]
+
+    real = [s for s in order if s.task in REAL]
+    names = "task | script | critics | coverage error | bias | spread | predicted | reached"
+    lines += ["", REAL_HEAD, *common.markdown_head(names)]
+    lines += [real_line(setting, groups[setting]) for setting in real]
+
+    common.publish(RESULTS / "calibration.md", lines)
     draw(groups)
 
 
-def draw(groups: dict[tuple[str, ...], list[dict[str, str]]]) -> None:
+def draw(groups: dict[Setting, list[Row]]) -> None:
     """Predicted quantile functions over the truth, a panel for each process."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = common.pyplot()
     figure, axes = plt.subplots(1, 5, figsize=(14, 3.6), constrained_layout=True)
-    shown = (
+    drawn = (
         (LSTM, "recommended", "C0", "quantiles, recommended flags"),
         (CATEGORICAL, "recommended", "C2", "categorical, recommended flags"),
         (LSTM, "sr_lambda, kappa 1, K 32", "C1", "quantiles, kappa 1"),
         (LSTM, "lambda_return, kappa 0, K 32", "C3", "quantiles, lambda_return"),
     )
-    for panel, task in zip(axes, PROCESSES):
-        panel.plot(LEVELS[SHOWN], exact(task)[SHOWN], color="0.75", lw=6, label="truth")
-        for script, variant, colour, label in shown:
-            for row in groups.get((task, script, variant), [])[:1]:
+    levels = LEVELS[SHOWN]
+    for panel, (task, law) in zip(axes, PROCESSES.items()):
+        panel.plot(levels, law.truth[SHOWN], color="0.75", lw=6, label="truth")
+        for script, variant, colour, label in drawn:
+            for row in groups.get(Setting(task, script, variant), [])[:1]:
                 curve = np.array(row["curve"].split(), float)
-                panel.plot(LEVELS[SHOWN], curve, color=colour, lw=1.5, label=label)
+                panel.plot(levels, curve, color=colour, lw=1.5, label=label)
         panel.set(title=task.replace("_", " "), xlabel="probability of a smaller return")
     axes[0].set_ylabel("discounted return")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
@@ -455,14 +588,14 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="*", type=int, default=[], help="seeds to run")
     parser.add_argument("--tune", help="flags to add to those of real tasks; give --seeds 10 ...")
     args = parser.parse_args()
-    sys.path.insert(0, str(HERE.parent))
     if args.tune is not None:
         if min(args.seeds, default=0) < 10:
             parser.error(f"--tune: --seeds {args.seeds} must be 10 and up; others are reported")
-        tune(args.only, args.seeds, args.tune)
+        TUNING.record(tune_one, tuning_runs(args.only, args.seeds, args.tune))
         return
     if not args.report:
-        run_missing(args.only, args.seeds)
+        runs = common.runs_of(cells(), args.only, args.seeds)
+        TABLE.record(run_one, TABLE.without_row(runs))
     report()
 
 

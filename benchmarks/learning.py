@@ -16,22 +16,20 @@ import argparse
 import csv
 import importlib
 import json
-import os
-import platform
-import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
+from typing import Any, NamedTuple
 
+import common
 import numpy as np
+from common import CATEGORICAL, LSTM, RESULTS, Cell, Point, Run
 
-HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results"
-LSTM, CATEGORICAL = "distributional_ppo_lstm", "distributional_ppo_categorical"
-SB3, CONTRIB = "stable_baselines3_ppo", "sb3_contrib_recurrent_ppo"
+SB3 = "stable_baselines3_ppo"
+CONTRIB = "sb3_contrib_recurrent_ppo"
 FOLLOWED = ("norm/return_std", "norm/value_shift", "value/outside_support")
 # keeps the std at 1 or above: a mean beyond the limits of the action is not left with little noise
 FLOOR = " --min-entropy 1.4 --min-entropy-penalty 0.1"
@@ -61,71 +59,117 @@ MUJOCO = (
     "--learning-rate 3e-4 --log-std-init -0.5 --target-kl 0.02"
 )
 # rl-baselines3-zoo, hyperparams/ppo_lstm.yml at 22e3ff2; all with VecNormalize
-NET = {"ortho_init": False, "lstm_hidden_size": 64, "enable_critic_lstm": True}
-NET |= {"net_arch": {"pi": [64], "vf": [64]}, "activation_fn": "ReLU"}
+NET = {
+    "ortho_init": False,
+    "lstm_hidden_size": 64,
+    "enable_critic_lstm": True,
+    "net_arch": {"pi": [64], "vf": [64]},
+    "activation_fn": "ReLU",
+}
 ZOO = {
     "CartPoleNoVel-v1": {
-        "n_envs": 8, "n_steps": 32, "batch_size": 256, "gae_lambda": 0.8, "gamma": 0.98,
-        "n_epochs": 20, "ent_coef": 0.0, "learning_rate": "lin_0.001", "clip_range": "lin_0.2",
+        "n_envs": 8,
+        "n_steps": 32,
+        "batch_size": 256,
+        "gae_lambda": 0.8,
+        "gamma": 0.98,
+        "n_epochs": 20,
+        "ent_coef": 0.0,
+        "learning_rate": "lin_0.001",
+        "clip_range": "lin_0.2",
     },
     "PendulumNoVel-v1": {
-        "n_envs": 4, "n_steps": 1024, "gae_lambda": 0.95, "gamma": 0.9, "n_epochs": 10,
-        "ent_coef": 0.0, "learning_rate": 1e-3, "clip_range": 0.2, "use_sde": True,
+        "n_envs": 4,
+        "n_steps": 1024,
+        "gae_lambda": 0.95,
+        "gamma": 0.9,
+        "n_epochs": 10,
+        "ent_coef": 0.0,
+        "learning_rate": 1e-3,
+        "clip_range": 0.2,
+        "use_sde": True,
         "sde_sample_freq": 4,
     },
     "MountainCarContinuousNoVel-v0": {
-        "n_envs": 8, "n_steps": 1024, "batch_size": 256, "gae_lambda": 0.9, "gamma": 0.9999,
-        "n_epochs": 10, "ent_coef": 0.00429, "learning_rate": 7.77e-5, "clip_range": 0.1,
-        "max_grad_norm": 5, "vf_coef": 0.19, "use_sde": True, "sde_sample_freq": 8,
+        "n_envs": 8,
+        "n_steps": 1024,
+        "batch_size": 256,
+        "gae_lambda": 0.9,
+        "gamma": 0.9999,
+        "n_epochs": 10,
+        "ent_coef": 0.00429,
+        "learning_rate": 7.77e-5,
+        "clip_range": 0.1,
+        "max_grad_norm": 5,
+        "vf_coef": 0.19,
+        "use_sde": True,
+        "sde_sample_freq": 8,
         "policy_kwargs": {"lstm_hidden_size": 32, "activation_fn": "Tanh"},
     },
-}  # fmt: skip
+}
 # training return, mean of 20 episodes, at which a task counts as learnt
-THRESHOLDS = {"CartPoleNoVel-v1": 475, "CartPole-v1": 475, "Acrobot-v1": -100, "Pendulum-v1": -200}
-THRESHOLDS |= {
+THRESHOLDS = {
+    "CartPoleNoVel-v1": 475,
+    "CartPole-v1": 475,
+    "Acrobot-v1": -100,
+    "Pendulum-v1": -200,
     "LunarLander-v3": 200,
     "HalfCheetah-v5": 3000,
     "Hopper-v5": 2000,
     "Walker2d-v5": 2000,
 }
-# CleanRL's PPO (v4 tasks, training return) and rl-baselines3-zoo's, tuned per task, at 1M steps
-PUBLISHED = {"HalfCheetah-v5": (1443, 5819), "Hopper-v5": (2383, 2410)}
-PUBLISHED |= {"Walker2d-v5": (2288, 3479), "Ant-v5": (None, 1327)}
-# (script, task, variant, flags beyond --env-id, seeds)
+
+
+class Published(NamedTuple):
+    """Scores of others at 1,000,000 steps."""
+
+    cleanrl: float | None  # its PPO on the v4 task, training return
+    zoo: float  # rl-baselines3-zoo's PPO, tuned per task
+
+
+PUBLISHED = {
+    "HalfCheetah-v5": Published(1443, 5819),
+    "Hopper-v5": Published(2383, 2410),
+    "Walker2d-v5": Published(2288, 3479),
+    "Ant-v5": Published(None, 1327),
+}
+LONG = "--total-timesteps 500000"
+MILLION = "--total-timesteps 1000000"
+# flags: beyond --env-id and --seed
 GRID = [
-    (LSTM, "CartPoleNoVel-v1", "default", "", range(1, 11)),
-    (LSTM, "CartPoleNoVel-v1", "evaluated", "--eval-every 10 --eval-episodes 10", range(1, 11)),
+    Cell("CartPoleNoVel-v1", LSTM, "default", "", range(1, 11)),
+    Cell("CartPoleNoVel-v1", LSTM, "evaluated", "--eval-every 10 --eval-episodes 10", range(1, 11)),
     # the defaults once more, on another processor: rounding differs and so do the runs
-    (LSTM, "CartPoleNoVel-v1", "again", "", range(1, 11)),
-    (LSTM, "CartPoleNoVel-v1", "no_memory", "", range(1, 4)),
-    (LSTM, "PendulumNoVel-v1", "default", PENDULUM_NOVEL, range(1, 11)),
-    (LSTM, "MountainCarContinuousNoVel-v0", "default", MOUNTAIN, range(1, 11)),
-    (LSTM, "popgym:popgym-RepeatFirstEasy-v0", "default", "", range(1, 6)),
-    (LSTM, "popgym:popgym-RepeatPreviousEasy-v0", "default", "", range(1, 6)),
-    (LSTM, "popgym:popgym-RepeatFirstEasy-v0", "long", "--total-timesteps 500000", range(1, 6)),
-    (LSTM, "popgym:popgym-RepeatPreviousEasy-v0", "long", "--total-timesteps 500000", range(1, 6)),
-    (LSTM, "envs:MiniGrid-MemoryS7-Image-v0", "default", "--total-timesteps 500000", range(1, 6)),
-    (CATEGORICAL, "CartPole-v1", "default", "", range(1, 11)),
-    (CATEGORICAL, "CartPole-v1", "again", "", range(1, 11)),
-    (CATEGORICAL, "Pendulum-v1", "default", PENDULUM + FLOOR, range(1, 6)),
-    (CATEGORICAL, "Acrobot-v1", "default", ACROBOT, range(1, 6)),
-    (CATEGORICAL, "LunarLander-v3", "default", LUNAR, range(1, 6)),
-    (CATEGORICAL, "HalfCheetah-v5", "default", MUJOCO, range(1, 4)),
-    (CATEGORICAL, "Hopper-v5", "default", MUJOCO, range(1, 4)),
-    (CATEGORICAL, "Walker2d-v5", "default", MUJOCO, range(1, 4)),
-    (CATEGORICAL, "Ant-v5", "default", MUJOCO, range(1, 4)),
-    (CATEGORICAL, "Swimmer-v5", "default", MUJOCO + " --gamma 0.9999", range(1, 4)),
-    (CONTRIB, "CartPoleNoVel-v1", "zoo", "--total-timesteps 100000", range(1, 6)),
-    (CONTRIB, "PendulumNoVel-v1", "zoo", "--total-timesteps 100000", range(1, 6)),
-    (CONTRIB, "MountainCarContinuousNoVel-v0", "zoo", "--total-timesteps 300000", range(1, 6)),
-    (SB3, "CartPole-v1", "default", "--total-timesteps 50000", range(1, 4)),
-    (SB3, "Pendulum-v1", "default", "--total-timesteps 100000", range(1, 4)),
-    (SB3, "Acrobot-v1", "default", "--total-timesteps 500000", range(1, 4)),
-    (SB3, "LunarLander-v3", "default", "--total-timesteps 1000000", range(1, 4)),
-    (SB3, "HalfCheetah-v5", "default", "--total-timesteps 1000000", range(1, 4)),
-    (SB3, "Hopper-v5", "default", "--total-timesteps 1000000", range(1, 4)),
-    (SB3, "Walker2d-v5", "default", "--total-timesteps 1000000", range(1, 4)),
-    (SB3, "Ant-v5", "default", "--total-timesteps 1000000", range(1, 4)),
+    Cell("CartPoleNoVel-v1", LSTM, "again", "", range(1, 11)),
+    Cell("CartPoleNoVel-v1", LSTM, "no_memory", "", range(1, 4)),
+    Cell("PendulumNoVel-v1", LSTM, "default", PENDULUM_NOVEL, range(1, 11)),
+    Cell("MountainCarContinuousNoVel-v0", LSTM, "default", MOUNTAIN, range(1, 11)),
+    Cell("popgym:popgym-RepeatFirstEasy-v0", LSTM, "default", "", range(1, 6)),
+    Cell("popgym:popgym-RepeatPreviousEasy-v0", LSTM, "default", "", range(1, 6)),
+    Cell("popgym:popgym-RepeatFirstEasy-v0", LSTM, "long", LONG, range(1, 6)),
+    Cell("popgym:popgym-RepeatPreviousEasy-v0", LSTM, "long", LONG, range(1, 6)),
+    Cell("envs:MiniGrid-MemoryS7-Image-v0", LSTM, "default", LONG, range(1, 6)),
+    Cell("CartPole-v1", CATEGORICAL, "default", "", range(1, 11)),
+    Cell("CartPole-v1", CATEGORICAL, "again", "", range(1, 11)),
+    Cell("Pendulum-v1", CATEGORICAL, "default", PENDULUM + FLOOR, range(1, 6)),
+    Cell("Acrobot-v1", CATEGORICAL, "default", ACROBOT, range(1, 6)),
+    Cell("LunarLander-v3", CATEGORICAL, "default", LUNAR, range(1, 6)),
+    Cell("HalfCheetah-v5", CATEGORICAL, "default", MUJOCO, range(1, 4)),
+    Cell("Hopper-v5", CATEGORICAL, "default", MUJOCO, range(1, 4)),
+    Cell("Walker2d-v5", CATEGORICAL, "default", MUJOCO, range(1, 4)),
+    Cell("Ant-v5", CATEGORICAL, "default", MUJOCO, range(1, 4)),
+    Cell("Swimmer-v5", CATEGORICAL, "default", MUJOCO + " --gamma 0.9999", range(1, 4)),
+    Cell("CartPoleNoVel-v1", CONTRIB, "zoo", "--total-timesteps 100000", range(1, 6)),
+    Cell("PendulumNoVel-v1", CONTRIB, "zoo", "--total-timesteps 100000", range(1, 6)),
+    Cell("MountainCarContinuousNoVel-v0", CONTRIB, "zoo", "--total-timesteps 300000", range(1, 6)),
+    Cell("CartPole-v1", SB3, "default", "--total-timesteps 50000", range(1, 4)),
+    Cell("Pendulum-v1", SB3, "default", "--total-timesteps 100000", range(1, 4)),
+    Cell("Acrobot-v1", SB3, "default", LONG, range(1, 4)),
+    Cell("LunarLander-v3", SB3, "default", MILLION, range(1, 4)),
+    Cell("HalfCheetah-v5", SB3, "default", MILLION, range(1, 4)),
+    Cell("Hopper-v5", SB3, "default", MILLION, range(1, 4)),
+    Cell("Walker2d-v5", SB3, "default", MILLION, range(1, 4)),
+    Cell("Ant-v5", SB3, "default", MILLION, range(1, 4)),
 ]
 
 
@@ -161,66 +205,130 @@ OWN = {
         "atoms_101": "--num-atoms 101",
     },
 }
-ABLATIONS = [
-    (script, task, variant, f"{flags} {own}", range(1, 6))
+
+
+def ablations() -> list[Cell]:
+    """One thing changed at a time."""
+    cells = []
     for script, task, flags in (
         (LSTM, "CartPoleNoVel-v1", ""),
         (CATEGORICAL, "CartPole-v1", ""),
         (CATEGORICAL, "Pendulum-v1", PENDULUM),
-    )
-    for variant, own in (BOTH | OWN[script]).items()
-    if variant not in (("twin_mean",) if task == "Pendulum-v1" else ("twin_min", "no_floor"))
-]
+    ):
+        # these are what the task's row in GRID, or no_floor, has already
+        same = ("twin_mean",) if task == "Pendulum-v1" else ("twin_min", "no_floor")
+        variants = BOTH | OWN[script]
+        cells += [
+            Cell(task, script, variant, f"{flags} {own}", range(1, 6))
+            for variant, own in variants.items()
+            if variant not in same
+        ]
+    return cells
 
 
-def folder(script: str, task: str, variant: str) -> Path:
+ABLATIONS = ablations()
+
+
+def folder(cell: Cell) -> Path:
     """Where the runs of one cell of the grid are kept."""
-    return RESULTS / script / task.split(":")[-1] / variant
+    return RESULTS / cell.script / name_of(cell) / cell.variant
+
+
+def name_of(cell: Cell) -> str:
+    """The task without the module that registers it."""
+    return cell.task.split(":")[-1]
+
+
+# --------------------------------------------------------------------------------------------- runs
+class Result(NamedTuple):
+    """What is kept of a run."""
+
+    points: list[Point]  # step and return of every training episode
+    facts: dict[str, Any]  # evaluation, flags, versions
 
 
 def forget(module: ModuleType) -> None:
     """The control without memory: the LSTM state is zero ahead of every step, everywhere."""
     import torch
 
-    unroll, step = module.unroll_lstm, module.Body.step
+    unroll = module.unroll_lstm
+    step = module.Body.step
+
+    def step_without_state(body, obs, state):
+        return step(body, obs, torch.zeros_like(state))
 
     def unroll_without_state(lstm, inputs, state, episode_start):
         zero = tuple(torch.zeros_like(s) for s in state)
         return unroll(lstm, inputs, zero, torch.ones_like(episode_start))
 
     module.unroll_lstm = unroll_without_state
-    module.Body.step = lambda self, obs, state: step(self, obs, torch.zeros_like(state))
+    module.Body.step = step_without_state
 
 
-def run_ours(script: str, task: str, variant: str, flags: str, seed: int) -> tuple[list, dict]:
-    """Train one seed: (step, return) of every episode, and what is kept beside it."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+def exchanged(script: str, top: str) -> ModuleType:
+    """The script with the other one's value distribution, written into the folder `top`."""
+    import compose
 
-    sys.path.insert(0, str(HERE.parent))
-    with tempfile.TemporaryDirectory() as top:
-        if variant == "exchanged":
-            sys.path.insert(0, top)
-            compose = importlib.import_module("compose")
-            script = compose.compose(Path(top))[script == CATEGORICAL].stem
-        module = importlib.import_module(script)
-        if variant == "no_memory":
+    combinations = compose.compose(Path(top))
+    sys.path.insert(0, top)
+    return importlib.import_module(combinations[script == CATEGORICAL].stem)
+
+
+def run_ours(run: Run) -> Result:
+    """Train one seed of a script of this repository."""
+    cell = run.cell
+    with ExitStack() as stack:
+        if cell.variant == "exchanged":
+            top = stack.enter_context(tempfile.TemporaryDirectory())
+            module = exchanged(cell.script, top)
+        else:
+            module = common.load_script(cell.script)
+        if cell.variant == "no_memory":
             forget(module)
-        line = ["--env-id", task, "--seed", str(seed), "--run-dir", top, *flags.split()]
-        metrics = module.train(module.tyro.cli(module.Args, args=line))
-        events = EventAccumulator(metrics["run_dir"], {"scalars": 0})
-        events.Reload()
-        points = [(p.step, round(p.value, 4)) for p in events.Scalars("charts/episodic_return")]
-        present = [tag for tag in FOLLOWED if tag in metrics]
-        followed = {tag: [p.value for p in events.Scalars(tag)] for tag in present}
-        scores = [(p.step, round(p.value, 4)) for p in events.Scalars("eval/return_mean")]
-        told = json.loads(Path(metrics["run_dir"], "args.json").read_text())
+
+        training = common.trained(module, cell.task, run.seed, cell.flags)
+        done = stack.enter_context(training)
+        metrics = done.metrics
+        followed = [tag for tag in FOLLOWED if tag in metrics]
+        tags = ("charts/episodic_return", "eval/return_mean", *followed)
+        curves = common.scalars(done.directory, tags)
+        told = json.loads((done.directory / "args.json").read_text())
+
     told["args"]["run_dir"] = "runs"
-    result = {k: round(v, 4) for k, v in metrics.items() if k.startswith(("eval/", "charts/SPS"))}
-    over_run = {tag: {"mean": np.mean(v), "max": np.max(v)} for tag, v in followed.items()}
-    return points, {"result": result, "evaluations": scores, "over_run": over_run, **told}
+    kept = [tag for tag in metrics if tag.startswith(("eval/", "charts/SPS"))]
+    over_run = {}
+    for tag in followed:
+        values = [point.value for point in curves[tag]]
+        over_run[tag] = {"mean": np.mean(values), "max": np.max(values)}
+    facts = {
+        "result": {tag: round(metrics[tag], 4) for tag in kept},
+        "evaluations": rounded(curves["eval/return_mean"]),
+        "over_run": over_run,
+        **told,
+    }
+    return Result(rounded(curves["charts/episodic_return"]), facts)
 
 
-def run_peer(script: str, task: str, flags: str, seed: int) -> tuple[list, dict]:
+def rounded(points: list[Point]) -> list[Point]:
+    """Four digits are enough of a return."""
+    return [Point(point.step, round(point.value, 4)) for point in points]
+
+
+def zoo_options(task: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of RecurrentPPO and of its networks, from the zoo's text."""
+    import torch
+
+    options = dict(ZOO[task])
+    for name in ("learning_rate", "clip_range"):
+        if isinstance(options[name], str):  # "lin_x": x falls linearly to 0
+            start = float(options[name].removeprefix("lin_"))
+            options[name] = lambda remaining, start=start: start * remaining
+    net = NET | options.pop("policy_kwargs", {})
+    net["activation_fn"] = getattr(torch.nn, net["activation_fn"])
+    return options, net
+
+
+def run_peer(run: Run) -> Result:
     """SB3's PPO with its defaults or sb3-contrib's RecurrentPPO with the flags of the zoo.
     The environments are ours; evaluated like ours: 50 episodes, mode of the policy."""
     import sb3_contrib
@@ -230,93 +338,118 @@ def run_peer(script: str, task: str, flags: str, seed: int) -> tuple[list, dict]
     from stable_baselines3.common.evaluation import evaluate_policy
     from stable_baselines3.common.vec_env import VecNormalize
 
-    points: list = []
+    task = run.cell.task
+    seed = run.seed
+    steps = int(run.cell.flags.split()[-1])
+    zoo = run.cell.script == CONTRIB
+    ours = common.load_script(LSTM)
+    torch.set_num_threads(1)
+
+    def make():
+        return ours.make_env(ours.Args(env_id=task))
+
+    fresh = make_vec_env(make, 1, seed + 1_000_000)
+    if zoo:
+        options, net = zoo_options(task)
+        envs = make_vec_env(make, options.pop("n_envs"), seed)
+        envs = VecNormalize(envs, gamma=options["gamma"])
+        recurrent = sb3_contrib.RecurrentPPO
+        model = recurrent("MlpLstmPolicy", envs, seed=seed, policy_kwargs=net, **options)
+    else:
+        model = sb3.PPO("MlpPolicy", make_vec_env(make, 1, seed), seed=seed)
+
+    points: list[Point] = []
 
     def watch(local: dict, _: dict) -> bool:
         ended = [info["episode"] for info in local["infos"] if "episode" in info]
-        points.extend((model.num_timesteps, episode["r"]) for episode in ended)
+        points.extend(Point(model.num_timesteps, episode["r"]) for episode in ended)
         return True
 
-    sys.path.insert(0, str(HERE.parent))
-    ours = importlib.import_module(LSTM)
-    torch.set_num_threads(1)
-    steps, zoo = int(flags.split()[-1]), script == CONTRIB
-    options = dict(ZOO[task]) if zoo else {}
-    envs = make_vec_env(
-        lambda: ours.make_env(ours.Args(env_id=task)), options.pop("n_envs", 1), seed
-    )
-    fresh = make_vec_env(lambda: ours.make_env(ours.Args(env_id=task)), 1, seed + 1_000_000)
-    if zoo:
-        for name in {"learning_rate", "clip_range"} & options.keys():
-            if isinstance(options[name], str):  # "lin_x": x falls linearly to 0
-                start = float(options[name][4:])
-                options[name] = lambda remaining, start=start: start * remaining
-        net = NET | options.pop("policy_kwargs", {})
-        net["activation_fn"] = getattr(torch.nn, net["activation_fn"])
-        envs = VecNormalize(envs, gamma=options["gamma"])
-        model = sb3_contrib.RecurrentPPO(
-            "MlpLstmPolicy", envs, seed=seed, policy_kwargs=net, **options
-        )
-    else:
-        model = sb3.PPO("MlpPolicy", envs, seed=seed)
     model.learn(steps, watch)
     if zoo:
         fresh = VecNormalize(fresh, training=False, norm_reward=False)
         fresh.obs_rms = envs.obs_rms
     returns, _ = evaluate_policy(model, fresh, 50, return_episode_rewards=True)
-    result = {"eval/return_mean": np.mean(returns), "eval/return_std": np.std(returns)}
-    versions = {m.__name__: m.__version__ for m in (sb3, sb3_contrib, torch)}
-    return points, {
-        "result": result,
-        "args": {"total_timesteps": steps, **(ZOO[task] | {"net": NET} if zoo else {})},
-        "versions": versions,
+
+    published = ZOO[task] | {"net": NET} if zoo else {}
+    facts = {
+        "result": {"eval/return_mean": np.mean(returns), "eval/return_std": np.std(returns)},
+        "args": {"total_timesteps": steps, **published},
+        "versions": {m.__name__: m.__version__ for m in (sb3, sb3_contrib, torch)},
     }
+    return Result(points, facts)
 
 
-def run_one(script: str, task: str, variant: str, flags: str, seed: int) -> None:
-    """Train one seed in this process and write its two files."""
+def run_one(run: Run) -> Result:
+    """Train one seed in this process."""
     began = time.time()
-    if script in (SB3, CONTRIB):
-        points, told = run_peer(script, task, flags, seed)
-    else:
-        points, told = run_ours(script, task, variant, flags, seed)
-    machine = {"cores": os.cpu_count(), "machine": platform.machine()}
-    meta = {"wall_seconds": round(time.time() - began, 1), **machine, **told}
-    path = folder(script, task, variant)
+    work = run_peer if run.cell.script in (SB3, CONTRIB) else run_ours
+    points, facts = work(run)
+    seconds = {"wall_seconds": round(time.time() - began, 1)}
+    return Result(points, {**seconds, **common.machine(), **facts})
+
+
+def keep(run: Run, result: Result) -> None:
+    """Write the two files of a run."""
+    path = folder(run.cell)
     path.mkdir(parents=True, exist_ok=True)
-    (path / f"seed{seed}.json").write_text(json.dumps(meta, indent=1))
-    with (path / f"seed{seed}.tmp").open("w", newline="") as file:
-        csv.writer(file).writerows([("step", "return"), *points])
-    (path / f"seed{seed}.tmp").rename(path / f"seed{seed}.csv")  # last: it marks the run as done
+    (path / f"seed{run.seed}.json").write_text(json.dumps(result.facts, indent=1))
+    unfinished = path / f"seed{run.seed}.tmp"
+    with unfinished.open("w", newline="") as file:
+        csv.writer(file).writerows([("step", "return"), *result.points])
+    unfinished.rename(unfinished.with_suffix(".csv"))  # last: it marks the run as done
 
 
-def run_missing(cells: list[tuple], only: list[str], seeds: list[int], processes: int) -> None:
-    """Every run without a CSV; `only` names tasks, scripts or variants, all of them to match."""
-    jobs = []
-    for script, task, variant, flags, all_seeds in cells:
-        for seed in all_seeds:
-            wanted = all(any(w in part for part in (script, task, variant)) for w in only)
-            wanted = wanted and (not seeds or seed in seeds)
-            if wanted and not (folder(script, task, variant) / f"seed{seed}.csv").exists():
-                jobs.append((script, task, variant, flags, str(seed)))
-
-    jobs.sort(key=lambda job: int(job[4]))  # seed 1 of everything first
-
-    def start(job: tuple[str, ...]) -> None:
-        command = [sys.executable, __file__, "--one", json.dumps(job)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        last = (done.stderr if done.returncode else done.stdout).strip().splitlines()[-2:]
-        print(*job[1:3], "seed", job[4], "|", *last, flush=True)
-
-    with ThreadPoolExecutor(processes) as pool:
-        list(pool.map(start, jobs))
+def done(run: Run) -> bool:
+    """Its curve is there."""
+    return (folder(run.cell) / f"seed{run.seed}.csv").exists()
 
 
-def curve(path: Path, grid: np.ndarray) -> np.ndarray:
-    """Mean return of the 20 episodes before each point of `grid`."""
-    steps, returns = np.loadtxt(path, delimiter=",", skiprows=1).T
+def missing(cells: list[Cell], only: list[str], seeds: list[int]) -> list[Run]:
+    """Runs that match and are not done, of these seeds if any; seed 1 of everything first."""
+    runs = [run for run in common.runs_of(cells, only) if not done(run)]
+    if seeds:
+        runs = [run for run in runs if run.seed in seeds]
+    return sorted(runs, key=lambda run: run.seed)
+
+
+def run_missing(runs: list[Run], processes: int) -> None:
+    """Train them and keep what they give."""
+    for run, result in common.run_all(run_one, runs, processes):
+        keep(run, result)
+        print(run, "|", result.facts["result"], flush=True)
+
+
+# ------------------------------------------------------------------------------------------ reading
+def facts_of(cell: Cell) -> list[dict[str, Any]]:
+    """What is kept beside the curves of a cell's runs."""
+    paths = sorted(folder(cell).glob("seed*.json"))
+    return [json.loads(path.read_text()) for path in paths]
+
+
+def scores_of(cell: Cell) -> list[float]:
+    """Final evaluation of every run of a cell."""
+    return [facts["result"]["eval/return_mean"] for facts in facts_of(cell)]
+
+
+def curves_of(cell: Cell) -> list[np.ndarray]:
+    """Training episodes of every run of a cell, (episodes, 2): step and return."""
+    paths = sorted(folder(cell).glob("seed*.csv"))
+    return [np.loadtxt(path, delimiter=",", skiprows=1, ndmin=2) for path in paths]
+
+
+def cell_of(script: str, task: str, variant: str) -> Cell:
+    """One cell of the grid."""
+    wanted = (task, script, variant)
+    return next(cell for cell in GRID if cell.setting == wanted)
+
+
+def smoothed(points: np.ndarray, grid: np.ndarray) -> np.ndarray:
+    """Mean return of the 20 episodes before each step of `grid`."""
+    steps, returns = points.T
     ends = np.searchsorted(steps, grid, side="right")
-    return np.array([returns[max(0, e - 20) : e].mean() if e else np.nan for e in ends])
+    windows = [returns[max(0, end - 20) : end] for end in ends]
+    return np.array([window.mean() if len(window) else np.nan for window in windows])
 
 
 def iqm(scores: np.ndarray) -> float:
@@ -333,124 +466,151 @@ def interval(scores: np.ndarray) -> np.ndarray:
 
 def first_step(points: np.ndarray, threshold: float | None) -> float:
     """Step at which the mean of the last 20 training episodes, (step, return), reaches the
-    threshold."""
+    threshold; infinite where it never does."""
     steps, returns = points.T
     if threshold is None or len(returns) < 20:
         return np.inf
-    means = np.convolve(returns, np.ones(20) / 20, "valid")
-    return steps[19 + (means >= threshold).argmax()] if (means >= threshold).any() else np.inf
+    good = np.convolve(returns, np.ones(20) / 20, "valid") >= threshold
+    return steps[19 + good.argmax()] if good.any() else np.inf
 
 
+# ------------------------------------------------------------------------------------------ reports
 def evaluated() -> str:
     """When the mode of the policy reaches the threshold, and whether it stays there."""
-    threshold, first, stayed = THRESHOLDS["CartPoleNoVel-v1"], [], []
-    for path in folder(LSTM, "CartPoleNoVel-v1", "evaluated").glob("seed*.json"):
-        steps, scores = np.array(json.loads(path.read_text())["evaluations"]).T
+    task = "CartPoleNoVel-v1"
+    threshold = THRESHOLDS[task]
+    first = []
+    stayed = []
+    for facts in facts_of(cell_of(LSTM, task, "evaluated")):
+        steps, scores = np.array(facts["evaluations"]).T
         good = scores >= threshold
         first.append(steps[good.argmax()] if good.any() else np.inf)
         stayed += [*good[good.argmax() + 1 :]] if good.any() else []
     if not first:
-        return "CartPoleNoVel-v1, evaluated on the way: no runs yet."
+        return f"{task}, evaluated on the way: no runs yet."
     return (
-        f"CartPoleNoVel-v1, the mode of the policy evaluated every 5,120 steps (10 episodes, "
+        f"{task}, the mode of the policy evaluated every 5,120 steps (10 episodes, "
         f"{len(first)} seeds): {threshold} is first reached after {np.median(first):,.0f} steps "
         f"(median; {min(first):,.0f} to {max(first):,.0f}); of the later evaluations "
         f"{np.mean(stayed):.0%} are that good."
     )
 
 
-def table(cells: list[tuple]) -> list[str]:
+def steps_needed(cell: Cell) -> str:
+    """Median steps to the threshold, in words."""
+    threshold = THRESHOLDS.get(name_of(cell))
+    if threshold is None:
+        return "-"
+    steps = np.median([first_step(points, threshold) for points in curves_of(cell)])
+    return f"{steps:,.0f}" if np.isfinite(steps) else "not reached"
+
+
+def table(cells: list[Cell]) -> list[str]:
     """A line for each cell with results."""
-    lines = [
-        "| script | task | variant | steps | seeds | mean | IQM, 95 % interval | worst, best "
-        "| steps to threshold | seconds |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for script, task, variant, _, _ in cells:
-        where, name = folder(script, task, variant), task.split(":")[-1]
-        runs = [json.loads(path.read_text()) for path in sorted(where.glob("seed*.json"))]
+    lines = common.markdown_head(
+        "script | task | variant | steps | seeds | mean | IQM, 95 % interval | worst, best "
+        "| steps to threshold | seconds"
+    )
+    for cell in cells:
+        runs = facts_of(cell)
         if not runs:
             continue
-        scores = np.array([r["result"]["eval/return_mean"] for r in runs])
+        scores = np.array(scores_of(cell))
         low, high = interval(scores)
-        spread = f"{iqm(scores):.1f} ({low:.1f} to {high:.1f})" if len(runs) > 4 else "-"
-        files = where.glob("seed*.csv")
-        curves = [np.loadtxt(file, delimiter=",", skiprows=1, ndmin=2) for file in files]
-        needed = [first_step(points, THRESHOLDS.get(name)) for points in curves]
-        reached = f"{np.median(needed):,.0f}" if np.isfinite(np.median(needed)) else "not reached"
-        reached = reached if name in THRESHOLDS else "-"
-        row = (script, name, variant, f"{runs[0]['args']['total_timesteps']:,}", len(runs))
-        row += (f"{scores.mean():.1f}", spread)
-        row += (f"{scores.min():.1f}, {scores.max():.1f}", reached)
-        row += (f"{np.median([r['wall_seconds'] for r in runs]):.0f}",)
-        lines.append("| " + " | ".join(str(x) for x in row) + " |")
+        enough = len(runs) > 4
+        lines.append(
+            common.markdown_row(
+                [
+                    cell.script,
+                    name_of(cell),
+                    cell.variant,
+                    f"{runs[0]['args']['total_timesteps']:,}",
+                    len(runs),
+                    f"{scores.mean():.1f}",
+                    f"{iqm(scores):.1f} ({low:.1f} to {high:.1f})" if enough else "-",
+                    f"{scores.min():.1f}, {scores.max():.1f}",
+                    steps_needed(cell),
+                    f"{np.median([run['wall_seconds'] for run in runs]):.0f}",
+                ]
+            )
+        )
     return lines
 
 
 def mujoco() -> str:
     """Scores of the one MuJoCo line over CleanRL's and over the zoo's per-task tuned PPO."""
-    over, like_for_like, means = [], [], {}
-    for task, (cleanrl, zoo) in PUBLISHED.items():
-        where = folder(CATEGORICAL, task, "default")
-        runs = [json.loads(path.read_text())["result"] for path in where.glob("seed*.json")]
-        scores = [run["eval/return_mean"] for run in runs]
-        means[task] = np.mean(scores) / zoo
-        if cleanrl:
-            over += [score / cleanrl for score in scores]
-            for path in where.glob("seed*.csv"):
-                returns = np.loadtxt(path, delimiter=",", skiprows=1)[-100:, 1]
-                like_for_like.append(returns.mean() / cleanrl)
-    told = ", ".join(f"{task} {ratio:.2f}" for task, ratio in means.items())
+    over_zoo = {}
+    over_cleanrl = []
+    like_for_like = []  # training returns, as CleanRL reports
+    for task, published in PUBLISHED.items():
+        cell = cell_of(CATEGORICAL, task, "default")
+        scores = scores_of(cell)
+        over_zoo[task] = np.mean(scores) / published.zoo
+        if published.cleanrl:
+            last = [points[-100:, 1].mean() for points in curves_of(cell)]
+            over_cleanrl += [score / published.cleanrl for score in scores]
+            like_for_like += [mean / published.cleanrl for mean in last]
+    told = ", ".join(f"{task} {ratio:.2f}" for task, ratio in over_zoo.items())
     return (
         f"MuJoCo, one flag line: IQM of score over CleanRL's on the three tasks it reports "
-        f"{iqm(np.array(over)):.2f} (of the last 100 training returns, as CleanRL reports: "
-        f"{iqm(np.array(like_for_like)):.2f}); "
-        f"mean of score over the zoo's {np.mean([*means.values()]):.2f} ({told})."
+        f"{iqm(np.array(over_cleanrl)):.2f} (of the last 100 training returns, as CleanRL "
+        f"reports: {iqm(np.array(like_for_like)):.2f}); "
+        f"mean of score over the zoo's {np.mean([*over_zoo.values()]):.2f} ({told})."
     )
 
 
-def report() -> None:
-    """README's table in results/learning.md, the ablations' beside it, and a figure of each."""
-    import matplotlib
+def draw_ablations(cells: list[Cell]) -> None:
+    """Every seed a point, a panel for each task."""
+    plt = common.pyplot()
+    panels: dict[tuple[str, str], list[Cell]] = {}
+    for cell in cells:
+        panels.setdefault((cell.script, cell.task), []).append(cell)
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    compared = {cell[:2] for cell in ABLATIONS}
-    base = [cell for cell in GRID if cell[:2] in compared and cell[2] == "default"]
-    ablations = sorted([*base, *ABLATIONS], key=lambda cell: cell[:2])
-    for name, cells in (("learning", GRID), ("ablations", ablations)):
-        below = [evaluated(), mujoco()] if cells is GRID else []
-        text = "\n\n".join(["\n".join(table(cells)), *below]) + "\n"
-        (RESULTS / f"{name}.md").write_text(text)
-        print(text)
-
-    tasks = list(dict.fromkeys(cell[:2] for cell in ablations))
-    figure, axes = plt.subplots(1, len(tasks), figsize=(12, 5), constrained_layout=True)
-    for panel, (script, task) in zip(axes, tasks):
-        for _, _, variant, _, _ in (cell for cell in ablations if cell[:2] == (script, task)):
-            paths = folder(script, task, variant).glob("seed*.json")
-            runs = [json.loads(path.read_text())["result"]["eval/return_mean"] for path in paths]
-            panel.plot(runs, [variant] * len(runs), "o", color="C0", alpha=0.6)
+    figure, axes = plt.subplots(1, len(panels), figsize=(12, 5), constrained_layout=True)
+    for panel, ((script, task), own) in zip(axes, panels.items()):
+        for cell in own:
+            scores = scores_of(cell)
+            panel.plot(scores, [cell.variant] * len(scores), "o", color="C0", alpha=0.6)
         panel.invert_yaxis()
         kind = "recurrent, quantiles" if script == LSTM else "feed-forward, atoms"
         panel.set(title=f"{task}\n{kind}", xlabel="evaluation return, by seed")
     figure.savefig(RESULTS / "ablations.png", dpi=110)
 
-    figure, axes = plt.subplots(figsize=(7, 3.6), constrained_layout=True)
+
+def draw_learning() -> None:
+    """Training curves with memory and without."""
+    plt = common.pyplot()
+    task = "CartPoleNoVel-v1"
     grid = np.arange(2000, 100_001, 1000)
-    for variant, colour, label in (("default", "C0", "LSTM"), ("no_memory", "C3", "state zeroed")):
-        paths = sorted(folder(LSTM, "CartPoleNoVel-v1", variant).glob("seed*.csv"))
-        if not paths:
+    figure, axes = plt.subplots(figsize=(7, 3.6), constrained_layout=True)
+    for variant, colour, name in (("default", "C0", "LSTM"), ("no_memory", "C3", "state zeroed")):
+        runs = curves_of(cell_of(LSTM, task, variant))
+        if not runs:
             continue
-        curves = np.array([curve(p, grid) for p in paths])
+        curves = np.array([smoothed(points, grid) for points in runs])
+        label = f"{name}, median of {len(runs)} seeds"
         axes.plot(grid, curves.T, color=colour, lw=0.6, alpha=0.5)
-        label = f"{label}, median of {len(paths)} seeds"
         axes.plot(grid, np.median(curves, 0), color=colour, lw=2.2, label=label)
     axes.axhline(500, color="0.6", lw=0.8, ls="--")
-    axes.set(xlabel="environment steps", ylabel="training return", title="CartPoleNoVel-v1")
+    axes.set(xlabel="environment steps", ylabel="training return", title=task)
     axes.legend(loc="upper left", frameon=False)
     figure.savefig(RESULTS / "learning.png", dpi=130)
+
+
+def report() -> None:
+    """The table of results/learning.md, the ablations' beside it, and a figure of each."""
+    common.publish(RESULTS / "learning.md", [*table(GRID), "", evaluated(), "", mujoco()])
+
+    def panel(cell: Cell) -> tuple[str, str]:
+        return cell.script, cell.task
+
+    changed = {panel(cell) for cell in ABLATIONS}
+    base = [cell for cell in GRID if cell.variant == "default" and panel(cell) in changed]
+    beside = sorted([*base, *ABLATIONS], key=panel)
+    common.publish(RESULTS / "ablations.md", table(beside))
+
+    draw_ablations(beside)
+    draw_learning()
 
 
 def main() -> None:
@@ -461,14 +621,10 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="*", type=int, default=[], help="seeds to run")
     parser.add_argument("--ablations", action="store_true", help="run these instead of the grid")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.one:
-        script, task, variant, flags, seed = json.loads(args.one)
-        run_one(script, task, variant, flags, int(seed))
-        return
     if not args.report:
-        run_missing(ABLATIONS if args.ablations else GRID, args.only, args.seeds, args.processes)
+        cells = ABLATIONS if args.ablations else GRID
+        run_missing(missing(cells, args.only, args.seeds), args.processes)
     report()
 
 

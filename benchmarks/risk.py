@@ -14,32 +14,29 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import functools
-import importlib
 import io
-import sys
-import tempfile
-import time
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
 
+import common
 import gymnasium as gym
 import numpy as np
+from common import CATEGORICAL, LSTM, RESULTS, Cell, Row, Run, Setting, Table
 from gymnasium.spaces import Box, Discrete
 
-HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results"
-LSTM, CATEGORICAL = "distributional_ppo_lstm", "distributional_ppo_categorical"
 
-
+# -------------------------------------------------------------------------------------------- tasks
 class Lottery(gym.Env):
     """One step. Action 0 pays 0.9; action 1 pays 1.5, or -3.5 with probability 0.1: mean 1.0.
 
     CVaR_0.2 of action 1 is (0.1 * -3.5 + 0.1 * 1.5) / 0.2 = -1.
     """
 
-    observation_space, action_space = Box(0, 1, (1,), np.float32), Discrete(2)
+    observation_space = Box(0, 1, (1,), np.float32)
+    action_space = Discrete(2)
 
     def reset(self, *, seed=None, options=None):
         """Nothing to see."""
@@ -48,7 +45,9 @@ class Lottery(gym.Env):
 
     def step(self, action):
         """The prize."""
-        prize = (-3.5 if self.np_random.random() < 0.1 else 1.5) if action == 1 else 0.9
+        prize = 0.9
+        if action == 1:
+            prize = -3.5 if self.np_random.random() < 0.1 else 1.5
         return np.ones(1, np.float32), prize, True, False, {}
 
 
@@ -60,12 +59,14 @@ class Road(gym.Env):
     the mean (17.0: a crash in 26 % of the episodes), the safe speed in the tail (15.0 for sure).
     """
 
-    observation_space, action_space = Box(0, 1, (1,), np.float32), Box(-1, 1, (1,), np.float32)
+    observation_space = Box(0, 1, (1,), np.float32)
+    action_space = Box(-1, 1, (1,), np.float32)
 
     def reset(self, *, seed=None, options=None):
         """Open an episode."""
         super().reset(seed=seed)
-        self.t, self.grip = 0, self.np_random.random()
+        self.t = 0
+        self.grip = self.np_random.random()
         return np.full(1, self.grip, np.float32), {}
 
     def step(self, action):
@@ -73,21 +74,26 @@ class Road(gym.Env):
         speed = (float(action[0]) + 1) / 2
         danger = 0.06 * max(0.0, speed - 0.6 - 0.3 * self.grip)
         reward = speed - 10 * (self.np_random.random() < danger)
-        self.t, self.grip = self.t + 1, self.np_random.random()
-        return np.full(1, self.grip, np.float32), reward, self.t == 20, False, {}
+        self.t += 1
+        self.grip = self.np_random.random()
+        seen = np.full(1, self.grip, np.float32)
+        return seen, reward, self.t == 20, False, {}
 
 
-CLIFF = "gymnasium.envs.toy_text.cliffwalking:CliffWalkingEnv"
-SLIPPERY = {"entry_point": CLIFF, "kwargs": {"is_slippery": True}, "max_episode_steps": 200}
+SLIPPERY = {  # CliffWalking-v1
+    "entry_point": "gymnasium.envs.toy_text.cliffwalking:CliffWalkingEnv",
+    "kwargs": {"is_slippery": True},
+    "max_episode_steps": 200,
+}
 for name, spec in (
     ("lottery", {"entry_point": Lottery}),
     ("road", {"entry_point": Road}),
-    ("cliff", SLIPPERY),  # CliffWalking-v1
+    ("cliff", SLIPPERY),
 ):
     if f"{name}-v0" not in gym.registry:
         gym.register(f"{name}-v0", **spec)
 
-# ---------------------------------------------------------------------------------------- the grid
+# ----------------------------------------------------------------------------------------- the grid
 COMMON = "--value-target sr_lambda --twin-reduce mean --eval-episodes 500 --checkpoint-every 0 "
 KIND = {LSTM: "--kappa 0 --num-quantiles 51 ", CATEGORICAL: "--target-encoding two_hot "}
 TASKS = {
@@ -102,169 +108,212 @@ TASKS = {
     ),
 }
 VARIANTS = {"neutral": "", "weight 0.5": "--cvar-weight 0.5", "weight 1": "--cvar-weight 1"}
-FIELDS = (  # dual: of the rows with a limit
-    "task", "script", "variant", "seed", "seconds", "mean", "std", "cvar", "sampled_mean",
-    "sampled_std", "sampled_cvar", "dual", "risky",
-)  # fmt: skip
+MEASURED = ("mean", "std", "cvar")  # of the returns of an evaluation
+SAMPLED = tuple(f"sampled_{name}" for name in MEASURED)  # the same of the policy as it samples
+SETTING = ("task", "script", "variant", "seed", "seconds")
+COLUMNS = (*SETTING, *MEASURED, *SAMPLED, "dual", "risky")  # dual: of the rows with a limit
+TABLE = Table(RESULTS / "risk.csv", COLUMNS)
 
 
-def cells() -> list[tuple[str, str, str, str, range]]:
-    """Task, script, variant, flags, seeds."""
+def cells() -> list[Cell]:
+    """The grid."""
     grid = []
     for task, flags in TASKS.items():
         for script in (CATEGORICAL, LSTM):
             width = "--seq-len 32 " if script == LSTM and task != "lottery" else ""
             for variant, own in VARIANTS.items():
                 line = f"{COMMON}{KIND[script]}{width}{flags} {own}"
-                grid.append((task, script, variant, line, range(1, 6)))
+                grid.append(Cell(task, script, variant, line, range(1, 6)))
     return grid
 
 
-def run_one(task: str, script: str, variant: str, flags: str, seed: int) -> dict[str, Any]:
-    """Train, evaluate, and read the probability of the risky arm."""
+# ------------------------------------------------------------------------------------- measurements
+def risky_probability(script: ModuleType, agent: Any) -> float:
+    """Of the lottery's action 1."""
     import torch
 
-    module = importlib.import_module(script)
-    with tempfile.TemporaryDirectory() as top, contextlib.redirect_stdout(io.StringIO()):
-        line = ["--env-id", f"risk:{task}-v0", "--seed", str(seed), "--run-dir", top]
-        began = time.time()
-        metrics = module.train(module.tyro.cli(module.Args, args=[*line, *flags.split()]))
-        seconds = round(time.time() - began, 1)
-        agent, args = module.load_agent(metrics["run_dir"])
-    row = {"task": task, "script": script, "variant": variant, "seed": seed, "seconds": seconds}
-    if task == "lottery":
-        params, _ = agent.policy(torch.ones(1, 1), agent.initial_state(1))
-        row["risky"] = params[0, 0].softmax(-1)[1].item()
-    row |= {key: metrics[f"eval/return_{key}"] for key in ("mean", "std", "cvar")}
+    obs = agent.normalize_obs(torch.ones(1, 1))
+    if script.__name__ == LSTM:
+        opens = torch.ones(1, 1, dtype=torch.bool)
+        params = agent.policy(obs[None], agent.initial_state(1), opens)
+    else:
+        params = agent.policy(obs)
+    return params.reshape(2).softmax(-1)[1].item()
+
+
+def run_one(run: Run) -> dict[str, Any]:
+    """Train, evaluate, and read the probability of the risky arm."""
+    cell = run.cell
+    script = common.load_script(cell.script)
+    with common.trained(script, f"risk:{cell.task}-v0", run.seed, cell.flags) as done:
+        agent, args = script.load_agent(done.directory)
+
+    row = {**cell.setting._asdict(), "seed": run.seed, "seconds": done.seconds}
+    if cell.task == "lottery":
+        row["risky"] = risky_probability(script, agent)
+    row |= {name: done.metrics[f"eval/return_{name}"] for name in MEASURED}
     agent.act = functools.partial(agent.act, deterministic=False)
     with contextlib.redirect_stdout(io.StringIO()):
-        sampled = module.evaluate(agent, args)
-    row |= {f"sampled_{key}": sampled[f"eval/return_{key}"] for key in ("mean", "std", "cvar")}
+        sampled = script.evaluate(agent, args)
+    row |= {f"sampled_{name}": sampled[f"eval/return_{name}"] for name in MEASURED}
     return {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
 
 
-def read_rows() -> list[dict[str, str]]:
-    """Rows of the CSV, if there is one."""
-    path = RESULTS / "risk.csv"
-    return list(csv.DictReader(path.open())) if path.exists() else []
+# ------------------------------------------------------------------------------- the cliff's optima
+Cost = Callable[[int, np.ndarray], np.ndarray]  # of an episode that ended after t steps, n falls
 
 
-def run_missing(only: list[str], seeds: list[int]) -> None:
-    """Every run without a row; `only` names tasks, scripts or variants, all of them to match."""
-    sys.path.insert(0, str(HERE.parent))
-    done = {(r["task"], r["script"], r["variant"], r["seed"]) for r in read_rows()}
-    path = RESULTS / "risk.csv"
-    for task, script, variant, flags, all_seeds in cells():
-        for seed in seeds or all_seeds:
-            wanted = all(any(w in part for part in (task, script, variant)) for w in only)
-            if not wanted or (task, script, variant, str(seed)) in done:
-                continue
-            row = run_one(task, script, variant, flags, seed)
-            new = not path.exists()
-            with path.open("a", newline="") as file:
-                writer = csv.DictWriter(file, FIELDS)
-                if new:
-                    writer.writeheader()
-                writer.writerow(row)
-            print(row, flush=True)
+class Optimum(NamedTuple):
+    """Over all policies of the slippery cliff."""
+
+    mean: float  # the best one
+    its_cvar: float  # of the policy that has it
+    cvar: float  # the best one of any policy
 
 
-# ------------------------------------------------------------------------------------------ report
-def cliff_optima(alpha: float = 0.1, steps: int = 200, falls: int = 20) -> tuple[float, ...]:
-    """Best mean on slippery CliffWalking, the CVaR of that policy, and the best CVaR of any policy.
+@dataclass(frozen=True)
+class Cliff:
+    """Slippery CliffWalking as tables over (state, action, outcome)."""
 
-    The return after t steps and n falls is -t - 99 n, and CVaR_alpha the largest value over nu of
-    nu - E[max(nu - return, 0)] / alpha (Rockafellar & Uryasev 2000): for every nu a dynamic program
-    over steps, states and falls, so that a policy may depend on what has happened before.
-    """
-    table = gym.make("CliffWalking-v1", is_slippery=True).unwrapped.P
-    moves = np.array([[[m[1:] for m in table[s][a]] for a in range(4)] for s in range(48)])
-    after, fell, end = moves[..., 0].astype(int), moves[..., 1] == -100, moves[..., 2] == 1
-    n = np.arange(falls + 1)
-    more = np.minimum(n + 1, falls)
+    after: np.ndarray  # state that follows
+    fell: np.ndarray  # whether it was a fall
+    end: np.ndarray  # whether the goal was reached
+    steps: int = 200  # time limit
+    falls: int = 20  # more are counted as this many
+    start: int = 36
 
-    def least(cost, policy=None):
-        """Least expected cost(t, n) of an episode, or that of a policy, and the actions."""
-        later, actions = np.tile(cost(steps, n), (48, 1)), []
-        for t in reversed(range(steps)):
-            walk = np.where(end[..., None], cost(t + 1, n), later[after])
-            fall = np.where(end[..., None], cost(t + 1, more), later[:, more][after])
-            costs = np.where(fell[..., None], fall, walk).mean(2)  # (48, 4, falls + 1)
+    def least(self, cost: Cost, policy: list | None = None) -> tuple[float, list]:
+        """Least expected cost of an episode over all policies, which may depend on what has
+        happened before, or that of a policy; and its actions."""
+        n = np.arange(self.falls + 1)
+        more = np.minimum(n + 1, self.falls)
+        later = np.tile(cost(self.steps, n), (48, 1))
+        actions = []
+        for t in reversed(range(self.steps)):
+            ended = self.end[..., None]
+            walk = np.where(ended, cost(t + 1, n), later[self.after])
+            fall = np.where(ended, cost(t + 1, more), later[:, more][self.after])
+            costs = np.where(self.fell[..., None], fall, walk).mean(2)  # (48, 4, falls + 1)
             actions.insert(0, costs.argmin(1) if policy is None else policy[t])
             later = np.take_along_axis(costs, actions[0][:, None], 1)[:, 0]
-        return later[36, 0], actions  # 36 is the start
+        return later[self.start, 0], actions
 
-    def shortfall(nu):
-        return lambda t, n: np.maximum(nu + t + 99 * n, 0.0)
+    def cvar(self, alpha: float, policy: list | None = None) -> float:
+        """Largest CVaR of the return -t - 99 n over all policies, or that of a policy: the largest
+        value over nu of nu - E[max(nu - return, 0)] / alpha (Rockafellar & Uryasev 2000)."""
 
-    def tail(policy=None):
-        """Largest CVaR."""
-        return max(nu - least(shortfall(nu), policy)[0] / alpha for nu in range(-200, -60, 2))
+        def value(nu: int) -> float:
+            def shortfall(t: int, n: np.ndarray) -> np.ndarray:
+                return np.maximum(nu + t + 99 * n, 0.0)
 
-    mean, policy = least(lambda t, n: t + 99.0 * n)
-    return -mean, tail(policy), tail()
+            return nu - self.least(shortfall, policy)[0] / alpha
+
+        return max(value(nu) for nu in range(-200, -60, 2))
 
 
-def interval(values: list[float]) -> tuple[float, float]:
+def cliff_optima(alpha: float = 0.1) -> Optimum:
+    """By a dynamic program over steps, states and falls; for the CVaR one for every nu."""
+    table = gym.make("CliffWalking-v1", is_slippery=True).unwrapped.P
+    outcomes = np.array([[table[state][action] for action in range(4)] for state in range(48)])
+    _, after, reward, end = np.moveaxis(outcomes, -1, 0)  # (48, 4, 3) each
+    cliff = Cliff(after.astype(int), reward == -100, end == 1)
+    cost, policy = cliff.least(lambda t, n: t + 99.0 * n)
+    return Optimum(-cost, cliff.cvar(alpha, policy), cliff.cvar(alpha))
+
+
+# ------------------------------------------------------------------------------------------- report
+HEAD = """\
+500 evaluation episodes of the policy's mode, and of the policy as it samples (on which a
+limit acted, see risk.py); means over seeds +- 95 % interval. CVaR at 0.2 (lottery), 0.1.
+"""
+SHOWN = ("mean", "cvar", "sampled_mean", "sampled_cvar")
+
+
+class Estimate(NamedTuple):
+    """Over seeds."""
+
+    mean: float
+    half: float  # of the 95 % interval
+
+
+def estimate(rows: list[Row], column: str) -> Estimate:
     """Mean over seeds and half its 95 % interval (Student's t)."""
-    t = (0, 12.71, 4.30, 3.18, 2.78)[min(len(values), 5) - 1]
-    half = t * np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else 0.0
-    return float(np.mean(values)), float(half)
+    values = [float(row[column]) for row in rows]
+    if len(values) == 1:
+        return Estimate(values[0], 0.0)
+    t = (12.71, 4.30, 3.18, 2.78)[min(len(values), 5) - 2]
+    half = t * np.std(values, ddof=1) / len(values) ** 0.5
+    return Estimate(float(np.mean(values)), float(half))
 
 
-def report() -> None:
-    """Table in results/risk.md and on stdout, the figure in results/risk.png."""
-    import matplotlib
+def ordered(groups: dict[Setting, list[Row]]) -> list[Setting]:
+    """Settings as the grid has them, what is no longer run last."""
+    names = (*TASKS, CATEGORICAL, LSTM, *VARIANTS)
+    place = {name: i for i, name in enumerate(names)}
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    def rank(setting: Setting) -> list[tuple[int, str]]:
+        return [(place.get(part, 99), part) for part in setting]
 
-    groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
-    for row in read_rows():
-        groups.setdefault((row["task"], row["script"], row["variant"]), []).append(row)
-    lines = [
-        "500 evaluation episodes of the policy's mode, and of the policy as it samples (on which a",
-        "limit acted, see risk.py); means over seeds +- 95 % interval. CVaR at 0.2 (lottery), 0.1.",
-        "",
-        "| task | script | variant | seeds | mean | CVaR | sampled: mean | CVaR | P(risky arm) |",
-        "|" + "---|" * 9,
-    ]
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), constrained_layout=True)
+    return sorted(groups, key=rank)
+
+
+def line(setting: Setting, rows: list[Row]) -> str:
+    """One row of the table."""
+    estimates = [estimate(rows, column) for column in SHOWN]
+    figures = [f"{mean:.2f} +- {half:.2f}" for mean, half in estimates]
+    risky = [float(row["risky"]) for row in rows if row["risky"]]
+    told = f"{min(risky):.3f} to {max(risky):.3f}" if risky else ""
+    names = (setting.task, setting.kind, setting.variant)
+    return common.markdown_row([*names, len(rows), *figures, told])
+
+
+def draw(groups: dict[Setting, list[Row]], optimum: Optimum) -> None:
+    """CVaR over mean, a panel for each task, a colour for each variant."""
+    figure, axes = common.pyplot().subplots(1, 2, figsize=(9, 3.8), constrained_layout=True)
     panels = dict(zip(("road", "cliff"), axes))
-    place = {name: i for i, name in enumerate((*TASKS, CATEGORICAL, LSTM, *VARIANTS))}
-    order = sorted(groups, key=lambda cell: [(place.get(part, 99), part) for part in cell])
-    for task, script, variant in order:
-        rows = groups[task, script, variant]
-        keys = ("mean", "cvar", "sampled_mean", "sampled_cvar")
-        facts = {k: interval([float(r[k]) for r in rows]) for k in keys}
-        cells_ = [f"{mean:.2f} +- {half:.2f}" for mean, half in facts.values()]
-        risky = [float(r["risky"]) for r in rows if r["risky"]]
-        told = f"{min(risky):.3f} to {max(risky):.3f}" if risky else ""
-        kind = script.split("_")[-1]
-        lines.append("| " + " | ".join((task, kind, variant, str(len(rows)), *cells_, told)) + " |")
-        if task in panels and "slow" not in variant:  # these are in the table alone
-            same = [cell[2] for cell in order if cell[:2] == (task, script)]
-            colour = f"C{same.index(variant)}"
-            (x, dx), (y, dy) = facts["mean"], facts["cvar"]
-            marker = "s" if script == LSTM else "o"
-            panels[task].errorbar(
-                x, y, dy, dx, marker, color=colour, label=f"{variant}, {kind}", capsize=2
-            )
-    mean, its_tail, best_tail = cliff_optima()
-    panels["cliff"].plot(mean, its_tail, "*", color="black", label="best mean, best CVaR")
-    lines += [
-        "",
-        f"Cliff, by dynamic programming: best mean {mean:.1f}, CVaR of that policy {its_tail:.1f}, "
-        f"best CVaR of any policy {best_tail:.1f}.",
-    ]
+    colours: dict[tuple[str, str], dict[str, str]] = {}
+    for setting in ordered(groups):
+        task, script, variant = setting
+        known = colours.setdefault((task, script), {})
+        known[variant] = f"C{len(known)}"
+        if task not in panels or "slow" in variant:  # these are in the table alone
+            continue
+        mean = estimate(groups[setting], "mean")
+        cvar = estimate(groups[setting], "cvar")
+        panels[task].errorbar(
+            mean.mean,
+            cvar.mean,
+            cvar.half,
+            mean.half,
+            "s" if script == LSTM else "o",
+            color=known[variant],
+            label=f"{variant}, {setting.kind}",
+            capsize=2,
+        )
+    best = "best mean, best CVaR"
+    panels["cliff"].plot(optimum.mean, optimum.its_cvar, "*", color="black", label=best)
     for task, panel in panels.items():
         panel.set(title=task, xlabel="mean return", ylabel="CVaR at 0.1")
         if panel.has_data():
             panel.legend(frameon=False, fontsize=7)
-    text = "\n".join(lines) + "\n"
-    (RESULTS / "risk.md").write_text(text)
-    print(text)
     figure.savefig(RESULTS / "risk.png", dpi=130)
+
+
+def report() -> None:
+    """Table in results/risk.md and on stdout, the figure in results/risk.png."""
+    groups = common.by_setting(TABLE.rows())
+    optimum = cliff_optima()
+    names = "task | script | variant | seeds | mean | CVaR | sampled: mean | CVaR | P(risky arm)"
+    lines = [HEAD, *common.markdown_head(names)]
+    lines += [line(setting, groups[setting]) for setting in ordered(groups)]
+    lines += [
+        "",
+        f"Cliff, by dynamic programming: best mean {optimum.mean:.1f}, "
+        f"CVaR of that policy {optimum.its_cvar:.1f}, "
+        f"best CVaR of any policy {optimum.cvar:.1f}.",
+    ]
+    common.publish(RESULTS / "risk.md", lines)
+    draw(groups, optimum)
 
 
 def main() -> None:
@@ -275,7 +324,8 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="*", type=int, default=[], help="seeds to run")
     args = parser.parse_args()
     if not args.report:
-        run_missing(args.only, args.seeds)
+        runs = common.runs_of(cells(), args.only, args.seeds)
+        TABLE.record(run_one, TABLE.without_row(runs))
     report()
 
 

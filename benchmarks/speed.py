@@ -24,13 +24,10 @@ last commit ("+": changed since then), and tables show each cell's newest commit
 from __future__ import annotations
 
 import argparse
-import csv
-import importlib
 import itertools
 import json
 import math
 import os
-import platform
 import resource
 import runpy
 import subprocess
@@ -39,17 +36,19 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
+from typing import Any, NamedTuple
 
+import common
 import gymnasium as gym
 import numpy as np
+from common import CATEGORICAL, HERE, LSTM, RESULTS, Row, Table
 from gymnasium.envs.classic_control import CartPoleEnv
 
-HERE = Path(__file__).resolve().parent
-LSTM, CATEGORICAL = "distributional_ppo_lstm", "distributional_ppo_categorical"
 SECONDS = 4  # between the two lengths of a run, about
 # seconds of a measurement on idle cores
 ESTIMATE = {"ours": 11, "kept": 11, "sb3": 12, "cleanrl": 15, "floor": 6, "pass": 6}
@@ -61,22 +60,36 @@ COLUMNS = (  # value: steps per second, or milliseconds for pass-*; parts: milli
 ).split()
 PARTS = ("environments", "acting", "values", "update")  # of the floor
 
+
+# ----------------------------------------------------------------------------------------- the grid
+class Work(NamedTuple):
+    """What a cell measures."""
+
+    script: str
+    flags: dict[str, Any]
+
+    @property
+    def samples(self) -> int:
+        """Of one rollout."""
+        return self.flags["num_envs"] * self.flags["num_steps"]
+
+
 SMALL = {"num_envs": 8, "num_steps": 128, "update_epochs": 4, "num_minibatches": 4}
 REFERENCE = {**SMALL, "env_id": "CartPoleNoVel-v1", "lstm_hidden_size": 128}
 CUT = {**REFERENCE, "env_id": "CartPoleCut60-v0", "masked_obs": (1, 3)}  # episodes of 60 steps
 CHEETAH = {"env_id": "HalfCheetah-v5", "update_epochs": 10, "num_minibatches": 32}
-GRID = {  # cell: (script, flags)
-    "recurrent": (LSTM, REFERENCE),
-    "recurrent-lstm64": (LSTM, {**REFERENCE, "lstm_hidden_size": 64}),
-    "recurrent-lstm256": (LSTM, {**REFERENCE, "lstm_hidden_size": 256}),
-    "recurrent-seq32": (LSTM, {**REFERENCE, "seq_len": 32}),  # the same work in shorter sequences
-    "recurrent-envs32": (LSTM, {**REFERENCE, "num_envs": 32}),
-    "recurrent-episodes20": (LSTM, {**CUT, "env_id": "CartPoleCut20-v0"}),
-    "recurrent-episodes60": (LSTM, CUT),
-    "recurrent-episodes500": (LSTM, {**CUT, "env_id": "CartPoleCut500-v0"}),
-    "cartpole": (CATEGORICAL, {**SMALL, "env_id": "CartPole-v1"}),
-    "cheetah-1x2048": (CATEGORICAL, {**CHEETAH, "num_envs": 1, "num_steps": 2048}),
-    "cheetah-8x256": (CATEGORICAL, {**CHEETAH, "num_envs": 8, "num_steps": 256}),
+GRID = {
+    "recurrent": Work(LSTM, REFERENCE),
+    "recurrent-lstm64": Work(LSTM, {**REFERENCE, "lstm_hidden_size": 64}),
+    "recurrent-lstm256": Work(LSTM, {**REFERENCE, "lstm_hidden_size": 256}),
+    "recurrent-seq32": Work(LSTM, {**REFERENCE, "seq_len": 32}),  # the same, shorter sequences
+    "recurrent-envs32": Work(LSTM, {**REFERENCE, "num_envs": 32}),
+    "recurrent-episodes20": Work(LSTM, {**CUT, "env_id": "CartPoleCut20-v0"}),
+    "recurrent-episodes60": Work(LSTM, CUT),
+    "recurrent-episodes500": Work(LSTM, {**CUT, "env_id": "CartPoleCut500-v0"}),
+    "cartpole": Work(CATEGORICAL, {**SMALL, "env_id": "CartPole-v1"}),
+    "cheetah-1x2048": Work(CATEGORICAL, {**CHEETAH, "num_envs": 1, "num_steps": 2048}),
+    "cheetah-8x256": Work(CATEGORICAL, {**CHEETAH, "num_envs": 8, "num_steps": 256}),
 }
 AXES = {  # one size moves, the others are those of the reference
     "num_envs": (1, 4, 16, 64, 256),  # in sequences of 32 steps: one environment has 4 minibatches
@@ -85,11 +98,11 @@ AXES = {  # one size moves, the others are those of the reference
     "num_quantiles": (8, 32, 128, 256),
 }
 GROWTH = {
-    f"growth-{axis}-{size}": (LSTM, {**CUT, "seq_len": 32 * (axis == "num_envs"), axis: size})
+    f"growth-{axis}-{size}": Work(LSTM, {**CUT, "seq_len": 32 * (axis == "num_envs"), axis: size})
     for axis, sizes in AXES.items()
     for size in sizes
 }
-PASSES = {f"pass-{columns}": (LSTM, {"columns": columns}) for columns in (2, 8, 32)}
+PASSES = {f"pass-{columns}": Work(LSTM, {"columns": columns}) for columns in (2, 8, 32)}
 CELLS = {**GRID, **GROWTH, **PASSES}
 
 
@@ -99,8 +112,10 @@ class CartPoleCut(CartPoleEnv):
 
     def __init__(self, length: int, **options) -> None:
         super().__init__(**options)
-        self.x_threshold = self.theta_threshold_radians = math.inf
-        self.length, self.left = length, None
+        self.x_threshold = math.inf
+        self.theta_threshold_radians = math.inf
+        self.length = length
+        self.left = None
 
     def reset(self, **options) -> tuple[np.ndarray, dict]:
         answer = super().reset(**options)
@@ -114,45 +129,67 @@ class CartPoleCut(CartPoleEnv):
 
 
 # --------------------------------------------------------------------- what runs in child processes
-def ours(name: str, flags: dict, steps: int) -> None:
+class Job(NamedTuple):
+    """One process: a program on the work of a cell."""
+
+    program: str
+    cell: str
+    threads: int
+    steps: int = 0  # of a run; timings need none
+    task: str = ""  # of the floor, instead of the cell's
+    peer: str = ""  # CleanRL's file
+
+
+def ours(work: Work, steps: int) -> None:
     """One of this repository's scripts: twin critics."""
     import torch
 
-    script = importlib.import_module(name)
-    flags = {**flags, "torch_threads": torch.get_num_threads(), "total_timesteps": steps}
+    script = common.load_script(work.script)
+    threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as top:
-        script.train(script.Args(**flags, eval_episodes=1, run_dir=top))
+        options = {"torch_threads": threads, "total_timesteps": steps, "run_dir": top}
+        script.train(script.Args(**work.flags, **options, eval_episodes=1))
 
 
-def sb3(name: str, flags: dict, steps: int) -> None:
+def sb3(work: Work, steps: int) -> None:
     """The peer; `batch_size` counts samples."""
     from sb3_contrib import RecurrentPPO
     from stable_baselines3 import PPO
     from stable_baselines3.common.env_util import make_vec_env
 
-    recurrent, keep = name == LSTM, np.array([1, 0, 1, 0], np.float32)
+    recurrent = work.script == LSTM
+    flags = work.flags
+    keep = np.array([1, 0, 1, 0], np.float32)
 
     def make() -> gym.Env:
         env = gym.make(flags["env_id"].replace("NoVel", ""), disable_env_checker=True)
+        if not recurrent:
+            return env
         hide = gym.wrappers.TransformObservation
-        return hide(env, lambda x: x * keep, env.observation_space) if recurrent else env
+        return hide(env, lambda x: x * keep, env.observation_space)
 
-    batch_size = flags["num_envs"] * flags["num_steps"] // flags["num_minibatches"]
-    network = {"net_arch": [64], "enable_critic_lstm": True} if recurrent else {}
-    network |= {key: flags[key] for key in flags.keys() & {"lstm_hidden_size"}}
-    model = (RecurrentPPO if recurrent else PPO)(
-        "MlpLstmPolicy" if recurrent else "MlpPolicy", make_vec_env(make, flags["num_envs"]),
-        n_steps=flags["num_steps"], n_epochs=flags["update_epochs"], batch_size=batch_size,
-        policy_kwargs=network, device="cpu", seed=1,
-    )  # fmt: skip
+    options = {
+        "n_steps": flags["num_steps"],
+        "n_epochs": flags["update_epochs"],
+        "batch_size": work.samples // flags["num_minibatches"],
+        "device": "cpu",
+        "seed": 1,
+    }
+    envs = make_vec_env(make, flags["num_envs"])
+    if recurrent:
+        network = {"net_arch": [64], "enable_critic_lstm": True}
+        network["lstm_hidden_size"] = flags["lstm_hidden_size"]
+        model = RecurrentPPO("MlpLstmPolicy", envs, policy_kwargs=network, **options)
+    else:
+        model = PPO("MlpPolicy", envs, **options)
     model.learn(steps)
 
 
-def cleanrl(path: str, flags: dict, steps: int) -> None:
+def cleanrl(work: Work, steps: int, path: str) -> None:
     """CleanRL's script as it is; gymnasium 1 asks its wrapper for the space of observations."""
     wrapper = gym.wrappers.TransformObservation
     gym.wrappers.TransformObservation = lambda env, f: wrapper(env, f, env.observation_space)
-    words = [f"--{key.replace('_', '-')}={value}" for key, value in flags.items()]
+    words = [f"--{key.replace('_', '-')}={value}" for key, value in work.flags.items()]
     sys.argv = [path, *words, f"--total-timesteps={steps}", "--no-cuda"]
     runpy.run_path(path, run_name="__main__")
 
@@ -161,45 +198,62 @@ def milliseconds(call: Callable, seconds: float = 0.8) -> float:
     """Mean time of a call."""
     for _ in range(3):
         call()
-    count, began = 0, time.perf_counter()
+    count = 0
+    began = time.perf_counter()
     while (spent := time.perf_counter() - began) < seconds:
         call()
         count += 1
     return 1e3 * spent / count
 
 
-def floor(name: str, flags: dict) -> dict[str, float]:
+def layers(*sizes: int) -> Any:
+    """Linear layers, each with a ReLU behind it."""
+    from torch import nn
+
+    modules = []
+    for inputs, outputs in itertools.pairwise(sizes):
+        modules += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*modules)
+
+
+def floor(work: Work) -> dict[str, float]:
     """Milliseconds of what one rollout and the training on it must do."""
     import torch
     from torch import nn
 
-    script, recurrent = importlib.import_module(name), name == LSTM
-    args = script.Args(**flags)
-    T, N, width, minibatches = args.num_steps, args.num_envs, args.hidden_size, args.num_minibatches
+    recurrent = work.script == LSTM
+    script = common.load_script(work.script)
+    args = script.Args(**work.flags)
+    T = args.num_steps
+    N = args.num_envs
+    width = args.hidden_size
     size = args.lstm_hidden_size if recurrent else width
+    num_values = args.num_quantiles if recurrent else args.num_atoms
+
     envs = script.make_envs(args, N)
     envs.reset(seed=1)
     actions = itertools.cycle([envs.action_space.sample() for _ in range(1000)])
     num_obs = envs.single_observation_space.shape[0]
     num_actions = gym.spaces.flatdim(envs.single_action_space)
-    num_values = args.num_quantiles if recurrent else args.num_atoms
 
-    def layers(*sizes: int) -> nn.Sequential:
-        pairs = itertools.pairwise(sizes)
-        return nn.Sequential(*(m for a, b in pairs for m in (nn.Linear(a, b), nn.ReLU())))
+    last = nn.LSTM if recurrent else layers
+    actor = nn.Sequential(layers(num_obs, width), last(width, size))
+    critic = nn.Sequential(layers(num_obs, width), last(width, size))
+    policy = nn.Linear(size, num_actions)
+    cell = nn.LSTMCell(width, size)
+    heads = [layers(size, width, num_values)[:-1] for _ in range(args.num_critics)]
+    parameters = [*nn.ModuleList((actor, critic, policy, *heads)).parameters()]
 
     def unroll(body: nn.Sequential, heads: list[nn.Module], obs: torch.Tensor) -> list:
         features = body(obs)[0] if recurrent else body(obs)
         return [head(features) for head in heads]
 
-    last = nn.LSTM if recurrent else layers
-    actor, critic = (nn.Sequential(layers(num_obs, width), last(width, size)) for _ in range(2))
-    policy, cell = nn.Linear(size, num_actions), nn.LSTMCell(width, size)
-    heads = [layers(size, width, num_values)[:-1] for _ in range(args.num_critics)]
-    parameters = [*nn.ModuleList((actor, critic, policy, *heads)).parameters()]
-    obs, rollout, zero = torch.randn(N, num_obs), torch.randn(T, N, num_obs), torch.zeros(N, size)
-    length = args.chunk_len if recurrent else 1
-    rows = (length, T * N // length // minibatches)[not recurrent :]
+    obs = torch.randn(N, num_obs)
+    rollout = torch.randn(T, N, num_obs)
+    zero = torch.zeros(N, size)
+    length = (args.seq_len or T) if recurrent else 1
+    columns = T * N // length // args.num_minibatches
+    rows = (length, columns) if recurrent else (columns,)
     minibatch = torch.randn(*rows, num_obs)
 
     def update() -> None:
@@ -214,31 +268,38 @@ def floor(name: str, flags: dict) -> dict[str, float]:
     def values() -> None:
         unroll(critic, heads, rollout)
 
-    calls = (lambda: envs.step(next(actions)), act, values, update)
-    counts = (T, T, 1, args.update_epochs * minibatches)
-    return {part: n * milliseconds(call) for part, n, call in zip(PARTS, counts, calls)}
+    return {
+        "environments": T * milliseconds(lambda: envs.step(next(actions))),
+        "acting": T * milliseconds(act),
+        "values": milliseconds(values),
+        "update": args.update_epochs * args.num_minibatches * milliseconds(update),
+    }
 
 
-def lstm_pass(name: str, flags: dict) -> dict[str, float]:
+def lstm_pass(work: Work) -> dict[str, float]:
     """Milliseconds forward and backward: 128 steps, LSTM 128, input 64, with and without resets."""
     import torch
     from torch import nn
 
     torch.manual_seed(1)
-    script, columns = importlib.import_module(name), flags["columns"]
-    lstm, cell = nn.LSTM(64, 128), nn.LSTMCell(64, 128)
+    script = common.load_script(work.script)
+    columns = work.flags["columns"]
+    lstm = nn.LSTM(64, 128)
+    cell = nn.LSTMCell(64, 128)
     inputs = torch.randn(128, columns, 64, requires_grad=True)
-    ones, zero = torch.ones(128, columns, 128), torch.zeros(1, columns, 128)
+    ones = torch.ones(128, columns, 128)
+    zero = torch.zeros(1, columns, 128)
 
     def unroll(start: torch.Tensor) -> None:
         outputs, _ = script.unroll_lstm(lstm, inputs, (zero, zero), start)
         torch.autograd.grad(outputs, [inputs, *lstm.parameters()], ones)
 
     def loop(start: torch.Tensor) -> None:
-        state, outputs = (zero[0], zero[0]), []
+        h = c = zero[0]
+        outputs = []
         for x, keep in zip(inputs, ~start[..., None]):
-            state = cell(x, (state[0] * keep, state[1] * keep))
-            outputs.append(state[0])
+            h, c = cell(x, (h * keep, c * keep))
+            outputs.append(h)
         torch.autograd.grad(torch.stack(outputs), [inputs, *cell.parameters()], ones)
 
     answer = {}
@@ -249,125 +310,203 @@ def lstm_pass(name: str, flags: dict) -> dict[str, float]:
     return answer
 
 
-def child(program: str, cell: str, threads: int, steps: int, what: str) -> None:
-    """One run or one timing; its result is the last line of output.
-    `what`: another task for the floor, the file for CleanRL."""
+def register_cut(env_id: str) -> None:
+    """CartPoleCut<length>-v0."""
+    if "Cut" in env_id:
+        length = int(env_id.removeprefix("CartPoleCut").removesuffix("-v0"))
+        gym.register(env_id, CartPoleCut, kwargs={"length": length})
+
+
+def child(job: Job) -> None:
+    """One run or one timing; its result is the last line of output."""
     import torch
 
-    torch.set_num_threads(threads)
-    sys.path.insert(0, str(HERE.parent))
-    name, flags = CELLS[cell]
-    flags = {**flags, "env_id": what} if what and program == "floor" else flags
-    if "Cut" in flags.get("env_id", ""):
-        length = int(flags["env_id"].removeprefix("CartPoleCut").removesuffix("-v0"))
-        gym.register(flags["env_id"], CartPoleCut, kwargs={"length": length})
-    if program in ("floor", "pass"):
-        print(json.dumps((floor if program == "floor" else lstm_pass)(name, flags)))
+    torch.set_num_threads(job.threads)
+    work = CELLS[job.cell]
+    if job.task:
+        work = Work(work.script, {**work.flags, "env_id": job.task})
+    register_cut(work.flags.get("env_id", ""))
+    if job.program in ("floor", "pass"):
+        timing = floor if job.program == "floor" else lstm_pass
+        print(json.dumps(timing(work)))
         return
-    resets, reset, began = [], CartPoleEnv.reset, time.perf_counter()
+
+    resets = []
+    reset = CartPoleEnv.reset
     CartPoleEnv.reset = lambda self, **options: resets.append(1) or reset(self, **options)
-    script = what if program == "cleanrl" else name
-    {"ours": ours, "kept": ours, "sb3": sb3, "cleanrl": cleanrl}[program](script, flags, steps)
-    row = {"inside": time.perf_counter() - began}
-    row["steps_per_reset"] = steps / len(resets) if resets else 1000  # HalfCheetah: always
-    row["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    began = time.perf_counter()
+    if job.program == "cleanrl":
+        cleanrl(work, job.steps, job.peer)
+    elif job.program == "sb3":
+        sb3(work, job.steps)
+    else:
+        ours(work, job.steps)
+    inside = time.perf_counter() - began
+
+    steps_per_reset = job.steps / len(resets) if resets else 1000  # HalfCheetah: always
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    row = {"inside": inside, "steps_per_reset": steps_per_reset, "peak_mb": peak}
     print(json.dumps(row))
 
 
 # -------------------------------------------------------------------------------------- measurement
-def start(program: str, cell: str, threads: int, steps: int = 0, what: str = "") -> dict:
+def start(job: Job) -> dict:
     """Run `child` in a process; its result, with the wall time `outside` of the process."""
-    job = json.dumps((program, cell, threads, steps, what))
-    command = [sys.executable, str(HERE / Path(__file__).name), "--child", job]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    environment |= KEEP if program == "kept" else {}
+    command = [sys.executable, str(HERE / Path(__file__).name), "--child", json.dumps(job)]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(job.threads)}
+    if job.program == "kept":
+        environment |= KEEP
     options = {"env": environment, "text": True}
     options["cwd"] = tempfile.gettempdir()  # MuJoCo leaves a log where it runs
     began = time.perf_counter()
     done = subprocess.run(command, capture_output=True, **options)
     seconds = time.perf_counter() - began
     if done.returncode:
-        sys.exit(f"{cell}, {program}: exit code {done.returncode}\n{done.stderr[-3000:]}")
+        told = done.stderr[-3000:]
+        sys.exit(f"{job.cell}, {job.program}: exit code {done.returncode}\n{told}")
     return {**json.loads(done.stdout.splitlines()[-1]), "outside": seconds}
 
 
-def measure(
-    program: str, cell: str, threads: int, earlier: dict[str, list[dict]], peer: str
-) -> dict:
-    """What is new in a row of the CSV. `earlier`: the cell's rows so far, by program; `peer`:
-    CleanRL's file."""
-    flags = CELLS[cell][1]
-    if program in ("floor", "pass"):
-        env_id = ""
-        if program == "floor" and "CartPole" in flags["env_id"]:  # resets as often as in the run
-            env_id = f"CartPoleCut{float(earlier['ours'][-1]['steps_per_reset']):.0f}-v0"
-        parts = start(program, cell, threads, what=env_id)
-        del parts["outside"]
-        row = {"parts": json.dumps({part: round(ms, 3) for part, ms in parts.items()})}
-        if program == "pass":
-            return {**row, "value": parts["unroll resets"]}
-        return {**row, "value": 1e3 * flags["num_envs"] * flags["num_steps"] / sum(parts.values())}
-    samples, spent = flags["num_envs"] * flags["num_steps"], 0.0
-    speed = middle(earlier[program]) if earlier[program] else 0
+def measure_timing(job: Job, steps_per_reset: float) -> dict[str, Any]:
+    """A row's `value` and `parts`: milliseconds of the floor or of an LSTM pass."""
+    work = CELLS[job.cell]
+    if job.program == "floor" and "CartPole" in work.flags["env_id"]:
+        job = job._replace(task=f"CartPoleCut{steps_per_reset:.0f}-v0")  # resets as in the run
+    parts = start(job)
+    del parts["outside"]
+    row = {"parts": json.dumps({part: round(ms, 3) for part, ms in parts.items()})}
+    if job.program == "pass":
+        return {**row, "value": parts["unroll resets"]}
+    return {**row, "value": 1e3 * work.samples / sum(parts.values())}
+
+
+def measure_speed(job: Job, guess: float) -> dict[str, Any]:
+    """A row's `value` and what it comes from; `guess`: of the steps per second, 0 for none."""
+    samples = CELLS[job.cell].samples
+    speed = guess
+    spent = 0.0
     while spent < SECONDS / 2:  # again, longer, where the guess of the speed was too low
         more = samples * max(1, round(SECONDS * speed / samples))
-        what = peer if program == "cleanrl" else ""
-        short, long = (start(program, cell, threads, n, what) for n in (samples, samples + more))
+        short = start(job._replace(steps=samples))
+        long = start(job._replace(steps=samples + more))
         spent = long["outside"] - short["outside"]
         speed = more / max(long["inside"] - short["inside"], SECONDS / 20)
-    row = {"value": more / spent, "short_steps": samples, "short_s": short["outside"]}
-    row |= {"long_steps": samples + more, "long_s": long["outside"]}
-    return row | {key: long[key] for key in ("steps_per_reset", "peak_mb")}
+    return {
+        "value": more / spent,
+        "short_steps": samples,
+        "short_s": short["outside"],
+        "long_steps": samples + more,
+        "long_s": long["outside"],
+        "steps_per_reset": long["steps_per_reset"],
+        "peak_mb": long["peak_mb"],
+    }
 
 
-def load(path: Path) -> list[dict]:
-    """The rows measured so far, as text."""
-    with path.open("a+", newline="") as file:
-        if file.tell() == 0:
-            csv.writer(file).writerow(COLUMNS)
-        file.seek(0)
-        reader = csv.DictReader(file)
-        if reader.fieldnames != COLUMNS:
-            sys.exit(f"{path}: other columns than this program writes; move it away first")
-        return list(reader)
+@dataclass(frozen=True)
+class Origin:
+    """Where a row comes from."""
+
+    commit: str  # of the scripts; "+": changed since then
+    machine: str
+    versions: str
 
 
-def measure_missing(
-    path: Path, cells: list[str], threads: list[int], repeats: int, peer: str
-) -> None:
-    """Append what the CSV lacks for this commit of the scripts, in turns."""
+def origin() -> Origin:
+    """The scripts' last commit, the class of the machine, the packages."""
     git = ["git", "--no-optional-locks", "-C", str(HERE.parent)]
     scripts = ["--", f"{LSTM}.py", f"{CATEGORICAL}.py"]
-    questions = [*git, "log", "-1", "--format=%h", *scripts], [*git, "status", "--short", *scripts]
-    told = [subprocess.run(q, capture_output=True, text=True).stdout.strip() for q in questions]
-    same = {"commit": told[0] + "+" * bool(told[1])}
-    same["machine"] = f"{os.cpu_count()} cores {platform.machine()}"
-    same["versions"] = " ".join(f"{package} {version(package)}" for package in PACKAGES)
-    rows, jobs = load(path), []
-    key = ("threads", "repeat", "cell", "program", "commit")
-    done = {tuple(row[k] for k in key) for row in rows}
-    for number, repeat, cell in itertools.product(threads, range(repeats), cells):
-        programs = ("ours", "sb3", "floor") if cell in GRID else ("ours",)
-        programs += ("kept",) if cell.startswith("growth-num_envs") else ()
-        programs += ("cleanrl",) if peer and cell.startswith("cheetah") else ()
-        for program in ("pass",) if cell in PASSES else programs:
-            if (str(number), str(repeat), cell, program, same["commit"]) not in done:
-                jobs.append((number, repeat, cell, program))
-    minutes = sum(ESTIMATE[job[-1]] for job in jobs) / 60
-    print(f"{len(jobs)} measurements, about {minutes:.0f} minutes on idle cores", flush=True)
-    for job in jobs:
-        number, _, cell, program = job
-        row = {**dict(zip(key, job)), **same, "load": os.getloadavg()[0]}
-        row |= measure(program, cell, number, pick(rows, str(number), newest=False)[cell], peer)
-        row = {k: f"{x:.6g}" if isinstance(x, float) else str(x) for k, x in row.items()}
-        with path.open("a", newline="") as file:
-            csv.DictWriter(file, COLUMNS).writerow(row)
+
+    def ask(*words: str) -> str:
+        command = [*git, *words, *scripts]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+    changed = "+" if ask("status", "--short") else ""
+    told = common.machine()
+    return Origin(
+        commit=ask("log", "-1", "--format=%h") + changed,
+        machine=f"{told['cores']} cores {told['machine']}",
+        versions=" ".join(f"{package} {version(package)}" for package in PACKAGES),
+    )
+
+
+class Measurement(NamedTuple):
+    """What one row of the CSV measures, but for the commit."""
+
+    threads: int
+    repeat: int
+    cell: str
+    program: str
+
+
+def programs_of(cell: str, peer: str) -> list[str]:
+    """What is measured of a cell, in turns."""
+    if cell in PASSES:
+        return ["pass"]
+    programs = ["ours", "sb3", "floor"] if cell in GRID else ["ours"]
+    if cell.startswith("growth-num_envs"):
+        programs.append("kept")
+    if peer and cell.startswith("cheetah"):
+        programs.append("cleanrl")
+    return programs
+
+
+def missing(
+    rows: list[Row], commit: str, cells: list[str], threads: list[int], repeats: int, peer: str
+) -> list[Measurement]:
+    """What the CSV lacks for this commit of the scripts."""
+    columns = (*Measurement._fields, "commit")
+    known = {tuple(row[column] for column in columns) for row in rows}
+    every = [
+        Measurement(number, repeat, cell, program)
+        for number, repeat, cell in itertools.product(threads, range(repeats), cells)
+        for program in programs_of(cell, peer)
+    ]
+    return [one for one in every if (*map(str, one), commit) not in known]
+
+
+def measure(one: Measurement, rows: list[Row], peer: str) -> dict[str, Any]:
+    """What is new in a row of the CSV; `rows`: those so far, which tell how long to run."""
+    job = Job(one.program, one.cell, one.threads, peer=peer)
+    earlier = pick(rows, str(one.threads), newest=False)[one.cell]
+    if one.program in ("floor", "pass"):
+        runs = earlier["ours"]
+        return measure_timing(job, float(runs[-1]["steps_per_reset"]) if runs else math.nan)
+    own = earlier[one.program]
+    return measure_speed(job, middle(own) if own else 0)
+
+
+def text(x: Any) -> str:
+    """As the CSV has it."""
+    return f"{x:.6g}" if isinstance(x, float) else str(x)
+
+
+def measure_missing(table: Table, todo: list[Measurement], same: Origin, peer: str) -> None:
+    """Append the rows of these measurements."""
+    rows = load(table)
+    minutes = sum(ESTIMATE[one.program] for one in todo) / 60
+    print(f"{len(todo)} measurements, about {minutes:.0f} minutes on idle cores", flush=True)
+    for one in todo:
+        row = {**one._asdict(), **vars(same), "load": os.getloadavg()[0]}
+        row |= measure(one, rows, peer)
+        row = {column: text(x) for column, x in row.items()}
+        table.append(row)
         rows.append(row)
-        print(*job, row["value"], flush=True)
+        print(*one, row["value"], flush=True)
+
+
+def load(table: Table) -> list[Row]:
+    """The rows measured so far, as text."""
+    rows = table.rows()
+    if rows and [*rows[0]] != COLUMNS:
+        sys.exit(f"{table.path}: other columns than this program writes; move it away first")
+    return rows
 
 
 # ------------------------------------------------------------------------------------------- report
-def pick(rows: list[dict], threads: str, newest: bool = True) -> dict[str, dict[str, list[dict]]]:
+Programs = dict[str, list[Row]]  # rows of a cell by program
+
+
+def pick(rows: list[Row], threads: str, newest: bool = True) -> dict[str, Programs]:
     """Rows by cell and program, of one number of threads and each cell's newest commit."""
     rows = [row for row in rows if row["threads"] == threads]
     commit = {row["cell"]: row["commit"] for row in rows}
@@ -378,101 +517,169 @@ def pick(rows: list[dict], threads: str, newest: bool = True) -> dict[str, dict[
     return picked
 
 
-def middle(rows: list[dict], column: str = "value", part: str | None = None) -> float:
+def middle(rows: list[Row], column: str = "value", part: str | None = None) -> float:
     """Median over repeats; nan where there are none."""
-    values = [json.loads(row[column])[part] if part else float(row[column]) for row in rows]
+    if part:
+        values = [json.loads(row[column])[part] for row in rows]
+    else:
+        values = [float(row[column]) for row in rows]
     return median(values) if values else math.nan
 
 
-def table(head: str, lines: list[tuple]) -> list[str]:
+def markdown(names: str, lines: list[list]) -> list[str]:
     """Markdown, or nothing without lines."""
-    rows = [head.split(" | "), ["---"] * len(head.split(" | ")), *lines]
-    return [*(f"| {' | '.join(map(str, row))} |" for row in rows), ""] if lines else []
+    if not lines:
+        return []
+    return [*common.markdown_head(names, rule=" --- "), *map(common.markdown_row, lines), ""]
 
 
-def compare(rows: dict[str, list[dict]], program: str) -> str:
+def compare(rows: Programs, program: str) -> str:
     """Ratio of the median speeds, and the lowest and highest ratio of a repeat."""
     peers = {row["repeat"]: float(row["value"]) for row in rows[program]}
-    ratios = [float(r["value"]) / peers[r["repeat"]] for r in rows["ours"] if r["repeat"] in peers]
+    pairs = [row for row in rows["ours"] if row["repeat"] in peers]
+    ratios = [float(row["value"]) / peers[row["repeat"]] for row in pairs]
     ratio = middle(rows["ours"]) / middle(rows[program])
     return f"{ratio:.1f} ({min(ratios):.1f}, {max(ratios):.1f})"
 
 
-def grid_line(cell: str, rows: dict[str, list[dict]]) -> tuple:
+def grid_line(cell: str, rows: Programs) -> list:
     """Speeds, ratio with its range over repeats, floor and its parts, resets, memory."""
-    flags = GRID[cell][1]
-    speed, peer, floor = (middle(rows[program]) for program in ("ours", "sb3", "floor"))
-    ratio = compare(rows, "sb3")
+    work = GRID[cell]
+    flags = work.flags
+    speed = middle(rows["ours"])
+    lowest = middle(rows["floor"])
+
+    def both(column: str) -> str:
+        return ", ".join(f"{middle(rows[program], column):.0f}" for program in ("ours", "sb3"))
+
     parts = [middle(rows["floor"], "parts", part) for part in PARTS]
-    spent = 1e3 * flags["num_envs"] * flags["num_steps"] / speed
-    speeds = (f"{speed:,.0f}", f"{peer:,.0f}", ratio, f"{floor:,.0f}", f"{speed / floor:.0%}")
-    times = (" + ".join(f"{ms:.3g}" for ms in parts), f"{spent:.3g}")
-    keys = ("steps_per_reset", "peak_mb")
-    pairs = [[f"{middle(rows[p], key):.0f}" for p in ("ours", "sb3")] for key in keys]
-    name = f"{cell}: {flags['env_id']}, {flags['num_envs']} x {flags['num_steps']}"
-    return (name, *speeds, *times, *(", ".join(pair) for pair in pairs), len(rows["ours"]))
+    return [
+        f"{cell}: {flags['env_id']}, {flags['num_envs']} x {flags['num_steps']}",
+        f"{speed:,.0f}",
+        f"{middle(rows['sb3']):,.0f}",
+        compare(rows, "sb3"),
+        f"{lowest:,.0f}",
+        f"{speed / lowest:.0%}",
+        " + ".join(f"{ms:.3g}" for ms in parts),
+        f"{1e3 * work.samples / speed:.3g}",
+        both("steps_per_reset"),
+        both("peak_mb"),
+        len(rows["ours"]),
+    ]
 
 
-def growth_lines(axis: str, picked: dict[str, dict[str, list[dict]]]) -> list[tuple]:
-    """Exponents: log of time per iteration over log of size, since the last line and the first."""
-    lines, x, y = [], [], []
+def cleanrl_line(cell: str, rows: Programs) -> list:
+    """Speeds and their ratio."""
+    speeds = [f"{middle(rows[program]):,.0f}" for program in ("ours", "cleanrl")]
+    return [cell, *speeds, compare(rows, "cleanrl"), len(rows["ours"])]
+
+
+class Size(NamedTuple):
+    """One size on an axis of growth."""
+
+    size: int
+    seconds: float  # of an iteration
+
+
+def exponent(one: Size, two: Size) -> str:
+    """Log of time per iteration over log of size."""
+    slope = math.log(two.seconds / one.seconds) / math.log(two.size / one.size)
+    return f"{slope:.2f}"
+
+
+def growth_lines(axis: str, picked: dict[str, Programs]) -> list[list]:
+    """Exponents since the last line and since the first."""
+    lines = []
+    sizes: list[Size] = []
     for size in AXES[axis]:
-        flags, programs = GROWTH[f"growth-{axis}-{size}"][1], picked[f"growth-{axis}-{size}"]
-        if rows := programs["ours"]:
-            seconds = flags["num_envs"] * flags["num_steps"] / middle(rows)
-            x, y = [*x, math.log(size)], [*y, math.log(seconds)]
-            bases = (-2, 0) if len(x) > 1 else ()
-            slopes = [f"{(y[-1] - y[i]) / (x[-1] - x[i]):.2f}" for i in bases] or ["", ""]
-            line = (axis, size, f"{middle(rows):,.0f}", f"{seconds:.3f}", *slopes)
-            line += (f"{middle(rows, 'peak_mb'):.0f}", len(rows))
-            kept = programs["kept"]
-            lines.append((*line, f"{middle(kept):,.0f}" if kept else ""))
+        cell = f"growth-{axis}-{size}"
+        rows = picked[cell]["ours"]
+        if not rows:
+            continue
+        now = Size(size, GROWTH[cell].samples / middle(rows))
+        kept = picked[cell]["kept"]
+        lines.append(
+            [
+                axis,
+                size,
+                f"{middle(rows):,.0f}",
+                f"{now.seconds:.3f}",
+                exponent(sizes[-1], now) if sizes else "",
+                exponent(sizes[0], now) if sizes else "",
+                f"{middle(rows, 'peak_mb'):.0f}",
+                len(rows),
+                f"{middle(kept):,.0f}" if kept else "",
+            ]
+        )
+        sizes.append(now)
     return lines
 
 
-def report(path: Path) -> None:
+def pass_line(cell: str, rows: list[Row]) -> list:
+    """Milliseconds of one LSTM pass, ours and step by step."""
+    parts = ("unroll resets", "loop resets", "unroll none", "loop none")
+    times = [f"{middle(rows, 'parts', part):.1f}" for part in parts]
+    return [cell.split("-")[1], *times, len(rows)]
+
+
+def origins(picked: dict[str, Programs]) -> str:
+    """Commits, machines and versions of the rows that are shown."""
+    shown = [row for programs in picked.values() for rows in programs.values() for row in rows]
+    columns = ("commit", "machine", "versions")
+    told = [sorted({row[column] for row in shown}) for column in columns]
+    return "; ".join(", ".join(values) for values in told)
+
+
+GRID_HEAD = (
+    "cell | steps/s | sb3 | ratio (lowest, highest) | floor, steps/s | share of it "
+    f"| ms of the floor: {' + '.join(PARTS)} | ms of ours "
+    "| steps per reset, sb3 | peak MB, sb3 | repeats"
+)
+CLEANRL_HEAD = "cell | steps/s | CleanRL | ratio (lowest, highest) | repeats"
+GROWTH_HEAD = (
+    "axis | size | steps/s | seconds per iteration | exponent since the line above "
+    "| since the first | peak MB | repeats | memory kept: steps/s"
+)
+PASS_HEAD = (
+    "LSTM pass: columns | `unroll_lstm`, episodes of 60: ms | step loop "
+    "| `unroll_lstm`, no end: ms | step loop | repeats"
+)
+
+
+def tables(threads: str, picked: dict[str, Programs]) -> list[str]:
+    """All tables of one number of threads."""
+    ours = [cell for cell in GRID if picked[cell]["ours"]]
+    beside = [cell for cell in GRID if picked[cell]["cleanrl"]]
+    passes = [cell for cell in PASSES if picked[cell]["pass"]]
+    growth = [line for axis in AXES for line in growth_lines(axis, picked)]
+    head = f"Torch threads: {threads}; commit, machine, versions: {origins(picked)}"
+    return [
+        head,
+        "",
+        *markdown(GRID_HEAD, [grid_line(cell, picked[cell]) for cell in ours]),
+        *markdown(CLEANRL_HEAD, [cleanrl_line(cell, picked[cell]) for cell in beside]),
+        *markdown(GROWTH_HEAD, growth),
+        *markdown(PASS_HEAD, [pass_line(cell, picked[cell]["pass"]) for cell in passes]),
+    ]
+
+
+def report(table: Table) -> None:
     """speed.md and speed.png beside the CSV, from it alone."""
-    rows, text = load(path), []
+    rows = load(table)
     everyone = sorted({row["threads"] for row in rows})
+    lines = []
     for threads in everyone:
-        picked = pick(rows, threads)
-        shown = [row for programs in picked.values() for some in programs.values() for row in some]
-        facts = [{row[key] for row in shown} for key in ("commit", "machine", "versions")]
-        facts = "; ".join(", ".join(sorted(fact)) for fact in facts)
-        text += [f"Torch threads: {threads}; commit, machine, versions: {facts}", ""]
-        head = "cell | steps/s | sb3 | ratio (lowest, highest) | floor, steps/s | share of it | "
-        head += f"ms of the floor: {' + '.join(PARTS)} | ms of ours | "
-        head += "steps per reset, sb3 | peak MB, sb3 | repeats"
-        lines = [grid_line(cell, picked[cell]) for cell in GRID if picked[cell]["ours"]]
-        text += table(head, lines)
-        head = "cell | steps/s | CleanRL | ratio (lowest, highest) | repeats"
-        found = {cell: picked[cell] for cell in GRID if picked[cell]["cleanrl"]}
-        both = {c: [f"{middle(r[p]):,.0f}" for p in ("ours", "cleanrl")] for c, r in found.items()}
-        lines = [(c, *both[c], compare(r, "cleanrl"), len(r["ours"])) for c, r in found.items()]
-        text += table(head, lines)
-        head = "axis | size | steps/s | seconds per iteration | exponent since the line above | "
-        head += "since the first | peak MB | repeats | memory kept: steps/s"
-        text += table(head, [line for axis in AXES for line in growth_lines(axis, picked)])
-        head = "LSTM pass: columns | `unroll_lstm`, episodes of 60: ms | step loop | "
-        head += "`unroll_lstm`, no end: ms | step loop | repeats"
-        keys = ("unroll resets", "loop resets", "unroll none", "loop none")
-        found = {c: picked[c]["pass"] for c in PASSES if picked[c]["pass"]}
-        times = {c: [f"{middle(r, 'parts', key):.1f}" for key in keys] for c, r in found.items()}
-        text += table(head, [(c.split("-")[1], *times[c], len(r)) for c, r in found.items()])
-    path.with_suffix(".md").write_text("\n".join(text))
-    print("\n".join(text))
+        lines += tables(threads, pick(rows, threads))
+    common.publish(table.path.with_suffix(".md"), lines[:-1])
     if everyone:
-        draw(path.with_suffix(".png"), pick(rows, everyone[0]))
+        draw(table.path.with_suffix(".png"), pick(rows, everyone[0]))
 
 
-def draw(path: Path, picked: dict[str, dict[str, list[dict]]]) -> None:
+def draw(path: Path, picked: dict[str, Programs]) -> None:
     """Steps per second: the grid on the left, growth on the right."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = common.pyplot()
     figure, (grid, lines) = plt.subplots(1, 2, figsize=(10, 4.2), constrained_layout=True)
+
     cells = [cell for cell in GRID if picked[cell]["ours"]]
     for program, colour in (("ours", "C0"), ("sb3", "C3"), ("floor", "0.6")):
         speeds = [middle(picked[cell][program]) for cell in cells]
@@ -483,12 +690,14 @@ def draw(path: Path, picked: dict[str, dict[str, list[dict]]]) -> None:
     grid.grid(axis="y", color="0.9")
     grid.tick_params(axis="x", which="minor", labelbottom=False)
     grid.set(xlabel="steps per second")
+
     for axis, sizes in AXES.items():
         found = {size: picked[f"growth-{axis}-{size}"]["ours"] for size in sizes}
-        points = [(size, middle(rows)) for size, rows in found.items() if rows]
-        if points:
-            lines.loglog(*zip(*points), "o-", label=axis)
+        speeds = {size: middle(rows) for size, rows in found.items() if rows}
+        if speeds:
+            lines.loglog([*speeds], [*speeds.values()], "o-", label=axis)
     lines.set(xlabel="size", ylabel="steps per second")
+
     for axes in (grid, lines):
         if axes.has_data():
             axes.legend(frameon=False)
@@ -505,20 +714,26 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=["*"], help="cells, by name or pattern")
     parser.add_argument("--repeats", type=int, default=5, help="of every cell")
     parser.add_argument("--threads", nargs="*", type=int, default=[1], help="of torch, in turn")
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of the results")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--cleanrl", default="", help="path of its ppo_continuous_action.py")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        child(*json.loads(args.child))
+        child(Job(*json.loads(args.child)))
         return
+
     args.out.mkdir(parents=True, exist_ok=True)
+    table = Table(args.out / "speed.csv", COLUMNS)
     if not args.report:
         parts = ((args.grid, GRID), (args.growth, GROWTH), (args.lstm, PASSES))
         chosen = [part for wanted, part in parts if wanted] or [GRID]
-        cells = [c for part in chosen for c in part if any(fnmatch(c, o) for o in args.only)]
-        measure_missing(args.out / "speed.csv", cells, args.threads, args.repeats, args.cleanrl)
-    report(args.out / "speed.csv")
+        known = [cell for part in chosen for cell in part]
+        cells = [cell for cell in known if any(fnmatch(cell, name) for name in args.only)]
+        same = origin()
+        every = (cells, args.threads, args.repeats, args.cleanrl)
+        todo = missing(load(table), same.commit, *every)
+        measure_missing(table, todo, same, args.cleanrl)
+    report(table)
 
 
 if __name__ == "__main__":

@@ -11,65 +11,92 @@ Whatever this program does not know goes to the script. Runs that have a row are
 from __future__ import annotations
 
 import argparse
-import contextlib
-import csv
-import importlib
-import io
-import sys
-import tempfile
-from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
+import common
 import numpy as np
+from common import RESULTS, Cell, Row, Run, Table
 from learning import THRESHOLDS, first_step
 
-HERE = Path(__file__).resolve().parent
-PATH = HERE / "results" / "tuning.csv"
-sys.path[:0] = [str(HERE.parent), str(HERE)]
-FIELDS = (  # steps_to_threshold: of the training returns; empty in early rows and without threshold
-    "script", "task", "flags", "seed", "return_mean", "return_std", "evaluations",
-    "steps_to_threshold",
-)  # fmt: skip
+COLUMNS = (
+    "script",
+    "task",
+    "flags",
+    "seed",
+    "return_mean",
+    "return_std",
+    "evaluations",
+    "steps_to_threshold",  # of the training returns; empty in early rows and without threshold
+)
+TABLE = Table(RESULTS / "tuning.csv", COLUMNS, end="\n")
 
 
-def run_one(script: str, task: str, flags: list[str], seed: int) -> dict[str, object]:
-    """Train one seed in a process of its own."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+def run_one(run: Run) -> dict[str, object]:
+    """Train one seed: its row."""
+    cell = run.cell
+    script = common.load_script(cell.script)
+    with common.trained(script, cell.task, run.seed, cell.flags) as done:
+        curves = common.scalars(done.directory, ("eval/return_mean", "charts/episodic_return"))
 
-    module = importlib.import_module(script)
-    with tempfile.TemporaryDirectory() as top, contextlib.redirect_stdout(io.StringIO()):
-        args = ["--env-id", task, *flags, "--seed", str(seed), "--run-dir", top]
-        metrics = module.train(module.tyro.cli(module.Args, args=args))
-        events = EventAccumulator(metrics["run_dir"], {"scalars": 0})
-        events.Reload()
-        scores = [f"{x.step}:{x.value:.1f}" for x in events.Scalars("eval/return_mean")]
-        curve = [(x.step, x.value) for x in events.Scalars("charts/episodic_return")]
-    needed = first_step(np.array(curve), THRESHOLDS[task]) if task in THRESHOLDS else ""
-    final = {key: round(metrics[f"eval/{key}"], 4) for key in ("return_mean", "return_std")}
-    scores = " ".join(scores) if len(scores) > 1 else ""
-    return {"seed": seed, **final, "evaluations": scores, "steps_to_threshold": needed}
+    scores = [f"{point.step}:{point.value:.1f}" for point in curves["eval/return_mean"]]
+    episodes = np.array(curves["charts/episodic_return"])
+    threshold = THRESHOLDS.get(cell.task)
+    return {
+        "script": cell.script,
+        "task": cell.task,
+        "flags": cell.flags,
+        "seed": run.seed,
+        "return_mean": round(done.metrics["eval/return_mean"], 4),
+        "return_std": round(done.metrics["eval/return_std"], 4),
+        "evaluations": " ".join(scores) if len(scores) > 1 else "",
+        "steps_to_threshold": "" if threshold is None else first_step(episodes, threshold),
+    }
+
+
+def run_missing(cell: Cell, processes: int) -> None:
+    """Every seed of the setting without a row."""
+    same = {"script": cell.script, "task": cell.task, "flags": cell.flags}
+    known = {row["seed"] for row in TABLE.rows() if same.items() <= row.items()}
+    runs = [run for run in common.runs_of([cell]) if str(run.seed) not in known]
+    TABLE.record(run_one, runs, processes)
+
+
+def later_scores(row: Row) -> list[float]:
+    """Evaluations in the last three quarters of a run."""
+    points = [point.split(":") for point in row["evaluations"].split()]
+    steps = [int(step) for step, _ in points]
+    return [float(score) for step, score in points if int(step) > steps[-1] / 4]
+
+
+def line(script: str, flags: str, rows: list[Row], threshold: float | None) -> str:
+    """What the rows of one setting say."""
+    final = np.array([float(row["return_mean"]) for row in rows])
+    later = [score for row in rows for score in later_scores(row)]
+    steps = np.array([float(row["steps_to_threshold"] or "nan") for row in rows])
+    return common.markdown_row(
+        [
+            script,
+            flags or "none",
+            len(rows),
+            f"{final.mean():.1f}",
+            f"{final.min():.1f}",
+            "-" if threshold is None else sum(final >= threshold),
+            f"{np.mean(later):.1f}" if later else "-",
+            "-" if np.isnan(steps).all() else f"{np.nanmedian(steps):.0f}",
+        ]
+    )
 
 
 def report(task: str) -> None:
     """Print seeds, final evaluations, those at the threshold, the mean of all evaluations in the
     last three quarters of the runs and the median steps to the threshold, for every setting."""
-    settings: dict[tuple[str, str], list[dict[str, str]]] = {}
-    with PATH.open() as file:
-        for row in csv.DictReader(file):
-            if row["task"] == task:
-                settings.setdefault((row["script"], row["flags"]), []).append(row)
-    print("| script | flags | seeds | mean | worst | reached | later | steps |\n|" + "---|" * 8)
+    settings: dict[tuple[str, str], list[Row]] = {}  # by script and flags
+    for row in TABLE.rows():
+        if row["task"] == task:
+            settings.setdefault((row["script"], row["flags"]), []).append(row)
+    names = "script | flags | seeds | mean | worst | reached | later | steps"
+    print(*common.markdown_head(names), sep="\n")
     for (script, flags), rows in sorted(settings.items()):
-        final, later = np.array([float(row["return_mean"]) for row in rows]), []
-        for row in rows:
-            points = [[float(x) for x in point.split(":")] for point in row["evaluations"].split()]
-            later += [score for step, score in points if step > points[-1][0] / 4]
-        reached = sum(final >= THRESHOLDS[task]) if task in THRESHOLDS else "-"
-        figures = (len(rows), f"{final.mean():.1f}", f"{final.min():.1f}", reached)
-        mean = f"{np.mean(later):.1f}" if later else "-"
-        needed = [float(row["steps_to_threshold"] or "nan") for row in rows]
-        steps = f"{np.nanmedian(needed):.0f}" if not np.isnan(needed).all() else "-"
-        print("|", " | ".join(map(str, (script, flags or "none", *figures, mean, steps))), "|")
+        print(line(script, flags, rows, THRESHOLDS.get(task)))
 
 
 def main() -> None:
@@ -86,17 +113,8 @@ def main() -> None:
         return
     if not args.script:
         parser.error("name the script ahead of the task")
-    same = {"script": args.script, "task": args.task, "flags": " ".join(flags)}
-    with PATH.open() as file:
-        done = {row["seed"] for row in csv.DictReader(file) if same.items() <= row.items()}
-    missing = [seed for seed in args.seeds if str(seed) not in done]
-    with ProcessPoolExecutor(args.processes, max_tasks_per_child=1) as pool:
-        runs = [pool.submit(run_one, args.script, args.task, flags, seed) for seed in missing]
-        for run in runs:
-            row = same | run.result()
-            with PATH.open("a", newline="") as file:
-                csv.DictWriter(file, FIELDS, lineterminator="\n").writerow(row)
-            print(row, flush=True)
+    cell = Cell(args.task, args.script, "tuning", " ".join(flags), args.seeds)
+    run_missing(cell, args.processes)
 
 
 if __name__ == "__main__":

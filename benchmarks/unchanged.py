@@ -24,10 +24,9 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
+from common import CATEGORICAL, HERE, LSTM, markdown_head, markdown_row
 
-ROOT = Path(__file__).resolve().parents[1]
-LSTM = "distributional_ppo_lstm"
-CATEGORICAL = "distributional_ppo_categorical"
+ROOT = HERE.parent
 ITERATIONS = 3
 SPEED_ITERATIONS = 20
 TOLERANCE = 1e-6  # of a sum in another order
@@ -136,7 +135,7 @@ def compare_results(name: str, old: ModuleType, new: ModuleType, words: list[str
             worst = max(worst, found.largest)
             equal = f"{found.equal} of {found.numbers}"
             row = (name, task, told or "defaults", equal, f"{found.largest:.1e}", found.tag)
-            print("|", " | ".join(row), "|", flush=True)
+            print(markdown_row(row), flush=True)
     return worst
 
 
@@ -164,8 +163,8 @@ def main() -> int:
     sys.path.insert(0, str(ROOT / "tests"))  # its tasks
     worst = 0.0
     if not given.speed:
-        print("| script | task | flags | equal to the last bit | largest difference | of |")
-        print("|---|---|---|---|---|---|", flush=True)
+        columns = "script | task | flags | equal to the last bit | largest difference | of"
+        print("\n".join(markdown_head(columns)), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for name in (LSTM, CATEGORICAL):
             path = Path(folder, name + ".py")
