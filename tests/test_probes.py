@@ -146,9 +146,7 @@ def forget(script, monkeypatch):
 )
 def test_predicted_spread_is_that_of_returns(script, tmp_path, target, lam, right):
     """Ten N(0, 1) rewards, gamma 0.9: std of the return sqrt((1 - 0.81^10) / 0.19) = 2.150.
-
-    The spread of lambda-returns is smaller, at lambda 0.5 by nearly half.
-    """
+    The spread of lambda-returns is smaller, at lambda 0.5 by nearly half."""
     flags = {"total_timesteps": 25_600, "num_envs": 16, "num_steps": 40, "num_minibatches": 4}
     flags |= {"update_epochs": 2, "learning_rate": 1e-2, "anneal_lr": True}
     flags |= {"num_quantiles": 24, "num_atoms": 51, "num_critics": 1}
