@@ -1320,7 +1320,7 @@ def parse_args(argv: list[str]) -> Args:
     finder.add_argument("--resume", nargs="?")
     finder.add_argument("--evaluate", nargs="?")
     given, _ = finder.parse_known_args(argv)
-    path = given.resume or given.evaluate
+    path = given.evaluate if given.resume is None else given.resume
     if path is None:
         return tyro.cli(Args, args=argv)
 
