@@ -417,33 +417,31 @@ def test_the_twin_that_is_used_is_the_configured_one(script):
 
 
 @pytest.mark.parametrize("value_target", ["lambda_return", "sr_lambda"])
-def test_statistics_take_in_targets_and_values(value_target):
-    """Merged moments of what the rollout gave, written out; the count is capped.
+def test_statistics_take_in_targets_and_values(lively, value_target):
+    """Merged moments of what the rollout gave, written out (Chan et al. 1983); the count is capped.
     Mean and spread of a target's samples stand for all of them: the moments are the same."""
-    run = make_run(distributional_ppo_lstm, "Counter")
-    moments = run.agent.dist.moments
-    prepare(run)
-    roll(run)
-    mean, var, count = (float(x) for x in (moments.mean, moments.var, moments.count))
-    std = (var + 1e-8) ** 0.5
-    batch, _ = flip(run, "norm_returns", False)
-    targets = batch.targets[..., 0].double() * std + mean
-    raw, _ = flip(run, "norm_adv", False)
-    values = targets - raw.advantages.double()
+    run, moments, dist = lively, lively.agent.dist.moments, lively.agent.dist
     run.args.value_target = value_target
-    torch.manual_seed(8)  # sr_lambda draws
-    batch, _ = flip(run, "norm_returns", False)
-    samples = batch.targets.double() * std + mean  # (L, M, J)
-    assert samples.shape[-1] == (1 if value_target == "lambda_return" else 7)
-    n = 4 * values.numel()  # two for the target and two for the value of every step
+    mean, var, count = (float(x) for x in (moments.mean, moments.var, moments.count))
+    _, values, next_values, _ = decoded(run)
+    _, returns = advantages_and_returns(run.rollout, values, next_values, 0.9, 0.8)
+    samples, weights = torch.tensor(returns)[..., None], torch.ones(12, 4, 1)
+    if value_target == "sr_lambda":
+        facts = (run.rollout.terminated, run.rollout.truncated, 0.9, 0.8)
+        reduced = dist.reduce_twins(critic_pass(run)[1])
+        torch.manual_seed(8)  # draws
+        samples, weights = dist.sample_returns(run.rollout.rewards, reduced, *facts)
+        assert samples.shape[-1] in (7, 11)
     torch.manual_seed(8)
     prepare_rollout(run)
-    both, squares = samples + values[..., None], samples.square() + values[..., None].square()
-    expected_mean = (count * mean + n * float(both.mean()) / 2) / (count + n)
-    square = count * (var + mean**2) + n * float(squares.mean()) / 2
-    expected_var = square / (count + n) - expected_mean**2
+    values, weights, samples = torch.tensor(values), weights.double(), samples.double()
+    n = 4 * values.numel()  # two for the target and two for the value of every step
+    first = (weights * samples).sum(-1) + values
+    second = (weights * samples.square()).sum(-1) + values.square()
+    expected_mean = (count * mean + 2 * float(first.sum())) / (count + n)
+    square = (count * (var + mean**2) + 2 * float(second.sum())) / (count + n)
     assert float(moments.mean) == pytest.approx(expected_mean, rel=1e-5)
-    assert float(moments.var) == pytest.approx(expected_var, rel=1e-4)
+    assert float(moments.var) == pytest.approx(square - expected_mean**2, rel=1e-4)
     assert float(moments.count) == count + n
     assert moments.max_count == 40 * run.args.batch_size
 
