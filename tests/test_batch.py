@@ -153,16 +153,34 @@ def advantages_and_returns(rollout, values, next_values, gamma, gae_lambda):
 
 @pytest.fixture
 def lively(script):
-    """A run with a rollout of returns in the hundreds; now one critic is smaller, now the other."""
+    """A run with a rollout of returns in the hundreds, of which either critic is the smaller one
+    on half of the steps."""
     run = make_run(script, "Counter", gamma=0.9, gae_lambda=0.8)
     one, two = run.agent.critic_heads
     two.load_state_dict(one.state_dict())
     with torch.no_grad():
         two[0].weight[::2].neg_()
+        two[-1].weight.mul_(20)
     prepare(run)
-    run.agent.dist.moments.mean += 1200  # to where the returns are: some are below their quantile
+    run.agent.dist.moments.mean += 1200  # to where the returns are
     roll(run)
+    balance(run)
     return run
+
+
+def balance(run):
+    """Raise or lower what critic 2 predicts, by bisection, until about half is below critic 1."""
+    bias, support = run.agent.critic_heads[1][-1].bias, run.agent.dist.support
+    direction, start = 1 if is_recurrent(run.script) else support, bias.detach().clone()
+    low, high, share = -30.0, 30.0, 0.0
+    while abs(share - 0.5) > 0.2:  # not on to a tie
+        shift = (low + high) / 2
+        with torch.no_grad():
+            bias.copy_(start + shift * direction)
+        one, two = run.agent.dist.mean(critic_pass(run)[0])
+        share = float((two > one).float().mean())
+        low, high = (low, shift) if share > 0.5 else (shift, high)
+        assert high - low > 1e-6
 
 
 def decoded(run):
@@ -206,9 +224,10 @@ def test_advantages_and_targets_follow_from_the_values(lively, norm_adv):
 
 
 def test_metrics_of_the_critics_are_of_the_values_ahead_of_the_update(lively):
-    """Bias, spread, quantiles, coverage, explained variance and twins, recomputed in float64."""
+    """Bias, spread, quantiles, explained variance and twins, recomputed in float64."""
     run = lively
     twins, values, next_values, stats = decoded(run)
+    _, returns = advantages_and_returns(run.rollout, values, next_values, 0.9, 0.8)
     _, _, metrics = prepare_rollout(run)
     for tag, key in (("value/p10", "p10"), ("value/p50", "p50"), ("value/p90", "p90"),
                      ("cvar/predicted", "cvar"), ("value/std_predicted", "std")):  # fmt: skip
@@ -216,21 +235,35 @@ def test_metrics_of_the_critics_are_of_the_values_ahead_of_the_update(lively):
     gap = abs(twins[0] - twins[1])
     assert float(metrics["twin/abs_difference"]) == pytest.approx(gap.mean(), rel=1e-3)
     share = (twins[0] <= twins[1]).mean()
-    assert 0 < share < 1
+    assert 0.2 < share < 0.8
     assert float(metrics["twin/critic1_is_min"]) == pytest.approx(share)
-
-    _, returns = advantages_and_returns(run.rollout, values, next_values, 0.9, 0.8)
-    _, realised = advantages_and_returns(run.rollout, values, next_values, 0.9, 1.0)
-    assert float(metrics["value/bias"]) == pytest.approx((values - returns).mean(), rel=1e-3)
-    assert float(metrics["value/std_target"]) == pytest.approx(returns.std(), rel=1e-3)
-    got = metrics["value/realised_returns"].reshape(12, 4)
-    np.testing.assert_allclose(got, realised, rtol=1e-4, atol=1e-3)
-    below = realised < stats["value_at_risk"]
-    assert 0 < below.sum() < 48
-    assert float(metrics["cvar/coverage"]) == pytest.approx(below.mean())
+    bias = (values - returns).mean()
+    assert float(metrics["value/bias"]) == pytest.approx(bias, rel=1e-5, abs=1e-3)
+    assert abs(bias - (twins[0] - returns).mean()) > 0.05
+    assert float(metrics["value/std_target"]) == pytest.approx(returns.std(), rel=1e-4)
     variance = 1 - (returns - values).var() / returns.var()
     assert float(metrics["losses/explained_variance"]) == pytest.approx(variance, abs=1e-3)
     assert float(metrics["data/truncated_fraction"]) == pytest.approx(2 / 12, abs=0.1)
+
+
+def test_coverage_counts_realised_returns_below_the_value_at_risk(lively):
+    """Rewards up to an end, with a value at limits and at the last step: not lambda-returns."""
+    run = lively
+    mean = run.agent.dist.moments.mean
+    for shift in range(-800, 1200, 50):  # until the two kinds of returns give another share
+        run.agent.dist.moments.mean = mean + shift
+        _, values, next_values, stats = decoded(run)
+        facts = (run.rollout, values, next_values, 0.9)
+        _, realised = advantages_and_returns(*facts, 1.0)
+        below = (realised < stats["value_at_risk"]).mean()
+        others = (advantages_and_returns(*facts, 0.8)[1] < stats["value_at_risk"]).mean()
+        if 0 < below < 1 and below != others:
+            break
+    assert below != others
+    _, _, metrics = prepare_rollout(run)
+    got = metrics["value/realised_returns"].reshape(12, 4)
+    np.testing.assert_allclose(got, realised, rtol=1e-4, atol=1e-3)
+    assert float(metrics["cvar/coverage"]) == pytest.approx(below)
 
 
 def smaller_critic(run, outputs):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,6 +85,16 @@ def test_episodes_are_logged_at_the_step_they_ended(script, tmp_path):
     _, directory = run(script, tmp_path, "VectorDiscrete")
     points = events(directory).Scalars("charts/episodic_return")
     assert [(p.step, p.value) for p in points] == [(28 * (1 + i // 4), 7) for i in range(12)]
+
+
+def test_returns_of_late_are_those_of_the_last_hundred_episodes(script, tmp_path):
+    """384 episodes of ten steps: what is kept, and its CVaR, the mean of the five lowest."""
+    metrics, directory = run(script, tmp_path, "RandomReward", num_steps=480, total_timesteps=3840)
+    returns = [p.value for p in events(directory).Scalars("charts/episodic_return")]
+    kept = torch.load(directory / "checkpoint.pt", weights_only=True)["run"]
+    assert pickle.loads(kept)["recent"] == pytest.approx(returns[-100:], rel=1e-6)
+    assert len(returns) == 384
+    assert metrics["cvar/empirical"] == pytest.approx(np.mean(sorted(returns[-100:])[:5]))
 
 
 def test_the_same_seed_repeats_exactly(script, tmp_path):
