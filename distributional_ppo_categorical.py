@@ -621,18 +621,18 @@ class Agent(nn.Module):
         env.close()
         obs_dim = env.observation_space.shape[0]
         self.args = args
-        self.actions = ActionDistribution(env.action_space, args.log_std_init)
-        self.dist = ValueDistribution(args)
+        self.action_dist = ActionDistribution(env.action_space, args.log_std_init)
+        self.value_dist = ValueDistribution(args)
         self.obs_moments = RunningMoments((obs_dim,))
 
         self.actor_body = make_encoder(obs_dim, args)
         self.critic_body = make_encoder(obs_dim, args)
-        actor_head = nn.Linear(args.hidden_size, self.actions.num_outputs)
+        actor_head = nn.Linear(args.hidden_size, self.action_dist.num_outputs)
         self.actor_head = layer_init(actor_head, 0.01)
         self.critic_heads = nn.ModuleList()
         for _ in range(args.num_critics):
             hidden = layer_init(nn.Linear(args.hidden_size, args.hidden_size))
-            output = layer_init(nn.Linear(args.hidden_size, len(self.dist.support)), 0.1)
+            output = layer_init(nn.Linear(args.hidden_size, len(self.value_dist.support)), 0.1)
             self.critic_heads.append(nn.Sequential(hidden, ACTIVATIONS[args.activation](), output))
         self.to("cuda" if args.cuda else "cpu")
 
@@ -643,8 +643,8 @@ class Agent(nn.Module):
     def normalize_obs(self, obs: Tensor) -> Tensor:  # as the networks see them
         return self.obs_moments.normalize(obs).clamp(-10, 10) if self.args.norm_obs else obs
 
-    def policy(self, obs: Tensor) -> Tensor:  # (..., D) -> params of the action distributions
-        return self.actions(self.actor_head(self.actor_body(obs)))
+    def policy_params(self, obs: Tensor) -> Tensor:  # (..., D) -> action distributions
+        return self.action_dist(self.actor_head(self.actor_body(obs)))
 
     def value_outputs(self, obs: Tensor) -> Tensor:  # (..., D) -> (C, ..., K), of all critics
         features = self.critic_body(obs)
@@ -655,8 +655,8 @@ class Agent(nn.Module):
         """Action(s) for `env.step`; obs (D,) or (N, D) as `make_env` gives them.
         deterministic: the mode of the policy, otherwise a sample."""
         batch = torch.as_tensor(np.atleast_2d(obs), device=self.device).float()
-        params = self.policy(self.normalize_obs(batch))
-        actions = self.actions.to_env(self.actions.sample(params, deterministic))
+        params = self.policy_params(self.normalize_obs(batch))
+        actions = self.action_dist.to_env(self.action_dist.sample(params, deterministic))
         return actions[0] if np.ndim(obs) == 1 else actions
 
 
@@ -716,12 +716,12 @@ def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, current: np.ndarra
         for t in range(args.num_steps):
             obs[t] = current
             seen = agent.normalize_obs(torch.as_tensor(obs[t], device=agent.device))
-            param = agent.policy(seen)
-            action = agent.actions.sample(param)
+            param = agent.policy_params(seen)
+            action = agent.action_dist.sample(param)
             params.append(param)
             actions.append(action)
 
-            step = envs.step(agent.actions.to_env(action))
+            step = envs.step(agent.action_dist.to_env(action))
             current, rewards[t], terminated[t], truncated[t], info = step
             next_obs[t] = current
             ended = terminated[t] | truncated[t]
@@ -794,7 +794,7 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     """Values, advantages and targets of a rollout as a batch, and metrics; the statistics move.
     The order matters: decode with the old statistics, take in the targets, express old values in
     the new units (van Hasselt et al. 2016)."""
-    dist = agent.dist
+    dist = agent.value_dist
 
     # 1. distributions of the return from every s_t and every true successor s'_t
     obs, next_obs = agent.normalize_obs(rollout.obs), agent.normalize_obs(rollout.next_obs)
@@ -826,7 +826,7 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     }  # fmt: skip
 
     # 4. the batch: steps and environments become rows
-    policy = agent.actions.distribution(rollout.params)
+    policy = agent.action_dist.distribution(rollout.params)
     batch = Batch(
         obs=obs, actions=rollout.actions, params=rollout.params, advantages=advantages,
         log_probs=policy.log_prob(rollout.actions),
@@ -848,20 +848,20 @@ def losses(agent: Agent, mb: Batch, args: Args, ent_coef: float) -> tuple[Tensor
     """The loss of a minibatch, a scalar with its graph, and its metrics, scalars without.
         clipped policy loss + entropy loss + vf_coef * mean over critics of their value losses
     A pure function of parameters and minibatch. Source: Schulman et al. 2017, eq. 9."""
-    policy = agent.actions.distribution(agent.policy(mb.obs))
+    policy = agent.action_dist.distribution(agent.policy_params(mb.obs))
     log_ratio = policy.log_prob(mb.actions) - mb.log_probs  # (B,)
     entropy = policy.entropy()
     pg_loss, approx_kl, clipfrac = clipped_policy_loss(log_ratio, mb.advantages, args.clip_coef)
     h_loss = entropy_loss(entropy, ent_coef, args.min_entropy, args.min_entropy_penalty)
 
     outputs = agent.value_outputs(mb.obs)  # (C, B, K)
-    value_losses, clipped = agent.dist.loss(outputs, mb.targets, mb.old_values.movedim(1, 0))
+    value_losses, clipped = agent.value_dist.loss(outputs, mb.targets, mb.old_values.movedim(1, 0))
     v_loss = value_losses.mean(1)  # (C,)
     loss = pg_loss + h_loss + args.vf_coef * v_loss.mean()
 
     with torch.no_grad():
         ratio = log_ratio.exp()
-        kl = kl_divergence(agent.actions.distribution(mb.params), policy)
+        kl = kl_divergence(agent.action_dist.distribution(mb.params), policy)
         metrics = {
             "losses/policy_loss": pg_loss.detach(), "losses/value_loss": v_loss.detach().mean(),
             "losses/entropy": entropy.detach().mean(),
@@ -880,7 +880,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: Batch, args: Args, ent_co
     `target_kl` ends the update. Gives means over the minibatches evaluated, that one included, and
     of `grad/*` over the steps taken. Raises RuntimeError for what is not finite."""
     actor = [*agent.actor_body.parameters(), *agent.actor_head.parameters()]
-    actor += agent.actions.parameters()
+    actor += agent.action_dist.parameters()
     critic = [*agent.critic_body.parameters(), *agent.critic_heads.parameters()]
     evaluated = []  # metrics of each minibatch
     norms = []  # (2,) of the gradients of actor and critic, at each step taken
@@ -901,7 +901,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: Batch, args: Args, ent_co
 
         nn.utils.clip_grads_with_norm_([*actor, *critic], args.max_grad_norm, norm)
         optimizer.step()
-        agent.actions.project()
+        agent.action_dist.project()
 
     columns = {tag: torch.stack([row[tag] for row in evaluated]) for tag in evaluated[0]}
     error = columns.pop("policy/ratio_error")

@@ -696,18 +696,18 @@ class Agent(nn.Module):
         env.close()
         obs_dim = env.observation_space.shape[0]
         self.args = args
-        self.actions = ActionDistribution(env.action_space, args.log_std_init)
-        self.dist = ValueDistribution(args)
+        self.action_dist = ActionDistribution(env.action_space, args.log_std_init)
+        self.value_dist = ValueDistribution(args)
         self.obs_moments = RunningMoments((obs_dim,))
 
         self.actor_body = Body(obs_dim, args)
         self.critic_body = Body(obs_dim, args)
-        actor_head = nn.Linear(args.lstm_hidden_size, self.actions.num_outputs)
+        actor_head = nn.Linear(args.lstm_hidden_size, self.action_dist.num_outputs)
         self.actor_head = layer_init(actor_head, 0.01)
         self.critic_heads = nn.ModuleList()
         for _ in range(args.num_critics):
             hidden = layer_init(nn.Linear(args.lstm_hidden_size, args.hidden_size))
-            output = layer_init(nn.Linear(args.hidden_size, len(self.dist.support)), 0.1)
+            output = layer_init(nn.Linear(args.hidden_size, len(self.value_dist.support)), 0.1)
             self.critic_heads.append(nn.Sequential(hidden, ACTIVATIONS[args.activation](), output))
         self.to("cuda" if args.cuda else "cpu")
 
@@ -721,14 +721,14 @@ class Agent(nn.Module):
     def initial_state(self, num_envs: int) -> Tensor:  # (2, N, H), of actor or critic
         return torch.zeros(2, num_envs, self.args.lstm_hidden_size, device=self.device)
 
-    def policy(self, obs: Tensor, state: Tensor, episode_start: Tensor) -> Tensor:
+    def policy_params(self, obs: Tensor, state: Tensor, episode_start: Tensor) -> Tensor:
         """Params of the action distributions of sequences (L, M, D)."""
-        return self.actions(self.actor_head(self.actor_body(obs, state, episode_start)))
+        return self.action_dist(self.actor_head(self.actor_body(obs, state, episode_start)))
 
-    def policy_step(self, obs: Tensor, state: Tensor) -> Tensors:
+    def policy_params_step(self, obs: Tensor, state: Tensor) -> Tensors:
         """The same of one step (N, D), and the next state."""
         features, state = self.actor_body.step(obs, state)
-        return self.actions(self.actor_head(features)), state
+        return self.action_dist(self.actor_head(features)), state
 
     def value_outputs(self, features: Tensor) -> Tensor:  # (..., H) -> (C, ..., K), of all critics
         return torch.stack([head(features) for head in self.critic_heads])
@@ -740,8 +740,8 @@ class Agent(nn.Module):
         state None opens an episode; deterministic: the mode of the policy, otherwise a sample."""
         batch = torch.as_tensor(np.atleast_2d(obs), device=self.device).float()
         state = self.initial_state(len(batch)) if state is None else state
-        params, state = self.policy_step(self.normalize_obs(batch), state)
-        actions = self.actions.to_env(self.actions.sample(params, deterministic))
+        params, state = self.policy_params_step(self.normalize_obs(batch), state)
+        actions = self.action_dist.to_env(self.action_dist.sample(params, deterministic))
         return (actions[0] if np.ndim(obs) == 1 else actions), state
 
 
@@ -811,12 +811,12 @@ def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, carry: Carry,
             obs[t] = current
             episode_start[t] = starts
             seen = agent.normalize_obs(torch.as_tensor(obs[t], device=agent.device))
-            param, state = agent.policy_step(seen, state)
-            action = agent.actions.sample(param)
+            param, state = agent.policy_params_step(seen, state)
+            action = agent.action_dist.sample(param)
             params.append(param)
             actions.append(action)
 
-            step = envs.step(agent.actions.to_env(action))
+            step = envs.step(agent.action_dist.to_env(action))
             current, rewards[t], terminated[t], truncated[t], info = step
             next_obs[t] = current
             ended = terminated[t] | truncated[t]
@@ -910,7 +910,7 @@ def prepare_batch(agent: Agent, rollout: Rollout, carry: Carry,
     The order matters: decode with the old statistics, take in the targets, rescale the heads in the
     same moment, express old values in the new units (van Hasselt et al. 2016).
     Returns the batch, the carry with the critics' state at the end, and metrics."""
-    dist = agent.dist
+    dist = agent.value_dist
 
     # 1. distributions of the return from every s_t and every true successor s'_t
     obs, next_obs = agent.normalize_obs(rollout.obs), agent.normalize_obs(rollout.next_obs)
@@ -948,7 +948,7 @@ def prepare_batch(agent: Agent, rollout: Rollout, carry: Carry,
         parts = x.unflatten(0, (-1, args.sequence_length))  # (T / L, L, N, ...)
         return parts.transpose(0, 1).flatten(1, 2)
 
-    policy = agent.actions.distribution(rollout.params)
+    policy = agent.action_dist.distribution(rollout.params)
     batch = Batch(
         obs=cut(obs), episode_start=cut(rollout.episode_start), advantages=cut(advantages),
         actor_state=rollout.actor_state.transpose(0, 1).flatten(1, 2),  # (2, M, H)
@@ -974,8 +974,8 @@ def losses(agent: Agent, mb: Batch, args: Args, ent_coef: float) -> tuple[Tensor
     """The loss of a minibatch, a scalar with its graph, and its metrics, scalars without.
         clipped policy loss + entropy loss + vf_coef * mean over critics of their value losses
     A pure function of parameters and minibatch. Source: Schulman et al. 2017, eq. 9."""
-    params = agent.policy(mb.obs, mb.actor_state, mb.episode_start)
-    policy = agent.actions.distribution(params)
+    params = agent.policy_params(mb.obs, mb.actor_state, mb.episode_start)
+    policy = agent.action_dist.distribution(params)
     log_ratio = (policy.log_prob(mb.actions) - mb.log_probs).flatten()  # (B,), B = L * M
     advantages = mb.advantages.flatten()
     entropy = policy.entropy()
@@ -985,13 +985,13 @@ def losses(agent: Agent, mb: Batch, args: Args, ent_coef: float) -> tuple[Tensor
     features = agent.critic_body(mb.obs, mb.critic_state, mb.episode_start)
     outputs = agent.value_outputs(features)  # (C, L, M, K)
     old_values = mb.old_values.movedim(2, 0)
-    value_losses, clipped = agent.dist.loss(outputs, mb.targets, old_values)  # (C, L, M)
+    value_losses, clipped = agent.value_dist.loss(outputs, mb.targets, old_values)  # (C, L, M)
     v_loss = value_losses.flatten(1).mean(1)  # (C,)
     loss = pg_loss + h_loss + args.vf_coef * v_loss.mean()
 
     with torch.no_grad():
         ratio = log_ratio.exp()
-        kl = kl_divergence(agent.actions.distribution(mb.params), policy)
+        kl = kl_divergence(agent.action_dist.distribution(mb.params), policy)
         metrics = {
             "losses/policy_loss": pg_loss.detach(), "losses/value_loss": v_loss.detach().mean(),
             "losses/entropy": entropy.detach().mean(),
@@ -1010,7 +1010,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: Batch, args: Args, ent_co
     `target_kl` ends the update. Gives means over the minibatches evaluated, that one included, and
     of `grad/*` over the steps taken. Raises RuntimeError for what is not finite."""
     actor = [*agent.actor_body.parameters(), *agent.actor_head.parameters()]
-    actor += agent.actions.parameters()
+    actor += agent.action_dist.parameters()
     critic = [*agent.critic_body.parameters(), *agent.critic_heads.parameters()]
     evaluated = []  # metrics of each minibatch
     norms = []  # (2,) of the gradients of actor and critic, at each step taken
@@ -1031,7 +1031,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: Batch, args: Args, ent_co
 
         nn.utils.clip_grads_with_norm_([*actor, *critic], args.max_grad_norm, norm)
         optimizer.step()
-        agent.actions.project()
+        agent.action_dist.project()
 
     columns = {tag: torch.stack([row[tag] for row in evaluated]) for tag in evaluated[0]}
     error = columns.pop("policy/ratio_error")

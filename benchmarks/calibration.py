@@ -285,7 +285,7 @@ def critic_outputs(script: ModuleType, agent: Any, obs: np.ndarray) -> Any:
             outputs = agent.value_outputs(agent.critic_body(inputs, state, opens))
         else:
             outputs = agent.value_outputs(inputs)
-        return agent.dist.reduce_twins(outputs)
+        return agent.value_dist.reduce_twins(outputs)
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ def quantile_shapes(
     taus = (np.arange(outputs.shape[1]) + 0.5) / outputs.shape[1]
     exact = torch.tensor(np.quantile(truth, taus))[None]
     shapes = {}
-    for end, quantiles in (("", agent.dist.moments.denormalize(outputs)), ("_floor", exact)):
+    for end, quantiles in (("", agent.value_dist.moments.denormalize(outputs)), ("_floor", exact)):
         curve = extend(taus, quantiles[0].sort().values.numpy())
         tails = {name: float(script.cvar(quantiles, alpha)) for name, alpha in ALPHAS.items()}
         shapes[end] = Shape(curve, tails)
@@ -318,7 +318,7 @@ def atom_shapes(
     """The prediction and the truth projected on its atoms, as read from probabilities (1, K)."""
     import torch
 
-    atoms = agent.dist.moments.denormalize(agent.dist.support.double())
+    atoms = agent.value_dist.moments.denormalize(agent.value_dist.support.double())
     width = atoms[1] - atoms[0]
     edges = torch.cat((atoms[:1] - width, atoms)) + width / 2
     mass = torch.full((1, FINE), 1 / FINE, dtype=torch.float64)
@@ -434,7 +434,7 @@ def measure_real(script: ModuleType, agent: Any, args: Any) -> dict[str, float]:
     """
     played = play_on(script, agent, args)
     mask = played.alive
-    dist = agent.dist
+    dist = agent.value_dist
     outputs = critic_outputs(script, agent, played.obs)
 
     def quantile(level: float) -> np.ndarray:

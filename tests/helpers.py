@@ -51,7 +51,7 @@ def make_run(script: ModuleType, env: str, **flags: Any) -> SimpleNamespace:
         for p in agent.parameters():
             p.add_(0.3 * torch.randn_like(p))
     agent.obs_moments.update(torch.randn(50, agent.obs_moments.mean.numel()) * 3 + 1)
-    agent.dist.moments.update(torch.randn(50) * 20 + 30)
+    agent.value_dist.moments.update(torch.randn(50) * 20 + 30)
     envs = script.make_envs(args, args.num_envs)
     if is_recurrent(script):
         carry = script.open_episodes(envs, agent, args.seed)
@@ -93,8 +93,8 @@ def prepare(run: SimpleNamespace) -> tuple:
 def policy_params(agent: Any, mb: tuple) -> Tensor:
     """Params of the agent's policy on a batch: a graph, in the layout of `mb.params`."""
     if hasattr(mb, "episode_start"):
-        return agent.policy(mb.obs, mb.actor_state, mb.episode_start)
-    return agent.policy(mb.obs)
+        return agent.policy_params(mb.obs, mb.actor_state, mb.episode_start)
+    return agent.policy_params(mb.obs)
 
 
 def value_outputs(agent: Any, mb: tuple) -> Tensor:

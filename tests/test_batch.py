@@ -56,18 +56,18 @@ def test_a_second_look_gives_ratio_one_and_the_old_values(script, env, seq_len):
     """With unchanged weights the batch reproduces the rollout, through resets and statistics."""
     run = make_run(script, env, **sequences(script, seq_len))
     prepare(run)
-    moments = run.agent.dist.moments
+    moments = run.agent.value_dist.moments
     old_mean, old_std = moments.mean.clone(), moments.std
     batch = prepare(run)  # the second rollout starts from a carried state
     if is_recurrent(script):  # episodes begin in mid-rollout
         assert batch.episode_start[run.args.sequence_length > 1 :].any()
     params = policy_params(run.agent, batch)
-    log_prob = run.agent.actions.distribution(params).log_prob(batch.actions)
+    log_prob = run.agent.action_dist.distribution(params).log_prob(batch.actions)
     assert_close((log_prob - batch.log_probs).exp(), torch.ones_like(log_prob), rtol=0, atol=1e-5)
     assert_close(params, batch.params, rtol=1e-5, atol=1e-5)
     outputs, old = value_outputs(run.agent, batch), old_of_critics(batch)
     if script is distributional_ppo_categorical:  # old means alone are in the new units
-        means = outputs.softmax(-1) @ run.agent.dist.support
+        means = outputs.softmax(-1) @ run.agent.value_dist.support
         outputs = (means[..., None] * old_std + old_mean).float()
         old = moments.denormalize(old)
     atol = 1e-4 if script is distributional_ppo_categorical else 1e-5
@@ -162,7 +162,7 @@ def lively(script):
         two[0].weight[::2].neg_()
         two[-1].weight.mul_(20)
     prepare(run)
-    run.agent.dist.moments.mean += 1200  # to where the returns are
+    run.agent.value_dist.moments.mean += 1200  # to where the returns are
     roll(run)
     balance(run)
     return run
@@ -170,14 +170,14 @@ def lively(script):
 
 def balance(run):
     """Raise or lower what critic 2 predicts, by bisection, until about half is below critic 1."""
-    bias, support = run.agent.critic_heads[1][-1].bias, run.agent.dist.support
+    bias, support = run.agent.critic_heads[1][-1].bias, run.agent.value_dist.support
     direction, start = 1 if is_recurrent(run.script) else support, bias.detach().clone()
     low, high, share = -30.0, 30.0, 0.0
     while abs(share - 0.5) > 0.2:  # not on to a tie
         shift = (low + high) / 2
         with torch.no_grad():
             bias.copy_(start + shift * direction)
-        one, two = run.agent.dist.mean(critic_pass(run)[0])
+        one, two = run.agent.value_dist.mean(critic_pass(run)[0])
         share = float((two > one).float().mean())
         low, high = (low, shift) if share > 0.5 else (shift, high)
         assert high - low > 1e-6
@@ -186,7 +186,7 @@ def balance(run):
 def decoded(run):
     """Values of s_t and s'_t, of both critics and of the smaller one, by the statistics of now."""
     plain = run.script.ValueDistribution(run.args)  # its own statistics have not moved
-    mean, std = float(run.agent.dist.moments.mean), float(run.agent.dist.moments.std)
+    mean, std = float(run.agent.value_dist.moments.mean), float(run.agent.value_dist.moments.std)
     outputs, next_outputs = critic_pass(run)
     twins, next_twins = (
         plain.mean(x).double().numpy() * std + mean for x in (outputs, next_outputs)
@@ -215,11 +215,11 @@ def test_advantages_and_targets_follow_from_the_values(lively, norm_adv):
         targets = batch.targets[..., 0]
         tolerance = 1e-3
     else:
-        inside = abs(run.agent.dist.moments.normalize(torch.tensor(returns))).max() < 4
+        inside = abs(run.agent.value_dist.moments.normalize(torch.tensor(returns))).max() < 4
         assert inside
-        targets = batch.targets @ run.agent.dist.support
-        tolerance = 0.02 * float(run.agent.dist.moments.std)  # hl_gauss cuts its tails
-    found = run.agent.dist.moments.denormalize(targets.double()).reshape(12, 4)
+        targets = batch.targets @ run.agent.value_dist.support
+        tolerance = 0.02 * float(run.agent.value_dist.moments.std)  # hl_gauss cuts its tails
+    found = run.agent.value_dist.moments.denormalize(targets.double()).reshape(12, 4)
     np.testing.assert_allclose(found, returns, rtol=1e-4, atol=tolerance)
 
 
@@ -249,9 +249,9 @@ def test_metrics_of_the_critics_are_of_the_values_ahead_of_the_update(lively):
 def test_coverage_counts_realised_returns_below_the_value_at_risk(lively):
     """Rewards up to an end, with a value at limits and at the last step: not lambda-returns."""
     run = lively
-    mean = run.agent.dist.moments.mean
+    mean = run.agent.value_dist.moments.mean
     for shift in range(-800, 1200, 50):  # until the two kinds of returns give another share
-        run.agent.dist.moments.mean = mean + shift
+        run.agent.value_dist.moments.mean = mean + shift
         _, values, next_values, stats = decoded(run)
         facts = (run.rollout, values, next_values, 0.9)
         _, realised = advantages_and_returns(*facts, 1.0)
@@ -271,7 +271,7 @@ def smaller_critic(run, outputs):
     z = outputs.double()
     if not is_recurrent(run.script):
         z = z.softmax(-1)
-    mean = z.mean(-1) if is_recurrent(run.script) else z @ run.agent.dist.support.double()
+    mean = z.mean(-1) if is_recurrent(run.script) else z @ run.agent.value_dist.support.double()
     return torch.where((mean[0] <= mean[1])[..., None], z[0], z[1])
 
 
@@ -279,7 +279,7 @@ def test_sr_lambda_gets_decoded_distributions_of_true_successors(lively, monkeyp
     """Rewards in the task's units, both masks, the smaller critic's outputs by old statistics."""
     run, recurrent = lively, is_recurrent(lively.script)
     run.args.value_target = "sr_lambda"
-    mean, std = float(run.agent.dist.moments.mean), float(run.agent.dist.moments.std)
+    mean, std = float(run.agent.value_dist.moments.mean), float(run.agent.value_dist.moments.std)
     theta = smaller_critic(run, critic_pass(run)[1])
     name = "sr_lambda_targets" if recurrent else "sr_lambda_atoms"
     calls = spy(monkeypatch, run.script, name)
@@ -289,7 +289,7 @@ def test_sr_lambda_gets_decoded_distributions_of_true_successors(lively, monkeyp
         theta = theta * std + mean
     else:
         atoms, *rest = rest
-        support = run.agent.dist.support.double() * std + mean
+        support = run.agent.value_dist.support.double() * std + mean
         assert_close(atoms.double(), support, rtol=1e-5, atol=1e-3)
     assert_close(found.double(), theta, rtol=1e-5, atol=1e-3)
     assert torch.equal(rewards, run.rollout.rewards)
@@ -302,7 +302,7 @@ def test_the_risk_term_gets_targets_and_the_state_in_the_tasks_units(lively, mon
     """The smaller critic's distribution of s_t, the samples of the target, and alpha."""
     run, recurrent = lively, is_recurrent(lively.script)
     run.args.cvar_weight, run.args.cvar_alpha, run.args.norm_adv = 0.3, 0.2, False
-    mean, std = float(run.agent.dist.moments.mean), float(run.agent.dist.moments.std)
+    mean, std = float(run.agent.value_dist.moments.mean), float(run.agent.value_dist.moments.std)
     z = smaller_critic(run, critic_pass(run)[0])
     _, values, next_values, _ = decoded(run)
     advantages, returns = advantages_and_returns(run.rollout, values, next_values, 0.9, 0.8)
@@ -316,7 +316,9 @@ def test_the_risk_term_gets_targets_and_the_state_in_the_tasks_units(lively, mon
         np.testing.assert_allclose(targets[..., 0], returns, rtol=1e-5, atol=1e-3)
     else:
         atoms = rest.pop(0).double()
-        assert_close(atoms, run.agent.dist.support.double() * std + mean, rtol=1e-5, atol=1e-3)
+        assert_close(
+            atoms, run.agent.value_dist.support.double() * std + mean, rtol=1e-5, atol=1e-3
+        )
         inside = np.clip(returns, float(atoms[0]), float(atoms[-1]))
         np.testing.assert_allclose(targets.double() @ atoms, inside, rtol=1e-5, atol=1e-2)
     assert_close(found.double(), z, rtol=1e-5, atol=1e-3)
@@ -334,7 +336,7 @@ def test_a_neutral_run_asks_for_no_risk(lively, monkeypatch):
     for weight, alpha in ((0.0, 0.3), (0.8, 1.0)):
         other = copy.deepcopy({"agent": run.agent, "args": run.args})
         other["args"].cvar_weight, other["args"].cvar_alpha = weight, alpha
-        other["agent"].dist.args = other["args"]
+        other["agent"].value_dist.args = other["args"]
         before = torch.get_rng_state()
         batches.append(prepare_rollout(run, **other)[0])
         assert torch.equal(before, torch.get_rng_state())
@@ -350,7 +352,7 @@ def test_moving_statistics_change_no_prediction(norm_returns):
     run = make_run(script, "Counter", norm_returns=norm_returns)
     prepare(run)
     rollout = roll(run)
-    agent, moments = run.agent, run.agent.dist.moments
+    agent, moments = run.agent, run.agent.value_dist.moments
 
     def look():
         obs = agent.normalize_obs(rollout.obs)
@@ -375,7 +377,7 @@ def test_rewards_times_ten_leave_the_normalised_problem_as_it_is(script):
     batches = []
     for scale in (1.0, 10.0):
         run = make_run(script, "Counter", num_critics=2)
-        moments = run.agent.dist.moments
+        moments = run.agent.value_dist.moments
         moments.mean, moments.var = scale * moments.mean, scale**2 * moments.var
         rollout = roll(run)
         run.rollout = rollout._replace(rewards=scale * rollout.rewards)
@@ -407,7 +409,7 @@ def flip(run, flag, value):
     """Batch and metrics of the same rollout with one flag changed."""
     other = copy.deepcopy({"agent": run.agent, "args": run.args})
     setattr(other["args"], flag, value)
-    other["agent"].dist.args = other["args"]
+    other["agent"].value_dist.args = other["args"]
     batch, _, metrics = prepare_rollout(run, **other)
     return batch, metrics
 
@@ -453,7 +455,7 @@ def test_the_twin_that_is_used_is_the_configured_one(script):
 def test_statistics_take_in_targets_and_values(lively, value_target):
     """Merged moments of what the rollout gave, written out (Chan et al. 1983); the count is capped.
     Mean and spread of a target's samples stand for all of them: the moments are the same."""
-    run, moments, dist = lively, lively.agent.dist.moments, lively.agent.dist
+    run, moments, dist = lively, lively.agent.value_dist.moments, lively.agent.value_dist
     run.args.value_target = value_target
     mean, var, count = (float(x) for x in (moments.mean, moments.var, moments.count))
     _, values, next_values, _ = decoded(run)
@@ -551,11 +553,11 @@ def test_moving_statistics_are_logged_as_the_jump_they_are():
     Where PopArt, van Hasselt et al. 2016, would rescale, fixed atoms cannot."""
     run = make_run(distributional_ppo_categorical, "Counter", num_atoms=21)
     prepare(run)
-    moments = run.agent.dist.moments
+    moments = run.agent.value_dist.moments
     old_mean, old_std = moments.mean.clone(), moments.std.clone()
     batch = prepare(run)
     with torch.no_grad():
-        mean = value_outputs(run.agent, batch).softmax(-1) @ run.agent.dist.support
+        mean = value_outputs(run.agent, batch).softmax(-1) @ run.agent.value_dist.support
     was = mean * old_std + old_mean
     now = mean * moments.std + moments.mean
     shift = float((now - was).abs().mean())
@@ -568,7 +570,7 @@ def test_moving_statistics_are_logged_as_the_jump_they_are():
 def test_the_share_outside_is_that_of_what_the_critics_train_on():
     """Returns in the thousands are inside the support once the statistics have taken them in."""
     run = make_run(distributional_ppo_categorical, "Counter", num_atoms=21)
-    run.agent.dist.moments.mean += 1e5
-    run.agent.dist.moments.count.zero_()  # the first update replaces these statistics
+    run.agent.value_dist.moments.mean += 1e5
+    run.agent.value_dist.moments.count.zero_()  # the first update replaces these statistics
     prepare(run)
     assert run.metrics["value/outside_support"] < 0.1

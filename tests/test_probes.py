@@ -34,7 +34,9 @@ def learn(script, tmp_path, env, **flags):
 def values(agent, observations):
     """Value of each step of one episode, in units of the return, both critics reduced."""
     obs = agent.normalize_obs(torch.tensor(observations, dtype=torch.float32))
-    return agent.dist.mean(agent.dist.reduce_twins(episode_outputs(agent, obs))).tolist()
+    return agent.value_dist.mean(
+        agent.value_dist.reduce_twins(episode_outputs(agent, obs))
+    ).tolist()
 
 
 def test_constant_reward(script, tmp_path):
@@ -92,8 +94,8 @@ def test_predicted_spread_is_that_of_the_return(script, tmp_path):
     _, agent = learn(script, tmp_path, "RandomReward", **flags)
     obs = agent.normalize_obs(torch.arange(10)[:, None] / 10)
     with torch.no_grad():
-        outputs = agent.dist.reduce_twins(episode_outputs(agent, obs))
-    std = agent.dist.describe(outputs)["std"]
+        outputs = agent.value_dist.reduce_twins(episode_outputs(agent, obs))
+    std = agent.value_dist.describe(outputs)["std"]
     for t in (0, 5, 9):
         expected = sum(0.81**k for k in range(10 - t)) ** 0.5
         assert float(std[t]) == pytest.approx(expected, rel=0.1)
@@ -155,7 +157,7 @@ def test_predicted_spread_is_that_of_returns(script, tmp_path, target, lam, righ
     _, agent = learn(script, tmp_path, "RandomReward", **flags)
     with torch.no_grad():
         outputs = episode_outputs(agent, agent.normalize_obs(torch.zeros(1, 1)))[0, 0]
-    std = float(agent.dist.describe(outputs)["std"])
+    std = float(agent.value_dist.describe(outputs)["std"])
     if right:
         assert std == pytest.approx(2.150, rel=0.1)
     else:

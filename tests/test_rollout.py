@@ -80,7 +80,7 @@ def test_the_actors_state_goes_on_until_an_episode_ends():
         assert_close(rollout.actor_state[0], state * ~rollout.episode_start[0, :, None])
         for obs, start in zip(rollout.obs, rollout.episode_start):
             seen = run.agent.normalize_obs(obs)
-            _, state = run.agent.policy_step(seen, state * ~start[:, None])
+            _, state = run.agent.policy_params_step(seen, state * ~start[:, None])
     assert rollouts[2].episode_start.any()
     assert (rollouts[2].actor_state != 0).any()
 
@@ -97,7 +97,7 @@ def test_every_training_sequence_has_the_state_ahead_of_it():
         state = state * ~rollout.episode_start[t, :, None]
         if t % 3 == 0:
             assert_close(rollout.actor_state[t // 3], state)
-        _, state = run.agent.policy_step(run.agent.normalize_obs(rollout.obs[t]), state)
+        _, state = run.agent.policy_params_step(run.agent.normalize_obs(rollout.obs[t]), state)
     assert_close(run.carry.actor_state, state * ~torch.as_tensor(run.carry.episode_start)[:, None])
 
 
@@ -137,7 +137,7 @@ def test_environment_receives_clipped_actions_and_the_buffer_keeps_the_samples(s
     """A wide Gaussian leaves the bounds; log-probabilities are those of what was sampled."""
     run = make_run(script, "VectorBox")
     with torch.no_grad():
-        run.agent.actions.log_std.fill_(1.5)
+        run.agent.action_dist.log_std.fill_(1.5)
     rollout = roll(run)  # the environment asserts that every action is inside the bounds
     assert rollout.actions.abs().max() > 1
     assert rollout.actions.shape == (12, 4, 2)
@@ -147,7 +147,7 @@ def test_the_params_kept_are_those_the_action_came_from(script):
     """Means and log-stds of a Gaussian so narrow that the action shows its mean."""
     run = make_run(script, "VectorBox")
     with torch.no_grad():
-        run.agent.actions.log_std.fill_(-5)
+        run.agent.action_dist.log_std.fill_(-5)
     rollout = roll(run)
     mean, log_std = rollout.params.unbind(-2)
     assert_close(log_std, torch.full_like(log_std, -5))
@@ -171,8 +171,8 @@ def test_act_works_for_one_observation_and_for_many(script, env):
         np.testing.assert_allclose(one, many[i], rtol=1e-5, atol=1e-6)
         single.step(one)
         single.reset()
-    if run.agent.actions.continuous:  # or all draws may lie beyond the same bound
-        run.agent.actions.log_std.data.fill_(2)
+    if run.agent.action_dist.continuous:  # or all draws may lie beyond the same bound
+        run.agent.action_dist.log_std.data.fill_(2)
     drawn = [act(run.agent, rows, deterministic=False)[0] for _ in range(20)]
     assert any(not np.array_equal(drawn[0], other) for other in drawn[1:])
 

@@ -268,7 +268,7 @@ def test_statistics_of_observations_move_after_the_update(script, tmp_path, monk
 def test_statistics_of_returns_move_ahead_of_the_update(script, tmp_path, monkeypatch):
     """Critics train on the units in which the next rollout is decoded, not on those of this one."""
     iterations = watched_run(script, tmp_path, monkeypatch)
-    key = "dist.moments.mean"
+    key = "value_dist.moments.mean"
     for (collect, batching, update), (then, *_) in pairwise(iterations):
         assert torch.equal(collect.stood[key], batching.stood[key])
         assert not torch.equal(batching.stood[key], update.stood[key])

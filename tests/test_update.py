@@ -29,7 +29,7 @@ def run_update(run, ent_coef=0.0, algorithm=torch.optim.Adam, **flags):
     args = copy.copy(run.args)
     for key, value in flags.items():
         setattr(args, key, value)
-    agent.dist.args = args
+    agent.value_dist.args = args
     optimizer = algorithm(agent.parameters(), args.learning_rate)
     torch.manual_seed(5)
     metrics = run.script.update(agent, optimizer, run.batch, args, ent_coef)
@@ -342,8 +342,8 @@ def steps_by_hand(run, limit=float("inf"), ent_coef=0.01):
         with torch.no_grad():
             for p in agent.parameters():
                 p.sub_(args.learning_rate * p.grad)
-            if hasattr(agent.actions, "log_std"):
-                agent.actions.log_std.clamp_(-5, 2)
+            if hasattr(agent.action_dist, "log_std"):
+                agent.action_dist.log_std.clamp_(-5, 2)
     return agent, seen
 
 
@@ -353,7 +353,7 @@ def test_the_update_is_the_loop_it_documents(script, env):
     flags = {"learning_rate": 0.3, "num_minibatches": 4, "update_epochs": 3, "log_std_init": 2.0}
     run = make_run(script, env, **flags)
     if env == "VectorBox":
-        run.agent.actions.project()
+        run.agent.action_dist.project()
     prepare(run)
     _, seen = steps_by_hand(run)
     assert len(seen) == 12
