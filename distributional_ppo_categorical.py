@@ -7,10 +7,10 @@ One iteration of `train`:
     collect_rollout   the actor alone acts for T steps in N environments
     prepare_batch     one pass of the critics: a return distribution for every state and successor,
                       hence advantages and targets; the return statistics move
-    minibatches       shuffled steps
-    losses            clipped policy loss - ent_coef * entropy + vf_coef * cross-entropy of targets
-    update            one Adam step per minibatch, until the KL divergence exceeds `target_kl`;
-                      then the observation statistics move
+    update            an Adam step per minibatch of shuffled rows, until the KL divergence exceeds
+                      `target_kl`, on
+                      clipped policy loss - ent_coef * entropy + vf_coef * cross-entropy of targets
+    obs_moments       the observation statistics take in the rollout
 
 Shapes: T steps, N environments, B rows, D observation, P action parts, A action floats, K atoms, J
 target samples, C critics. Rewards, values and returns are in the task's units, what networks see
@@ -109,7 +109,7 @@ class Args:
     # lambda_return: one number, understates spread and risk; sr_lambda: samples of the return
     value_target: Literal["lambda_return", "sr_lambda"] = "lambda_return"
     cvar_alpha: float = 0.05  # tail mass averaged by CVaR, in [1e-3, 1]; 1 is the mean
-    cvar_weight: float = 0.0  # weight of the CVaR advantage against GAE's, in [0, 1]
+    cvar_weight: float = 0.0  # weight of the CVaR advantage, in [0, 1]; ignored at cvar_alpha 1
 
     # ---- value distribution: categorical (flags) ----
     num_atoms: int = 51  # atoms of each critic, integer >= 2
@@ -177,7 +177,7 @@ class Rollout(NamedTuple):
     obs: Tensor  # (T, N, D) s_t, raw
     next_obs: Tensor  # (T, N, D) true successor s'_t, raw: the final one where an episode ended
     actions: Tensor  # (T, N, P) indices or (T, N, A) floats, as sampled
-    params: Tensor  # (T, N, ...) of the distribution that gave the action
+    params: Tensor  # (T, N, 2, A) or (T, N, P, largest part) of the action distribution
     rewards: Tensor  # (T, N) in the task's units
     terminated: Tensor  # (T, N) bool, s'_t is terminal: nothing follows
     truncated: Tensor  # (T, N) bool, a time limit: s'_t has a value
@@ -189,7 +189,7 @@ class Batch(NamedTuple):
 
     obs: Tensor  # (B, D) normalised
     actions: Tensor  # (B, P) or (B, A)
-    params: Tensor  # (B, ...) of the policy that acted
+    params: Tensor  # (B, 2, A) or (B, P, largest part) of the policy that acted
     log_probs: Tensor  # (B,) of the actions under that policy, nats
     advantages: Tensor  # (B,) as the policy loss takes them
     targets: Tensor  # (B, K) of the value distribution
@@ -355,10 +355,10 @@ def categorical_cross_entropy(target_probs: Tensor, logits: Tensor) -> Tensor:
 
 
 def clip_categorical(probs: Tensor, old_values: Tensor, clip_delta: float, atoms: Tensor) -> Tensor:
-    """Predictions whose mean moved no further than d = clip_delta from the old one, (B, K).
+    """Predictions whose mean moved by at most d = clip_delta, (B, K); more at the support's ends.
         m = sum(p z);  atoms shifted by clamp(m - m_old, -d, d) + m_old - m, projected back
-    The shape is kept. old_values (B,) are m_old as stored with the rollout. PPO's scalar value
-    clipping, from the reference code of Schulman et al. 2017, for a distribution."""
+    The shape is kept inside the support. old_values (B,) are m_old as stored with the rollout.
+    PPO's value clipping (reference code of Schulman et al. 2017) for a distribution; ours."""
     mean = (probs * atoms).sum(-1)
     shift = (mean - old_values).clamp(-clip_delta, clip_delta) + old_values - mean
     return project_categorical(probs, atoms + shift[..., None], atoms)
@@ -413,16 +413,16 @@ def sr_lambda_atoms(rewards: Tensor, next_probs: Tensor, atoms: Tensor, terminat
     T = len(rewards)
     ended = terminated | truncated
     ended[-1] = True
-    time = torch.arange(T, device=rewards.device)[:, None].expand_as(rewards)
-    last = torch.where(ended, time, T).flip(0).cummin(0).values.flip(0)  # step the episode ends at
+    step = torch.arange(T, device=rewards.device)[:, None].expand_as(rewards)
+    last = torch.where(ended, step, T).flip(0).cummin(0).values.flip(0)  # step the episode ends at
     # a geometric n by inversion, P(n > i) = lambda^i; lambda 0 gives n - 1 = 0, lambda 1 gives T
     draws = torch.rand(rewards.shape, generator=generator, device=rewards.device).clamp(min=1e-30)
     lengths = (draws.log() / draws.new_tensor(gae_lambda).log()).abs()
-    at = torch.minimum(time + lengths.clamp(max=T).long(), last)  # step t + n - 1
+    at = torch.minimum(step + lengths.clamp(max=T).long(), last)  # step t + n - 1
     # R^(n): rewards to the end (GAE of a critic that says 0) without those after step t + n - 1
     zero = torch.zeros_like(rewards)
     to_end, _ = gae(rewards, zero, zero, ended, ended, gamma, 1.0)
-    scale = gamma ** (at - time + 1).to(rewards.dtype)  # gamma^n
+    scale = gamma ** (at - step + 1).to(rewards.dtype)  # gamma^n
     after = torch.where(at < last, to_end.gather(0, (at + 1).clamp(max=T - 1)), 0)
     scaled = (scale * ~terminated.gather(0, at))[..., None] * atoms
     returns = (to_end - scale * after)[..., None] + scaled
@@ -453,7 +453,7 @@ class ValueDistribution(nn.Module):
     def __init__(self, args: Args) -> None:
         super().__init__()
         self.args = args
-        self.moments = RunningMoments((), max_count=40 * args.batch_size)  # 10 rollouts, 4 a step
+        self.moments = RunningMoments((), max_count=40 * args.batch_size)  # 10 rollouts of 4 a step
         atoms = torch.linspace(args.v_min, args.v_max, args.num_atoms)
         self.register_buffer("support", atoms, persistent=False)
 
@@ -516,7 +516,7 @@ class ValueDistribution(nn.Module):
         return {"value/outside_support": (weights * beyond).sum(-1).mean()}
 
     def loss(self, outputs: Tensor, targets: Tensor, old: Tensor) -> Tensors:
-        """Losses of C critics, (C, ...), and which of them value clipping changed, 0 or 1.
+        """Losses of C critics, (C, ...), and 1 where value clipping moves the prediction, else 0.
         outputs (C, ..., K) and old means (C, ..., 1): each is clipped around its own; targets
         (..., K) never are."""
         loss = categorical_cross_entropy(targets, outputs)
@@ -756,8 +756,8 @@ def run_critics(agent: Agent, rollout: Rollout, obs: Tensor, next_obs: Tensor) -
 
 def statistics_samples(samples: Tensor, weights: Tensor, values: Tensor) -> Tensor:
     """Returns that the statistics take in, (4, T, N), from targets (T, N, J) and values (T, N).
-    Two have each target's mean and spread, two are the value: with targets alone, constant returns
-    would shrink the scale to 1e-4 and leave the critics thousands of scales away."""
+    They are each target's mean -+ its spread, and the value twice: with targets alone, constant
+    returns would shrink the scale to its floor, 1e-4, thousands of which the critics may be off."""
     mean = (weights * samples).sum(-1)
     squares = (samples - mean[..., None]).square()
     spread = (weights * squares).sum(-1).sqrt()
@@ -808,8 +808,9 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     raw, returns = gae(rollout.rewards, values, next_values, *ends, args.gamma, args.gae_lambda)
     samples, weights = returns[..., None], torch.ones_like(returns[..., None])  # (T, N, J = 1)
     if args.value_target == "sr_lambda":
-        facts = (next_reduced, *ends, args.gamma, args.gae_lambda)
-        samples, weights = dist.sample_returns(rollout.rewards, *facts)
+        samples, weights = dist.sample_returns(
+            rollout.rewards, next_reduced, *ends, args.gamma, args.gae_lambda
+        )
     if args.cvar_weight > 0 and args.cvar_alpha < 1:
         raw = raw.lerp(dist.risk_advantages(samples, weights, reduced), args.cvar_weight)
     advantages = normalize_advantages(raw) if args.norm_adv else raw
@@ -817,17 +818,17 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
 
     # 3. the return statistics move
     taken_in = statistics_samples(samples, weights, values)
-    moved, old_values = dist.move_statistics(agent.critic_heads, outputs, taken_in)
-    metrics |= dist.target_metrics(moved, samples, weights) | {
+    outputs, old_values = dist.move_statistics(agent.critic_heads, outputs, taken_in)
+    metrics |= dist.target_metrics(outputs, samples, weights) | {
         "adv/mean_raw": raw.mean(), "adv/std_raw": raw.std(correction=0),
         "adv/abs_max": advantages.abs().max(),
         "norm/return_mean": dist.moments.mean, "norm/return_std": dist.moments.std,
-        "norm/value_shift": (dist.mean(moved) - twins).abs().mean(),
+        "norm/value_shift": (dist.mean(outputs) - twins).abs().mean(),  # rounding, with PopArt
     }  # fmt: skip
 
     # 4. the batch: steps and environments become rows
     policy = agent.action_dist.distribution(rollout.params)
-    batch = Batch(
+    batch = Batch(  # (T, N, ...) until the last line
         obs=obs, actions=rollout.actions, params=rollout.params, advantages=advantages,
         log_probs=policy.log_prob(rollout.actions),
         targets=dist.encode_targets(samples, weights), old_values=old_values.movedim(0, 2),
@@ -840,8 +841,8 @@ def minibatches(batch: Batch, args: Args) -> Iterator[Batch]:
     """In every epoch, random parts of the rows, each row once."""
     orders = [torch.randperm(len(batch.obs)) for _ in range(args.update_epochs)]
     for order in torch.stack(orders).to(batch.obs.device):
-        for rows in order.chunk(args.num_minibatches):
-            yield Batch(*(x.index_select(0, rows) for x in batch))
+        for chosen in order.chunk(args.num_minibatches):
+            yield Batch(*(x.index_select(0, chosen) for x in batch))
 
 
 def losses(agent: Agent, mb: Batch, args: Args, ent_coef: float) -> tuple[Tensor, dict]:
@@ -937,7 +938,7 @@ def set_up_process(args: Args) -> None:
     torch.backends.cudnn.allow_tf32 = False  # acting and training with the same precision
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(args.seed)
-    # EzPickle would build a fresh environment where one is pickled: take it as it stands
+    # EzPickle builds a fresh environment when unpickled; checkpoints keep it as it stands
     gym.utils.EzPickle.__getstate__ = object.__getstate__
     gym.utils.EzPickle.__setstate__ = lambda env, state: vars(env).update(state)
 
@@ -970,12 +971,11 @@ def log(writer: SummaryWriter, run: Run, metrics: dict, step: int, histograms: b
             writer.add_histogram(tag, value, step)
 
 
-def close_log(writer: SummaryWriter, args: Args) -> None:
+def log_flags(writer: SummaryWriter, args: Args) -> None:
     """Write the flags, for TensorBoard's table of runs."""
     flags = asdict(args) | {"masked_obs": str(args.masked_obs)}
     for entry in summary.hparams(flags, {"eval/return_mean": 0}):
         writer.file_writer.add_summary(entry)
-    writer.close()
 
 
 def log_episodes(writer: SummaryWriter, run: Run, rollout: Rollout) -> None:
@@ -1007,6 +1007,7 @@ def load_agent(path: str | Path) -> tuple[Agent, Args]:
     path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
+        require(isinstance(saved, dict), "not a dictionary")
         cuda = saved["args"]["cuda"] and torch.cuda.is_available()
         args = Args(**saved["args"] | {"cuda": cuda})
         agent = Agent(args)
@@ -1128,12 +1129,12 @@ def train(args: Args) -> dict[str, Any]:
     envs = make_envs(args, args.num_envs)
     run, obs = resume_run(args, optimizer, envs) if args.resume else (Run(), None)
     total = args.num_iterations * args.batch_size
+    writer = SummaryWriter(str(run_dir), purge_step=run.step + 1 if args.resume else None)
     print(f"{args.env_id}: logging to {run_dir}", flush=True)
 
     try:
         if obs is None:  # environment i gets the seed + i
             obs = envs.reset(seed=args.seed + run.step)[0].copy()
-        writer = SummaryWriter(str(run_dir), purge_step=run.step + 1 if args.resume else None)
         for iteration in range(run.step // args.batch_size + 1, args.num_iterations + 1):
             lr, ent_coef = schedules(args, run.step / total)
             optimizer.param_groups[0]["lr"] = lr
@@ -1166,6 +1167,7 @@ def train(args: Args) -> dict[str, Any]:
             log(writer, run, evaluate(agent, args), total)
             run.evaluated = total
             save_checkpoint(writer, args, agent, optimizer, envs, obs, run)
+        log_flags(writer, args)
     except Exception as error:
         saved = run_dir / "checkpoint.pt"
         last = f"last checkpoint: {saved}" if saved.exists() else "no checkpoint yet"
@@ -1173,7 +1175,7 @@ def train(args: Args) -> dict[str, Any]:
         raise
     finally:
         envs.close()
-    close_log(writer, args)
+        writer.close()
     return run.logged | {"run_dir": str(run_dir)}
 
 
@@ -1184,8 +1186,8 @@ def request_stop(number: int, frame: Any) -> None:
 
 
 def parse_args(argv: list[str]) -> Args:
-    """Flags of the command line; with --resume and --evaluate, beside those of the run.
-    Raises `UsageError` where they change more of these than they may."""
+    """Flags of the command line; with --resume and --evaluate, the run's flags are the defaults.
+    Raises `UsageError` where others than the free ones change."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--resume", nargs="?")
     finder.add_argument("--evaluate", nargs="?")

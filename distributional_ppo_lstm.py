@@ -7,10 +7,10 @@ One iteration of `train`:
     collect_rollout   the actor alone acts for T steps in N environments
     prepare_batch     one pass of the critics: a return distribution for every state and successor,
                       hence advantages and targets; return statistics and value heads move (PopArt)
-    minibatches       shuffled training sequences, each an unbroken stretch of one environment
-    losses            clipped policy loss - ent_coef * entropy + vf_coef * quantile regression loss
-    update            one Adam step per minibatch, until the KL divergence exceeds `target_kl`;
-                      then the observation statistics move
+    update            an Adam step per minibatch of shuffled training sequences, each an unbroken
+                      stretch of one environment, until the KL divergence exceeds `target_kl`, on
+                      clipped policy loss - ent_coef * entropy + vf_coef * quantile regression loss
+    obs_moments       the observation statistics take in the rollout
 
 Shapes: T steps, N environments, B rows, D observation, P action parts, A action floats, K
 quantiles, J target samples, C critics, H LSTM width; training cuts the rollout into M sequences of
@@ -113,7 +113,7 @@ class Args:
     # lambda_return: one number, understates spread and risk; sr_lambda: samples of the return
     value_target: Literal["lambda_return", "sr_lambda"] = "lambda_return"
     cvar_alpha: float = 0.05  # tail mass averaged by CVaR, in [1e-3, 1]; 1 is the mean
-    cvar_weight: float = 0.0  # weight of the CVaR advantage against GAE's, in [0, 1]
+    cvar_weight: float = 0.0  # weight of the CVaR advantage, in [0, 1]; ignored at cvar_alpha 1
 
     # ---- value distribution: quantiles (flags) ----
     num_quantiles: int = 32  # quantiles of each critic, integer >= 1
@@ -179,9 +179,9 @@ class Carry(NamedTuple):
     """What one rollout hands to the next."""
 
     obs: np.ndarray  # (N, D) to act on next, raw
-    episode_start: np.ndarray  # (N,) bool, whether it opens an episode
-    actor_state: Tensor  # (2, N, H) h and c of the actor's LSTM ahead of it; 0 where one opens
-    critic_state: Tensor  # (2, N, H) of the critics' LSTM ahead of it, not yet reset
+    episode_start: np.ndarray  # (N,) bool, obs opens an episode
+    actor_state: Tensor  # (2, N, H) h and c ahead of obs, zero where an episode opens
+    critic_state: Tensor  # (2, N, H) of the critics, which `unroll_lstm` zeroes there
 
 
 class Rollout(NamedTuple):
@@ -191,7 +191,7 @@ class Rollout(NamedTuple):
     next_obs: Tensor  # (T, N, D) true successor s'_t, raw: the final one where an episode ended
     episode_start: Tensor  # (T, N) bool, s_t opens an episode
     actions: Tensor  # (T, N, P) indices or (T, N, A) floats, as sampled
-    params: Tensor  # (T, N, ...) of the distribution that gave the action
+    params: Tensor  # (T, N, 2, A) or (T, N, P, largest part) of the action distribution
     rewards: Tensor  # (T, N) in the task's units
     terminated: Tensor  # (T, N) bool, s'_t is terminal: nothing follows
     truncated: Tensor  # (T, N) bool, a time limit: s'_t has a value
@@ -207,7 +207,7 @@ class Batch(NamedTuple):
     actor_state: Tensor  # (2, M, H) ahead of the sequence
     critic_state: Tensor  # (2, M, H) ahead of the sequence
     actions: Tensor  # (L, M, P) or (L, M, A)
-    params: Tensor  # (L, M, ...) of the policy that acted
+    params: Tensor  # (L, M, 2, A) or (L, M, P, largest part) of the policy that acted
     log_probs: Tensor  # (L, M) of the actions under that policy, nats
     advantages: Tensor  # (L, M) as the policy loss takes them
     targets: Tensor  # (L, M, J) of the value distribution, normalised returns
@@ -341,9 +341,9 @@ def quantile_huber_loss(quantiles: Tensor, targets: Tensor, taus: Tensor, kappa:
         u[b, i, j] = targets[b, j] - quantiles[b, i]
         L(u)       = 0.5 u^2 where |u| <= kappa, kappa (|u| - 0.5 kappa) elsewhere
         loss[b]    = mean_i mean_j |tau_i - 1{u < 0}| L(u) / kappa      (kappa = 0: L / kappa = |u|)
-    quantiles (B, K), targets (B, J), B any number of axes; taus (K,). Divided by kappa as in IQN:
+    quantiles (B, K), targets (B, J), leading axes broadcast; taus (K,). Divided by kappa as in IQN:
     it meets the pinball loss as kappa -> 0. Mean over i (QR-DQN sums). No gradient through the
-    indicator. Source: Dabney et al. 2018a, eq. 8 to 10; 2018b, eq. 3."""
+    indicator. Source: Dabney et al. 2018a (QR-DQN), eq. 8 to 10; 2018b (IQN), eq. 3."""
     if kappa == 0:
         return pinball_loss(quantiles, targets, taus)
     u = targets[..., None, :] - quantiles[..., None]  # (B, K, J)
@@ -372,7 +372,7 @@ def pinball_loss(quantiles: Tensor, targets: Tensor, taus: Tensor) -> Tensor:
 
 def clip_quantiles(quantiles: Tensor, old_quantiles: Tensor, clip_delta: float,
                    mode: str) -> Tensor:  # fmt: skip
-    """Predictions that moved no further than d = clip_delta from the old ones, (B, K).
+    """Predictions whose quantiles, or mean alone, moved by at most d = clip_delta, (B, K).
     With m the mean and s = sqrt(variance + 1e-12) over the K quantiles:
         per_quantile:       q_old + clamp(q - q_old, -d, d)
         mean_only:          q + (m_c - m),  m_c = m_old + clamp(m - m_old, -d, d)
@@ -403,7 +403,7 @@ def cvar_weights(num_quantiles: int, alpha: float, dtype: torch.dtype | None = N
     quantile to quantile; the outer two segments reach on to the ends. Let [a, b] be the part below
     alpha of the segment from k to k + 1, and m = (a + b) / 2 - k. Its mean of F^-1 is the value at
     its middle, (1 - m) q_k + m q_{k+1}, and its share of the integral (b - a) / (alpha K).
-    alpha = 1 is the mean. ValueError for alpha outside [1e-3, 1].
+    alpha = 1 is the plain mean, not the limit. ValueError for alpha outside [1e-3, 1].
     Source: Rockafellar & Uryasev 2000; the interpolation is ours."""
     if not 1e-3 <= alpha <= 1:
         raise ValueError(f"cvar: alpha {alpha} is outside [1e-3, 1]")
@@ -490,7 +490,7 @@ class ValueDistribution(nn.Module):
     def __init__(self, args: Args) -> None:
         super().__init__()
         self.args = args
-        self.moments = RunningMoments((), max_count=40 * args.batch_size)  # 10 rollouts, 4 a step
+        self.moments = RunningMoments((), max_count=40 * args.batch_size)  # 10 rollouts of 4 a step
         self.register_buffer("support", quantile_midpoints(args.num_quantiles), persistent=False)
 
     def mean(self, outputs: Tensor) -> Tensor:  # (..., K) -> (...)
@@ -537,7 +537,7 @@ class ValueDistribution(nn.Module):
         return {"value/crossing_fraction": crossing.float().mean().nan_to_num()}  # 0 for K = 1
 
     def loss(self, outputs: Tensor, targets: Tensor, old: Tensor) -> Tensors:
-        """Losses of C critics, (C, ...), and which of them value clipping changed, 0 or 1.
+        """Losses of C critics, (C, ...), and 1 where value clipping moves the prediction, else 0.
         outputs and old (C, ..., K): each is clipped around its own; targets (..., J) never are."""
         args = self.args
         loss = quantile_huber_loss(outputs, targets, self.support, args.kappa)
@@ -659,7 +659,7 @@ def unroll_lstm(lstm: nn.LSTM, inputs: Tensor, state: Tensors, episode_start: Te
     gates = gates.repeat_interleave(lstm.hidden_size, 0)
     input_weight = torch.cat((lstm.weight_ih_l0, gates), 1)
     weights = (input_weight, lstm.weight_hh_l0, lstm.bias_ih_l0, lstm.bias_hh_l0)
-    # biases, one layer, no dropout, training, one direction, time first; rest rows do not keep h
+    # biases, one layer, no dropout, training, one direction, time first; rest rows keep c, not h
     outputs, _, c = torch.lstm(rows, state, weights, True, 1, 0.0, True, False, False)
     outputs = outputs.flatten(0, 1).index_select(0, steps).view(T, N, -1)
     return outputs, (outputs[-1:], c)
@@ -836,18 +836,18 @@ def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, carry: Carry,
         terminated=to_device(terminated), truncated=to_device(truncated),
         actor_state=torch.stack(states), episodes=episodes,
     )  # fmt: skip
-    return rollout, Carry(current.copy(), starts, state, critic_state)
+    return rollout, Carry(current.copy(), starts, state, critic_state)  # critics: still at step 0
 
 
 # ------------------------------------------------------------------------------------------- batch
 def run_critics(agent: Agent, rollout: Rollout, obs: Tensor, next_obs: Tensor, state: Tensor,
                 args: Args) -> Tensors:  # fmt: skip
-    """Outputs of all critics for every s_t and every true successor s'_t, without a step loop.
+    """Outputs of all critics for every s_t and every true successor s'_t.
     obs, next_obs (T, N, D) normalised; state (2, N, H) of the critics' LSTM ahead of step 0.
     Returns both outputs (C, T, N, K), the states (T / L, 2, N, H) ahead of each training sequence,
-    and the state at the end. The pass is cut after time limits, where a copy of the state takes one
-    more step, to the final observation (Pardo et al. 2018). Successors of terminated steps are not
-    to be used."""
+    and the state at the end. The pass is cut after time limits and training sequences; there a copy
+    of the state takes one more step, to the final observation (Pardo et al. 2018). Successors of
+    terminated steps are not to be used."""
     body = agent.critic_body
     limits = (rollout.truncated & ~rollout.terminated).any(1).tolist()
     steps = range(1, args.num_steps + 1)
@@ -870,8 +870,8 @@ def run_critics(agent: Agent, rollout: Rollout, obs: Tensor, next_obs: Tensor, s
 
 def statistics_samples(samples: Tensor, weights: Tensor, values: Tensor) -> Tensor:
     """Returns that the statistics take in, (4, T, N), from targets (T, N, J) and values (T, N).
-    Two have each target's mean and spread, two are the value: with targets alone, constant returns
-    would shrink the scale to 1e-4 and leave the critics thousands of scales away."""
+    They are each target's mean -+ its spread, and the value twice: with targets alone, constant
+    returns would shrink the scale to its floor, 1e-4, thousands of which the critics may be off."""
     mean = (weights * samples).sum(-1)
     squares = (samples - mean[..., None]).square()
     spread = (weights * squares).sum(-1).sqrt()
@@ -926,8 +926,9 @@ def prepare_batch(agent: Agent, rollout: Rollout, carry: Carry,
     raw, returns = gae(rollout.rewards, values, next_values, *ends, args.gamma, args.gae_lambda)
     samples, weights = returns[..., None], torch.ones_like(returns[..., None])  # (T, N, J = 1)
     if args.value_target == "sr_lambda":
-        facts = (next_reduced, *ends, args.gamma, args.gae_lambda)
-        samples, weights = dist.sample_returns(rollout.rewards, *facts)
+        samples, weights = dist.sample_returns(
+            rollout.rewards, next_reduced, *ends, args.gamma, args.gae_lambda
+        )
     if args.cvar_weight > 0 and args.cvar_alpha < 1:
         raw = raw.lerp(dist.risk_advantages(samples, weights, reduced), args.cvar_weight)
     advantages = normalize_advantages(raw) if args.norm_adv else raw
@@ -935,12 +936,12 @@ def prepare_batch(agent: Agent, rollout: Rollout, carry: Carry,
 
     # 3. the return statistics move, and the value heads with them
     taken_in = statistics_samples(samples, weights, values)
-    moved, old_values = dist.move_statistics(agent.critic_heads, outputs, taken_in)
-    metrics |= dist.target_metrics(moved, samples, weights) | {
+    outputs, old_values = dist.move_statistics(agent.critic_heads, outputs, taken_in)
+    metrics |= dist.target_metrics(outputs, samples, weights) | {
         "adv/mean_raw": raw.mean(), "adv/std_raw": raw.std(correction=0),
         "adv/abs_max": advantages.abs().max(),
         "norm/return_mean": dist.moments.mean, "norm/return_std": dist.moments.std,
-        "norm/value_shift": (dist.mean(moved) - twins).abs().mean(),
+        "norm/value_shift": (dist.mean(outputs) - twins).abs().mean(),  # rounding, with PopArt
     }  # fmt: skip
 
     # 4. the batch: time is cut into training sequences
@@ -963,11 +964,11 @@ def prepare_batch(agent: Agent, rollout: Rollout, carry: Carry,
 
 # ------------------------------------------------------------------------------------------- update
 def minibatches(batch: Batch, args: Args) -> Iterator[Batch]:
-    """In every epoch, random parts of the training sequences, each sequence once."""
+    """In every epoch, random parts of the training sequences (axis 1), each sequence once."""
     orders = [torch.randperm(batch.obs.shape[1]) for _ in range(args.update_epochs)]
     for order in torch.stack(orders).to(batch.obs.device):
-        for columns in order.chunk(args.num_minibatches):
-            yield Batch(*(x.index_select(1, columns) for x in batch))
+        for chosen in order.chunk(args.num_minibatches):
+            yield Batch(*(x.index_select(1, chosen) for x in batch))
 
 
 def losses(agent: Agent, mb: Batch, args: Args, ent_coef: float) -> tuple[Tensor, dict]:
@@ -1067,7 +1068,7 @@ def set_up_process(args: Args) -> None:
     torch.backends.cudnn.allow_tf32 = False  # acting and training with the same precision
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(args.seed)
-    # EzPickle would build a fresh environment where one is pickled: take it as it stands
+    # EzPickle builds a fresh environment when unpickled; checkpoints keep it as it stands
     gym.utils.EzPickle.__getstate__ = object.__getstate__
     gym.utils.EzPickle.__setstate__ = lambda env, state: vars(env).update(state)
 
@@ -1100,12 +1101,11 @@ def log(writer: SummaryWriter, run: Run, metrics: dict, step: int, histograms: b
             writer.add_histogram(tag, value, step)
 
 
-def close_log(writer: SummaryWriter, args: Args) -> None:
+def log_flags(writer: SummaryWriter, args: Args) -> None:
     """Write the flags, for TensorBoard's table of runs."""
     flags = asdict(args) | {"masked_obs": str(args.masked_obs)}
     for entry in summary.hparams(flags, {"eval/return_mean": 0}):
         writer.file_writer.add_summary(entry)
-    writer.close()
 
 
 def log_episodes(writer: SummaryWriter, run: Run, rollout: Rollout) -> None:
@@ -1137,6 +1137,7 @@ def load_agent(path: str | Path) -> tuple[Agent, Args]:
     path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
+        require(isinstance(saved, dict), "not a dictionary")
         cuda = saved["args"]["cuda"] and torch.cuda.is_available()
         args = Args(**saved["args"] | {"cuda": cuda})
         agent = Agent(args)
@@ -1259,11 +1260,11 @@ def train(args: Args) -> dict[str, Any]:
     envs = make_envs(args, args.num_envs)
     run, carry = resume_run(args, optimizer, envs) if args.resume else (Run(), None)
     total = args.num_iterations * args.batch_size
+    writer = SummaryWriter(str(run_dir), purge_step=run.step + 1 if args.resume else None)
     print(f"{args.env_id}: logging to {run_dir}", flush=True)
 
     try:
         carry = carry or open_episodes(envs, agent, args.seed + run.step)
-        writer = SummaryWriter(str(run_dir), purge_step=run.step + 1 if args.resume else None)
         for iteration in range(run.step // args.batch_size + 1, args.num_iterations + 1):
             lr, ent_coef = schedules(args, run.step / total)
             optimizer.param_groups[0]["lr"] = lr
@@ -1296,6 +1297,7 @@ def train(args: Args) -> dict[str, Any]:
             log(writer, run, evaluate(agent, args), total)
             run.evaluated = total
             save_checkpoint(writer, args, agent, optimizer, envs, carry, run)
+        log_flags(writer, args)
     except Exception as error:
         saved = run_dir / "checkpoint.pt"
         last = f"last checkpoint: {saved}" if saved.exists() else "no checkpoint yet"
@@ -1303,7 +1305,7 @@ def train(args: Args) -> dict[str, Any]:
         raise
     finally:
         envs.close()
-    close_log(writer, args)
+        writer.close()
     return run.logged | {"run_dir": str(run_dir)}
 
 
@@ -1314,8 +1316,8 @@ def request_stop(number: int, frame: Any) -> None:
 
 
 def parse_args(argv: list[str]) -> Args:
-    """Flags of the command line; with --resume and --evaluate, beside those of the run.
-    Raises `UsageError` where they change more of these than they may."""
+    """Flags of the command line; with --resume and --evaluate, the run's flags are the defaults.
+    Raises `UsageError` where others than the free ones change."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--resume", nargs="?")
     finder.add_argument("--evaluate", nargs="?")
