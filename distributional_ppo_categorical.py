@@ -823,7 +823,7 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
         "adv/mean_raw": raw.mean(), "adv/std_raw": raw.std(correction=0),
         "adv/abs_max": advantages.abs().max(),
         "norm/return_mean": dist.moments.mean, "norm/return_std": dist.moments.std,
-        "norm/value_shift": (dist.mean(outputs) - twins).abs().mean(),  # rounding, with PopArt
+        "norm/value_shift": (dist.mean(outputs) - twins).abs().mean(),  # the jump, for atoms
     }  # fmt: skip
 
     # 4. the batch: steps and environments become rows

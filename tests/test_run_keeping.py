@@ -1,0 +1,168 @@
+"""What `train` is made of beside the algorithm: schedules, log, progress, checks, the process."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from types import SimpleNamespace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from command import undisturbed
+from helpers import small_args
+
+
+class Writer:
+    """Keeps what is written."""
+
+    def __init__(self):
+        self.scalars = []
+        self.histograms = []
+
+    def add_scalar(self, tag, value, step):
+        self.scalars.append((tag, value, step))
+
+    def add_histogram(self, tag, value, step):
+        self.histograms.append((tag, value.tolist(), step))
+
+
+def test_schedules_fall_linearly_where_they_are_asked_to(script):
+    """A quarter of the way: 0.004 to 0 is 0.003, 0.08 to 0.04 is 0.07; else constant."""
+    flags = {"learning_rate": 0.004, "ent_coef": 0.08, "ent_coef_final": 0.04}
+    args = small_args(script, "Walk", **flags)
+    assert script.schedules(args, 0.25) == pytest.approx((0.003, 0.07))
+    flags |= {"ent_coef_final": None, "anneal_lr": False}
+    args = small_args(script, "Walk", **flags)
+    assert script.schedules(args, 0.25) == (0.004, 0.08)
+
+
+def test_what_is_due_every_third_iteration(script):
+    """The third, the sixth; every 0 iterations is never."""
+    assert [i for i in range(1, 8) if script.is_due(i, 3)] == [3, 6]
+    assert [i for i in range(1, 8) if script.is_due(i, 1)] == [1, 2, 3, 4, 5, 6, 7]
+    assert not any(script.is_due(i, 0) for i in range(1, 8))
+
+
+def test_metrics_of_an_iteration_worked_by_hand(script):
+    """300 steps in 2 s; parts of 1, 2 and 4 s; CVaR_0.1 of 1..20 is (1 + 2) / 2."""
+    args = small_args(script, "Walk", cvar_alpha=0.1)
+    run = script.Run(step=300, seconds=2.0, recent=[float(x) for x in range(20, 0, -1)])
+    metrics = script.iteration_metrics(run, [10.0, 11.0, 13.0, 17.0], args)
+    assert metrics.pop("charts/recent_returns").tolist() == run.recent
+    expected = {"charts/SPS": 150, "time/rollout": 1, "time/values": 2, "time/update": 4}
+    assert metrics == pytest.approx(expected | {"cvar/empirical": 1.5})
+    run.recent.clear()
+    assert metrics.keys() - script.iteration_metrics(run, [0, 1, 2, 3], args) == {"cvar/empirical"}
+
+
+def test_scalars_are_written_and_remembered_tensors_with_axes_are_histograms(script):
+    """A tensor without axes is a scalar; histograms may be left out."""
+    writer, run = Writer(), script.Run()
+    metrics = {"a": torch.tensor(2.5), "b": 3, "c": torch.tensor([1.0, 4.0])}
+    script.log(writer, run, metrics, 7)
+    assert writer.scalars == [("a", 2.5, 7), ("b", 3.0, 7)]
+    assert writer.histograms == [("c", [1.0, 4.0], 7)]
+    assert run.logged == {"a": 2.5, "b": 3.0}
+    assert all(type(value) is float for value in run.logged.values())
+    script.log(writer, run, {"a": 1.0, "c": metrics["c"]}, 8, False)
+    assert (len(writer.histograms), run.logged["a"]) == (1, 1.0)
+
+
+def test_an_episode_is_written_at_the_step_it_ended(script):
+    """Three environments, 30 steps behind: an end at t = 0 is at 33, one at t = 4 at 45."""
+    writer, run = Writer(), script.Run(step=30, recent=[0.0] * 99)
+    rollout = SimpleNamespace(rewards=torch.zeros(5, 3), episodes=[(0, 1.5, 9), (4, -2.0, 4)])
+    script.log_episodes(writer, run, rollout)
+    tags = ("charts/episodic_return", "charts/episodic_length")
+    assert writer.scalars == [
+        (tags[0], 1.5, 33), (tags[1], 9.0, 33), (tags[0], -2.0, 45), (tags[1], 4.0, 45),
+    ]  # fmt: skip
+    assert run.recent == [0.0] * 98 + [1.5, -2.0]
+
+
+def test_progress_in_a_file_comes_every_five_seconds_and_at_the_end(script, capsys):
+    """Nothing after 4 s, a whole line after 6 s, and the last line whenever it comes."""
+    run = script.Run(step=250, seconds=0.5, recent=[1.0, 4.0])
+    run.shown = time.time() - 4
+    script.show_progress(run, 1000)
+    assert capsys.readouterr().out == ""
+    run.shown = time.time() - 6
+    script.show_progress(run, 1000)
+    # 500 steps/s, 750 steps to go: 1.5 s, rounded to even
+    line = "250 of 1,000 steps (25%)  500 steps/s  2 s left  return 2.5\n"
+    assert capsys.readouterr().out == line
+    assert time.time() - run.shown < 3
+    run.recent.clear()
+    script.show_progress(run, 250)
+    assert capsys.readouterr().out == "250 of 250 steps (100%)  500 steps/s  0 s left\n"
+
+
+def test_progress_on_a_terminal_is_rewritten_in_place(script, capsys, monkeypatch):
+    """Five times a second; the last line stays."""
+    monkeypatch.setattr(script.sys.stdout, "isatty", lambda: True)
+    run = script.Run(step=250, seconds=0.5)
+    run.shown = time.time() - 0.1
+    script.show_progress(run, 1000)
+    assert capsys.readouterr().out == ""
+    run.shown = time.time() - 0.3
+    script.show_progress(run, 1000)
+    assert capsys.readouterr().out.endswith("s left   \r")
+    script.show_progress(run, 250)
+    assert capsys.readouterr().out.endswith("s left\n")
+
+
+@pytest.mark.parametrize("place", ["current", "next_obs", "rewards"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_named_with_environment_and_step(script, place, bad):
+    """One bad number anywhere is enough; the values shown are those of its environment."""
+    arrays = {"current": np.full((3, 2), 1.0), "next_obs": np.full((3, 2), 2.0)}
+    arrays["rewards"] = np.array([5.0, 6.0, 7.0])
+    assert script.check_finite(*arrays.values(), 4) is None
+    arrays[place][(1, 1) if arrays[place].ndim == 2 else 1] = bad
+    with pytest.raises(RuntimeError, match="environment 1, step 4 of the rollout") as error:
+        script.check_finite(*arrays.values(), 4)
+    shown = [str(arrays["next_obs"][1]), str(arrays["current"][1]), f"{arrays['rewards'][1]}"]
+    assert str(error.value).startswith(
+        f"not finite: observation {shown[0]}, then {shown[1]}, reward {shown[2]}"
+    )
+
+
+def test_a_process_is_set_up_by_its_flags(script):
+    """Threads, cuDNN and all three generators."""
+    draws = []
+    for seed in (5, 5, 6):
+        args = small_args(script, "Walk", seed=seed, torch_deterministic=seed == 5)
+        script.set_up_process(args)
+        assert torch.backends.cudnn.deterministic == (seed == 5)
+        assert torch.backends.cudnn.allow_tf32 is False
+        assert torch.get_num_threads() == 1
+        draws.append((random.random(), np.random.rand(), float(torch.rand(()))))
+    assert draws[0] == draws[1]
+    assert all(one != other for one, other in zip(draws[0], draws[2]))
+
+
+def test_environments_are_pickled_as_they_stand(script):
+    """EzPickle alone would build a new object from the arguments of the old one."""
+
+    class Box(gym.utils.EzPickle):
+        def __init__(self, content):
+            super().__init__(content)
+            self.content = content
+
+    script.set_up_process(small_args(script, "Walk"))
+    box, copy = Box(1), Box(3)
+    box.content = 2
+    copy.__setstate__(box.__getstate__())
+    assert copy.content == 2
+
+
+def test_the_first_signal_asks_and_the_second_one_kills(script):
+    """The wish is noted, and the handler is the default one again."""
+    with undisturbed():
+        signal.signal(signal.SIGTERM, script.request_stop)
+        script.request_stop(signal.SIGTERM, None)
+        assert script.STOP == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
