@@ -864,8 +864,8 @@ def losses(agent: Agent, mb: Batch, args: Args, ent_coef: float) -> tuple[Tensor
         ratio = log_ratio.exp()
         kl = kl_divergence(agent.action_dist.distribution(mb.params), policy)
         metrics = {
-            "losses/policy_loss": pg_loss.detach(), "losses/value_loss": v_loss.detach().mean(),
-            "losses/entropy": entropy.detach().mean(),
+            "losses/policy_loss": pg_loss.detach(), "losses/value_loss": v_loss.mean(),
+            "losses/entropy": entropy.mean(),
             "losses/approx_kl": approx_kl, "losses/clipfrac": clipfrac,
             "twin/loss_1": v_loss[0].detach(), "twin/loss_2": v_loss[-1].detach(),
             "value/clip_fraction": clipped.mean(), "policy/kl_exact": kl.mean(),

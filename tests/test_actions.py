@@ -213,3 +213,9 @@ def test_samples_of_gaussians_have_their_moments(script):
     std = torch.tensor([-0.7, 0.4]).exp()
     assert_close(sample.mean(0), outputs, rtol=0, atol=0.05)
     assert_close(sample.std(0), std, rtol=0.03, atol=0)
+
+
+@pytest.mark.parametrize(("space", "saved"), [("Discrete", []), ("Box", ["log_std"])])
+def test_what_is_saved_of_an_action_distribution(script, space, saved):
+    """Ours: parameters alone; what follows from the space is made anew."""
+    assert list(actions_of(script, space).state_dict()) == saved

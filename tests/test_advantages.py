@@ -220,3 +220,9 @@ def test_explained_variance_is_zero_where_the_variance_underflows(script):
     """Ours: targets that differ by less than float32 can square give no 0 / 0."""
     x = torch.tensor([0, 1e-30])
     assert float(script.explained_variance(x, x)) == 0
+
+
+def test_explained_variance_of_targets_that_vary_little(script):
+    """Ours, unit-free: targets 0 and 0.2 by predictions 0.05 and 0.15: 1 - 0.05^2 / 0.1^2."""
+    predictions = tensor([0.05, 0.15])
+    assert float(script.explained_variance(predictions, tensor([0, 0.2]))) == pytest.approx(0.75)

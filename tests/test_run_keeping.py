@@ -166,3 +166,15 @@ def test_the_first_signal_asks_and_the_second_one_kills(script):
         script.request_stop(signal.SIGTERM, None)
         assert script.STOP == [signal.SIGTERM]
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_the_run_directory_is_made_with_its_parents_or_refused_in_one_line(script, tmp_path):
+    """A file in the way is a mistake of the user: flag, value and remedy."""
+    args = small_args(script, "Walk", run_dir=str(tmp_path / "a" / "b"))
+    path = script.make_run_dir(args)
+    assert path.parent == tmp_path / "a" / "b"
+    assert {file.name for file in path.iterdir()} == {"args.json", f"{script.__name__}.py"}
+    (tmp_path / "file").write_text("")
+    args.run_dir = str(tmp_path / "file")
+    with pytest.raises(script.UsageError, match=r"--run-dir .*file.*choose another directory"):
+        script.make_run_dir(args)
