@@ -343,21 +343,29 @@ def test_progress_and_result_are_printed(script, tmp_path, capsys):
         assert words in text
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_gpu_equals_cpu(script):
-    """One update from the same weights and rollout: parameters agree to 1e-4."""
+GPU = pytest.param(
+    "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+)
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])  # the CPU too, so that the test cannot rot
+def test_one_update_on_another_device_is_that_of_the_cpu(script, device):
+    """The same weights and the same rollout: parameters agree to 1e-4, and they have moved."""
     run = make_run(script, "Staggered", num_envs=4, num_steps=12)
     batch, updated = prepare(run), []
     assert not is_recurrent(script) or batch.episode_start[1:].any()
-    for device in ("cpu", "cuda"):
+    for place in ("cpu", device):
         torch.manual_seed(3)
-        agent = copy.deepcopy(run.agent).to(device)
-        moved = script.Batch(*(x.to(device) for x in batch))
+        agent = copy.deepcopy(run.agent).to(place)
+        moved = script.Batch(*(x.to(place) for x in batch))
         optimizer = script.optim.Adam(agent.parameters(), 1e-3, eps=1e-5, fused=True)
         script.update(agent, optimizer, moved, run.args, 0.0)
+        assert agent.device.type == place
         updated.append([parameter.detach().cpu() for parameter in agent.parameters()])
     for one, two in zip(*updated):
         assert_close(two, one, rtol=0, atol=1e-4)
+    before = [parameter.detach() for parameter in run.agent.parameters()]
+    assert all(not torch.equal(old, new) for old, new in zip(before, updated[1]))
 
 
 DEPENDS_ON_ALPHA = ("cvar/", "eval/return_cvar")  # by definition
