@@ -765,14 +765,14 @@ def statistics_samples(samples: Tensor, weights: Tensor, values: Tensor) -> Tens
 
 
 def critic_metrics(dist: ValueDistribution, rollout: Rollout, twins: Tensor, reduced: Tensor,
-                   next_values: Tensor, returns: Tensor, args: Args) -> dict:  # fmt: skip
+                   values: Tensor, next_values: Tensor, returns: Tensor) -> dict:  # fmt: skip
     """What the critics predicted for a rollout against what came, before the update.
-    twins (C, T, N) values of each critic; reduced (T, N, K); next_values, lambda-returns (T, N)."""
-    values = dist.mean(reduced)
+    twins (C, T, N) values of each critic; reduced (T, N, K); the values of s_t and s'_t and the
+    lambda-returns (T, N)."""
     stats = dist.describe(reduced)
     deciles = torch.stack((stats["p10"], stats["p50"], stats["p90"]))
     ends = (rollout.terminated, rollout.truncated)
-    _, realised = gae(rollout.rewards, values, next_values, *ends, args.gamma, 1.0)
+    _, realised = gae(rollout.rewards, values, next_values, *ends, dist.args.gamma, 1.0)
 
     return {
         "value/p10": deciles[0].mean(), "value/p50": deciles[1].mean(),
@@ -781,7 +781,7 @@ def critic_metrics(dist: ValueDistribution, rollout: Rollout, twins: Tensor, red
         "value/bias": (values - returns).mean(), "value/std_target": returns.std(correction=0),
         "value/std_predicted": stats["std"].mean(),
         "losses/explained_variance": explained_variance(values, returns),
-        "cvar/predicted": stats["cvar"].mean(), "cvar/weight": args.cvar_weight,
+        "cvar/predicted": stats["cvar"].mean(), "cvar/weight": dist.args.cvar_weight,
         "cvar/coverage": (realised < stats["value_at_risk"]).float().mean(),
         "twin/abs_difference": (twins[0] - twins[-1]).abs().mean(),
         "twin/critic1_is_min": (twins[0] <= twins[-1]).float().mean(),
@@ -814,7 +814,7 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     if args.cvar_weight > 0 and args.cvar_alpha < 1:
         raw = raw.lerp(dist.risk_advantages(samples, weights, reduced), args.cvar_weight)
     advantages = normalize_advantages(raw) if args.norm_adv else raw
-    metrics = critic_metrics(dist, rollout, twins, reduced, next_values, returns, args)
+    metrics = critic_metrics(dist, rollout, twins, reduced, values, next_values, returns)
 
     # 3. the return statistics move
     taken_in = statistics_samples(samples, weights, values)
@@ -1185,18 +1185,18 @@ def request_stop(number: int, frame: Any) -> None:
     signal.signal(number, signal.SIG_DFL)
 
 
-def parse_args(argv: list[str]) -> Args:
-    """Flags of the command line; with --resume and --evaluate, the run's flags are the defaults.
-    Raises `UsageError` where others than the free ones change."""
+def parse_args(argv: list[str]) -> tuple[Args, Agent | None]:
+    """Flags of the command line; with --resume and --evaluate, the run's flags are the defaults,
+    and its agent comes with them. Raises `UsageError` where others than the free ones change."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--resume", nargs="?")
     finder.add_argument("--evaluate", nargs="?")
     given, _ = finder.parse_known_args(argv)
     path = given.evaluate if given.resume is None else given.resume
     if path is None:
-        return tyro.cli(Args, args=argv)
+        return tyro.cli(Args, args=argv), None
 
-    _, stored = load_agent(path)
+    agent, stored = load_agent(path)
     args = tyro.cli(Args, args=argv, default=stored)
     free = "total_timesteps eval_episodes eval_every checkpoint_every torch_threads resume evaluate"
     before = asdict(stored)
@@ -1205,17 +1205,17 @@ def parse_args(argv: list[str]) -> Args:
     require(not names, f"{names}: not as in {path}; only these may differ: {free}")
     least = stored.total_timesteps
     args.rule("total_timesteps", args.total_timesteps >= least, f"below the run's, {least}")
-    return args
+    return args, agent
 
 
 def main(argv: list[str]) -> None:
     """Command line. A user's mistake costs one line on stderr and exit code 2; a fault is raised;
     a signal ends the run with a checkpoint and exit code 130."""
     try:
-        args = parse_args(argv)
+        args, agent = parse_args(argv)
         if args.evaluate:
             torch.set_num_threads(args.torch_threads)
-            evaluate(load_agent(args.evaluate)[0], args)
+            evaluate(agent, args)
             return
         signal.signal(signal.SIGINT, request_stop)
         signal.signal(signal.SIGTERM, request_stop)
