@@ -490,8 +490,8 @@ class ValueDistribution(nn.Module):
     def sample_returns(self, rewards: Tensor, next_outputs: Tensor, terminated: Tensor,
                        truncated: Tensor, gamma: float, gae_lambda: float) -> Tensors:  # fmt: skip
         """SR(lambda) samples of the return and their weights, both (T, N, J)."""
-        facts = (terminated, truncated, gamma, gae_lambda)
-        return sr_lambda_atoms(rewards, next_outputs.softmax(-1), self.task_atoms(), *facts)
+        probs, z = next_outputs.softmax(-1), self.task_atoms()
+        return sr_lambda_atoms(rewards, probs, z, terminated, truncated, gamma, gae_lambda)
 
     def risk_advantages(self, samples: Tensor, weights: Tensor, outputs: Tensor) -> Tensor:
         """`cvar_advantages_categorical` of weighted samples (T, N, J), outputs of s_t (T, N, K)."""
