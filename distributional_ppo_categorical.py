@@ -583,7 +583,12 @@ class ValueDistribution(nn.Module):
         """Metrics of this kind alone: the share of target mass beyond the outermost atoms."""
         x = self.moments.normalize(samples)
         beyond = (x < self.support[0]) | (x > self.support[-1])
-        return {"value/outside_support": (weights * beyond).sum(-1).mean()}
+        outside = (weights * beyond).sum(-1).mean()
+        if outside > 0.01 and not self.warned:
+            self.warned = True
+            line = f"{outside:.1%} of the targets' mass is beyond the atoms; widen --v-min, --v-max"
+            print(f"value/outside_support: {line}", flush=True)
+        return {"value/outside_support": outside}
 
     def loss(self, outputs: Tensor, targets: Tensor, returns: Tensor, old: Tensor) -> Tensors:
         """Losses of C critics, (C, ...), and 1 where value clipping moves the prediction, else 0.
