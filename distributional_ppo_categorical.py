@@ -32,7 +32,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import gymnasium as gym
 import numpy as np
@@ -48,6 +48,7 @@ VELOCITIES = {  # entries that are zero in the velocity-free tasks of rl-baselin
     "PendulumNoVel": (2,), "LunarLanderNoVel": (2, 3, 5), "LunarLanderContinuousNoVel": (2, 3, 5),
 }  # fmt: skip
 LOG_STD_RANGE = (-5.0, 2.0)  # of Gaussian actions: std from 0.0067 to 7.4
+STATS = "episode_statistics"  # key of a finished episode's return and length in `info`
 STOP: list[int] = []  # signals received: end after this iteration, with a checkpoint
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
 Tensors = tuple[Tensor, ...]
@@ -94,6 +95,7 @@ class Args:
     num_minibatches: int = 2  # per epoch; divides num_envs * num_steps
     update_epochs: int = 8  # passes over each rollout, integer >= 1
     norm_adv: bool = True  # normalise advantages over the rollout
+    norm_adv_memory: int = 10  # rollouts whose advantage std holds on, integer >= 0; 0: none
     clip_coef: float = 0.2  # clipping range of the probability ratio, > 0
     ent_coef: float = 0.0  # weight of the entropy bonus, per nat, >= 0
     ent_coef_final: float | None = None  # the same at the end of the run, linear; None: constant
@@ -103,6 +105,8 @@ class Args:
     max_grad_norm: float = 0.5  # clipping norm of the gradient of all parameters, > 0
     target_kl: float | None = None  # stop the update ahead of a step at a larger KL, nats, > 0
     num_critics: Literal[1, 2] = 2  # value heads with parameters of their own
+    # V: the mean of the distribution, or a further output of each critic, blind to no rare return
+    value_from: Literal["distribution", "mean_head"] = "mean_head"
     twin_reduce: Literal["min", "mean", "min_quantile"] = "min"  # how twins give one distribution
     norm_returns: bool = True  # critics predict normalised returns (PopArt)
     vf_clip_coef: float = 0.2  # range d of value clipping (vf_clip), in normalised returns, > 0
@@ -130,10 +134,12 @@ class Args:
 
     def __post_init__(self) -> None:
         """Derive the sizes; raise `UsageError` with flag, value, bound and remedy."""
+        for name, hint in get_type_hints(Args).items():
+            self.check_type(name, hint)
         inf = math.inf
         self.bound(1, inf, "torch_threads", "eval_episodes", "num_envs", "num_steps")
         self.bound(1, inf, "num_minibatches", "update_epochs", "hidden_size")
-        self.bound(0, inf, "eval_every", "checkpoint_every", "vf_coef")
+        self.bound(0, inf, "eval_every", "checkpoint_every", "norm_adv_memory", "vf_coef")
         self.bound(0, inf, "ent_coef", "ent_coef_final", "min_entropy_penalty")
         self.bound(1e-12, inf, "learning_rate", "clip_coef", "max_grad_norm", "target_kl")
         self.bound(1e-12, inf, "vf_clip_coef")
@@ -159,6 +165,20 @@ class Args:
         self.rule("resume", found, "is not a run directory")
         self.rule("evaluate", not (self.evaluate and self.resume), "excludes --resume")
 
+    def check_type(self, name: str, hint: Any) -> None:
+        """Require what the annotation says; an integer serves as a float, a bool as neither."""
+        value = getattr(self, name)
+        if get_origin(hint) is Literal:
+            choices = get_args(hint)
+            self.rule(name, value in choices, f"must be one of {', '.join(map(str, choices))}")
+        elif get_origin(hint) is tuple:
+            holds = isinstance(value, tuple) and all(type(entry) is int for entry in value)
+            self.rule(name, holds, "must be a tuple of integers")
+        else:
+            wider = hint | int if isinstance(0.0, hint) else hint
+            holds = isinstance(value, wider) and isinstance(value, bool) == (hint is bool)
+            self.rule(name, holds, f"must be {getattr(hint, '__name__', hint)}")
+
     def bound(self, low: float, high: float, *names: str) -> None:
         """Require finite numbers in [low, high]; None passes."""
         for name in names:
@@ -178,7 +198,7 @@ class Rollout(NamedTuple):
     next_obs: Tensor  # (T, N, D) true successor s'_t, raw: the final one where an episode ended
     actions: Tensor  # (T, N, P) indices or (T, N, A) floats, as sampled
     params: Tensor  # (T, N, 2, A) or (T, N, P, largest part) of the action distribution
-    rewards: Tensor  # (T, N) in the task's units
+    rewards: Tensor  # (T, N) in the task's units, float64
     terminated: Tensor  # (T, N) bool, s'_t is terminal: nothing follows
     truncated: Tensor  # (T, N) bool, a time limit: s'_t has a value
     episodes: list[tuple[int, float, int]]  # step t, return and length of those that ended
@@ -193,7 +213,8 @@ class Batch(NamedTuple):
     log_probs: Tensor  # (B,) of the actions under that policy, nats
     advantages: Tensor  # (B,) as the policy loss takes them
     targets: Tensor  # (B, K) of the value distribution
-    old_values: Tensor  # (B, C, 1) of each critic, to clip around, normalised returns
+    returns: Tensor  # (B,) lambda-returns, normalised: of the mean outputs
+    old_values: Tensor  # (B, C, 1 or 2) means of each critic, to clip around, normalised returns
 
 
 # ---------------------------------------------------------------------------- advantages and policy
@@ -291,8 +312,10 @@ class RunningMoments(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
     @property
-    def std(self) -> Tensor:  # the one scale of `normalize` and `denormalize`
-        return (self.var + 1e-8).sqrt()
+    def std(self) -> Tensor:
+        """The one scale of `normalize` and `denormalize`, in whatever units: the floor is a ten
+        millionth of the mean, which float32 does not resolve."""
+        return (self.var + (1e-7 * self.mean).square() + 1e-60).sqrt()
 
     @torch.no_grad()
     def update(self, x: Tensor) -> None:
@@ -354,14 +377,32 @@ def categorical_cross_entropy(target_probs: Tensor, logits: Tensor) -> Tensor:
     return -(target_probs * logits.log_softmax(-1)).sum(-1)
 
 
-def clip_categorical(probs: Tensor, old_values: Tensor, clip_delta: float, atoms: Tensor) -> Tensor:
-    """Predictions whose mean moved by at most d = clip_delta, (B, K); more at the support's ends.
-        m = sum(p z);  atoms shifted by clamp(m - m_old, -d, d) + m_old - m, projected back
-    The shape is kept inside the support. old_values (B,) are m_old as stored with the rollout.
+def clip_shift(probs: Tensor, old_values: Tensor, clip_delta: float, atoms: Tensor) -> Tensor:
+    """What brings the mean of (B, K) to within d = clip_delta of old_values (B,); 0 inside.
+        clamp(m - m_old, -d, d) + m_old - m,  m = sum(p z)
     PPO's value clipping (reference code of Schulman et al. 2017) for a distribution; ours."""
     mean = (probs * atoms).sum(-1)
-    shift = (mean - old_values).clamp(-clip_delta, clip_delta) + old_values - mean
+    return clip_values(mean, old_values, clip_delta) - mean
+
+
+def clip_categorical(probs: Tensor, old_values: Tensor, clip_delta: float, atoms: Tensor) -> Tensor:
+    """Predictions whose mean moved by at most d = clip_delta, (B, K); more at the support's ends.
+    The atoms move by `clip_shift` and are projected back, which adds up to dz^2 / 4 of variance.
+    Not for a loss: the gradient of the log of a small share is unbounded, see `ValueDistribution`.
+    old_values (B,) are the old means; ours."""
+    shift = clip_shift(probs, old_values, clip_delta, atoms)
     return project_categorical(probs, atoms + shift[..., None], atoms)
+
+
+def squared_error(values: Tensor, returns: Tensor) -> Tensor:
+    """0.5 (V - R)^2 of values (..., 1) and returns (...); 0 of values (..., 0)."""
+    return 0.5 * (values - returns[..., None]).square().sum(-1)
+
+
+def clip_values(values: Tensor, old_values: Tensor, clip_delta: float) -> Tensor:
+    """V_old + clamp(V - V_old, -d, d), PPO's value clipping (reference code of Schulman et al.
+    2017)."""
+    return old_values + (values - old_values).clamp(-clip_delta, clip_delta)
 
 
 def clipped_value_loss(loss: Tensor, loss_clipped: Tensor) -> Tensor:
@@ -445,28 +486,55 @@ def cvar_advantages_categorical(target_probs: Tensor, probs: Tensor, atoms: Tens
     return (target_probs * gain).sum(-1) - cvar_categorical(probs, atoms, alpha)
 
 
+def rescale_head(linear: nn.Linear, old_mean: Tensor, old_std: Tensor, new_mean: Tensor,
+                 new_std: Tensor, first: int = 0) -> None:  # fmt: skip
+    """PopArt: change a linear layer in place so that std * output + mean stays what it was.
+        w' = w s / s',    b' = b s / s' + (mu - mu') / s'
+    In float64: mu may be a million times s. Outputs ahead of the one numbered `first` stay as they
+    are. Source: van Hasselt et al. 2016, eq. 5."""
+    ratio = old_std / new_std
+    weight, bias = linear.weight.data[first:], linear.bias.data[first:]
+    weight.copy_(weight.double() * ratio)
+    bias.copy_(bias.double() * ratio + (old_mean - new_mean) / new_std)
+
+
 class ValueDistribution(nn.Module):
     """What the script asks of a value distribution: probabilities of the atoms `support` (K,).
-    Critics' `outputs` (..., K) are logits; atoms are normalised by `moments`; results are in the
-    task's units. Some arguments serve the other kind of distribution alone."""
+    Critics' `outputs` are K logits and, with `value_from` mean_head, V: (..., K or K + 1); atoms
+    and V are normalised by `moments`, results are in the task's units. Some arguments serve the
+    other kind of distribution alone."""
 
     def __init__(self, args: Args) -> None:
         super().__init__()
         self.args = args
-        self.moments = RunningMoments((), max_count=40 * args.batch_size)  # 10 rollouts of 4 a step
+        self.moments = RunningMoments((), max_count=20)  # 10 rollouts of 2 numbers
         atoms = torch.linspace(args.v_min, args.v_max, args.num_atoms)
         self.register_buffer("support", atoms, persistent=False)
+        self.num_outputs = args.num_atoms + (args.value_from == "mean_head")
+        self.warned = False  # of returns outside the support
 
-    def task_atoms(self) -> Tensor:  # (K,) in the task's units
-        return self.moments.denormalize(self.support)
+    def split(self, outputs: Tensor) -> Tensors:  # into (..., K) and (..., 0 or 1)
+        return outputs.tensor_split([len(self.support)], -1)
 
-    def mean(self, outputs: Tensor) -> Tensor:  # (..., K) -> (...)
-        return self.moments.denormalize(outputs.softmax(-1) @ self.support)
+    def probs(self, outputs: Tensor) -> Tensor:  # (..., K) of the atoms
+        return self.split(outputs)[0].softmax(-1)
+
+    def task_atoms(self) -> Tensor:  # (K,) in the task's units, float64
+        return self.moments.denormalize(self.support.double())
+
+    def mean(self, outputs: Tensor) -> Tensor:  # (...) of the distribution
+        probs = self.probs(outputs)
+        return self.moments.denormalize(probs @ self.support.to(probs))
+
+    def value(self, outputs: Tensor) -> Tensor:  # (...) V, by `value_from`
+        if self.args.value_from == "distribution":
+            return self.mean(outputs)
+        return self.moments.denormalize(outputs[..., -1])
 
     def describe(self, outputs: Tensor) -> dict[str, Tensor]:
         """Deciles 1, 5 and 9, standard deviation, VaR and CVaR of the distribution, each (...)."""
-        probs = outputs.softmax(-1)
         z = self.task_atoms()
+        probs = self.probs(outputs).to(z)
         levels = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "value_at_risk": self.args.cvar_alpha}
         stats = {name: categorical_quantile(probs, z, level) for name, level in levels.items()}
         stats["cvar"] = cvar_categorical(probs, z, self.args.cvar_alpha)
@@ -474,36 +542,38 @@ class ValueDistribution(nn.Module):
         return stats | {"std": (probs * squares).sum(-1).sqrt()}
 
     def reduce_twins(self, outputs: Tensor) -> Tensor:
-        """One distribution from those of C critics, (C, ..., K) -> (..., K), by `twin_reduce`.
-        min: of the means (Fujimoto et al. 2018); mean: of the probabilities; min_quantile: the
-        elementwise maximum of the CDFs, which is more pessimistic. Gives logits."""
+        """Outputs of one critic from those of C, (C, ..., K or K + 1), by `twin_reduce`.
+        min: the critic of the smaller V (Fujimoto et al. 2018); mean: of the probabilities;
+        min_quantile: the elementwise maximum of the CDFs, which is more pessimistic. A V of its own
+        is the mean or the minimum of the V's."""
         if self.args.twin_reduce == "min" or len(outputs) == 1:
-            lowest = self.mean(outputs).argmin(0)[None, ..., None]
+            lowest = self.value(outputs).argmin(0)[None, ..., None]
             return outputs.take_along_dim(lowest, 0)[0]
-        probs = outputs.softmax(-1)
+        probs, values = self.probs(outputs), self.split(outputs)[1]
         if self.args.twin_reduce == "mean":
-            return probs.mean(0).clamp(min=1e-30).log()
+            logits = probs.mean(0).clamp(min=1e-30).log()
+            return torch.cat((logits, values.mean(0)), -1)
         cdf = probs.cumsum(-1).amax(0)
         probs = cdf.diff(dim=-1, prepend=torch.zeros_like(cdf[..., :1]))
-        return probs.clamp(min=1e-30).log()
+        return torch.cat((probs.clamp(min=1e-30).log(), values.amin(0)), -1)
 
     def sample_returns(self, rewards: Tensor, next_outputs: Tensor, terminated: Tensor,
                        truncated: Tensor, gamma: float, gae_lambda: float) -> Tensors:  # fmt: skip
         """SR(lambda) samples of the return and their weights, both (T, N, J)."""
-        probs, z = next_outputs.softmax(-1), self.task_atoms()
+        probs, z = self.probs(next_outputs), self.task_atoms()
         return sr_lambda_atoms(rewards, probs, z, terminated, truncated, gamma, gae_lambda)
 
     def risk_advantages(self, samples: Tensor, weights: Tensor, outputs: Tensor) -> Tensor:
-        """`cvar_advantages_categorical` of weighted samples (T, N, J), outputs of s_t (T, N, K)."""
+        """`cvar_advantages_categorical` of weighted samples (T, N, J), outputs of s_t."""
         z = self.task_atoms()
         target_probs = project_categorical(weights, samples, z)
         alpha = self.args.cvar_alpha
-        return cvar_advantages_categorical(target_probs, outputs.softmax(-1), z, alpha)
+        return cvar_advantages_categorical(target_probs, self.probs(outputs), z, alpha)
 
     def encode_targets(self, samples: Tensor, weights: Tensor) -> Tensor:
         """Weighted samples (T, N, J) as `loss` wants them: here as probabilities (T, N, K)."""
         args = self.args
-        x = self.moments.normalize(samples)
+        x, weights = self.moments.normalize(samples).float(), weights.float()
         if args.target_encoding == "two_hot":
             return project_categorical(weights, x, self.support)
         sigma = args.hl_gauss_sigma * (args.v_max - args.v_min) / (args.num_atoms - 1)
@@ -513,29 +583,53 @@ class ValueDistribution(nn.Module):
         """Metrics of this kind alone: the share of target mass beyond the outermost atoms."""
         x = self.moments.normalize(samples)
         beyond = (x < self.support[0]) | (x > self.support[-1])
-        return {"value/outside_support": (weights * beyond).sum(-1).mean()}
+        outside = (weights * beyond).sum(-1).mean()
+        if outside > 0.01 and not self.warned:
+            self.warned = True
+            line = f"{outside:.1%} of the targets' mass is beyond the atoms; widen --v-min, --v-max"
+            print(f"value/outside_support: {line}", flush=True)
+        return {"value/outside_support": outside}
 
-    def loss(self, outputs: Tensor, targets: Tensor, old: Tensor) -> Tensors:
+    def loss(self, outputs: Tensor, targets: Tensor, returns: Tensor, old: Tensor) -> Tensors:
         """Losses of C critics, (C, ...), and 1 where value clipping moves the prediction, else 0.
-        outputs (C, ..., K) and old means (C, ..., 1): each is clipped around its own; targets
-        (..., K) never are."""
-        loss = categorical_cross_entropy(targets, outputs)
-        if self.args.vf_clip == "none":
-            return loss, torch.zeros_like(loss)
-        probs = outputs.softmax(-1)
-        clipped = clip_categorical(probs, old[..., 0], self.args.vf_clip_coef, self.support)
-        loss_clipped = categorical_cross_entropy(targets, clipped.clamp(min=1e-8).log())
-        changed = ((clipped - probs).abs() > 1e-5).any(-1)
-        return clipped_value_loss(loss, loss_clipped), changed.to(loss.dtype)
+            cross-entropy of targets (..., K)  +  0.5 (V - returns)^2 of a V of its own
+        outputs (C, ..., K or K + 1), old means (C, ..., 1 or 2): each is clipped around its own.
+        Where a distribution is clipped, its target moves the other way: the same cross-entropy but
+        for rounding to atoms, and its gradient is bounded."""
+        args = self.args
+        logits, values = self.split(outputs)
+        loss = categorical_cross_entropy(targets, logits)
+        v_loss = squared_error(values, returns)
+        if args.vf_clip == "none":
+            return loss + v_loss, torch.zeros_like(loss)
+
+        old_mean, old_values = old[..., 0], old[..., 1:]
+        shift = clip_shift(logits.softmax(-1), old_mean, args.vf_clip_coef, self.support)
+        source = self.support - shift[..., None]
+        moved = project_categorical(targets.expand_as(source), source, self.support)
+        loss = clipped_value_loss(loss, categorical_cross_entropy(moved, logits))
+        clipped_values = clip_values(values, old_values, args.vf_clip_coef)
+        v_loss = clipped_value_loss(v_loss, squared_error(clipped_values, returns))
+        changes = torch.cat((shift[..., None], clipped_values - values), -1)
+        return loss + v_loss, (changes.abs() > 1e-6).any(-1).float()
 
     def move_statistics(self, heads: nn.ModuleList, outputs: Tensor, returns: Tensor) -> Tensors:
-        """Take in returns. Probabilities of fixed atoms cannot be rescaled as PopArt would: the
-        outputs (C, ..., K) stay, their decoded mean jumps, and the coming update repairs it.
-        Gives the outputs and, in the new units, the old means (C, ..., 1) to clip around."""
-        mean = self.mean(outputs).double()
+        """Take in returns. A V of its own is rescaled in the same moment, so that it stays (PopArt).
+        Probabilities of fixed atoms cannot be: their decoded mean jumps, and the coming update
+        repairs it. Gives the outputs in the new units and the old means (C, ..., 1 or 2) to clip
+        around, of the distributions as these atoms read them."""
+        old_mean = self.moments.mean
+        old_std = self.moments.std
+        logits, values = self.split(outputs)
+        decoded = self.moments.denormalize(values)
         if self.args.norm_returns:
             self.moments.update(returns)
-        return outputs, self.moments.normalize(mean)[..., None].to(outputs.dtype)
+        for head in heads:
+            new_mean, new_std = self.moments.mean, self.moments.std
+            rescale_head(head[-1], old_mean, old_std, new_mean, new_std, len(self.support))
+        values = self.moments.normalize(decoded)
+        means = logits.softmax(-1) @ self.support.to(logits)
+        return torch.cat((logits, values), -1), torch.cat((means[..., None], values), -1)
 
 
 # ---- end of value distribution -------------------------------------------------------------------
@@ -624,6 +718,7 @@ class Agent(nn.Module):
         self.action_dist = ActionDistribution(env.action_space, args.log_std_init)
         self.value_dist = ValueDistribution(args)
         self.obs_moments = RunningMoments((obs_dim,))
+        self.adv_moments = RunningMoments((), max_count=2 * args.norm_adv_memory)  # 2 a rollout
 
         self.actor_body = make_encoder(obs_dim, args)
         self.critic_body = make_encoder(obs_dim, args)
@@ -632,9 +727,19 @@ class Agent(nn.Module):
         self.critic_heads = nn.ModuleList()
         for _ in range(args.num_critics):
             hidden = layer_init(nn.Linear(args.hidden_size, args.hidden_size))
-            output = layer_init(nn.Linear(args.hidden_size, len(self.value_dist.support)), 0.1)
+            output = layer_init(nn.Linear(args.hidden_size, self.value_dist.num_outputs), 0.1)
             self.critic_heads.append(nn.Sequential(hidden, ACTIVATIONS[args.activation](), output))
         self.to("cuda" if args.cuda else "cpu")
+
+    def scale_advantages(self, advantages: Tensor) -> Tensor:
+        """Centred advantages over the larger of their std and its running value. Where all returns
+        are alike the std is rounding noise, which its own std would blow up to 1."""
+        std = advantages.std(correction=0)
+        eps = torch.zeros_like(std)
+        if self.args.norm_adv_memory:
+            self.adv_moments.update(torch.stack((-std, std)))
+            eps = (self.adv_moments.std - std).clamp(min=0)
+        return normalize_advantages(advantages, eps + 1e-30)  # whatever the task's units
 
     @property
     def device(self) -> torch.device:
@@ -680,8 +785,8 @@ def make_env(args: Args) -> gym.Env:
         keep[index] = 0
     vector = Box(-np.inf, np.inf, keep.shape, np.float32)
     transform = gym.wrappers.TransformObservation
-    env = transform(env, lambda obs: obs.astype(np.float32) * keep, vector)
-    return gym.wrappers.RecordEpisodeStatistics(env)
+    env = transform(env, lambda obs: np.asarray(obs, np.float32) * keep, vector)
+    return gym.wrappers.RecordEpisodeStatistics(env, stats_key=STATS)  # a task may say "episode"
 
 
 def make_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
@@ -691,14 +796,14 @@ def make_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
     return gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=mode)
 
 
-def check_finite(current: np.ndarray, next_obs: np.ndarray, rewards: np.ndarray, t: int) -> None:
-    """Raise RuntimeError that names environment and step unless all, (N, ...), are finite."""
+def check_finite(next_obs: np.ndarray, current: np.ndarray, rewards: np.ndarray, when: str) -> None:
+    """Raise RuntimeError that names environment and moment unless all, (N, ...), are finite."""
     valid = np.isfinite(current).all(1) & np.isfinite(next_obs).all(1)
     valid &= np.isfinite(rewards)
     if not valid.all():
         i = int(valid.argmin())
         bad = f"not finite: observation {next_obs[i]}, then {current[i]}, reward {rewards[i]}"
-        raise RuntimeError(f"{bad}, environment {i}, step {t} of the rollout; check the task")
+        raise RuntimeError(f"{bad}, environment {i}, {when}; check the task")
 
 
 def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, current: np.ndarray,
@@ -708,7 +813,7 @@ def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, current: np.ndarra
     Raises RuntimeError for observations and rewards that are not finite."""
     size = (args.num_steps, args.num_envs)
     obs, next_obs = np.empty((2, *size, current.shape[1]), np.float32)
-    rewards = np.empty(size, np.float32)
+    rewards = np.empty(size)
     terminated, truncated = np.empty((2, *size), bool)
     actions, params, episodes = [], [], []
 
@@ -727,10 +832,10 @@ def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, current: np.ndarra
             ended = terminated[t] | truncated[t]
             if ended.any():  # `current` already belongs to the next episode there
                 next_obs[t, ended] = np.stack(info["final_obs"][ended])
-                stats = info["final_info"]["episode"]
+                stats = info["final_info"][STATS]
                 for i in ended.nonzero()[0]:
                     episodes.append((t, float(stats["r"][i]), int(stats["l"][i])))
-            check_finite(current, next_obs[t], rewards[t], t)
+            check_finite(next_obs[t], current, rewards[t], f"step {t} of the rollout")
 
     to_device = partial(torch.as_tensor, device=agent.device)  # one transfer for all steps
     rollout = Rollout(
@@ -754,25 +859,39 @@ def run_critics(agent: Agent, rollout: Rollout, obs: Tensor, next_obs: Tensor) -
     return outputs, next_outputs
 
 
+def opening_samples(rollout: Rollout, args: Args) -> Tensor:
+    """What the return statistics take in ahead of everything, (2,): mean -+ std of the discounted
+    rewards of the first rollout. Untrained values know nothing of the task's units."""
+    ends = (rollout.terminated, rollout.truncated)
+    zero = torch.zeros_like(rollout.rewards)
+    _, sums = gae(rollout.rewards, zero, zero, *ends, args.gamma, 1.0)
+    return sums.mean() + sums.std(correction=0) * sums.new_tensor([-1, 1])
+
+
 def statistics_samples(samples: Tensor, weights: Tensor, values: Tensor) -> Tensor:
-    """Returns that the statistics take in, (4, T, N), from targets (T, N, J) and values (T, N).
-    They are each target's mean -+ its spread, and the value twice: with targets alone, constant
-    returns would shrink the scale to its floor, 1e-4, thousands of which the critics may be off."""
-    mean = (weights * samples).sum(-1)
-    squares = (samples - mean[..., None]).square()
-    spread = (weights * squares).sum(-1).sqrt()
-    return torch.stack((mean - spread, mean + spread, values, values))
+    """What the return statistics take in of a rollout, (2,): mean -+ scale of its targets.
+        scale = max(std of the targets, root mean square of V - mean)
+    from targets (T, N, J) and values (T, N). With targets alone, constant returns would shrink the
+    scale to its floor, thousands of which the critics may be off."""
+    mean = (weights * samples).sum(-1).mean()
+    variance = (weights * (samples - mean).square()).sum(-1).mean()
+    scale = torch.maximum(variance, (values - mean).square().mean()).sqrt()
+    return mean + scale * mean.new_tensor([-1, 1])
 
 
 def critic_metrics(dist: ValueDistribution, rollout: Rollout, twins: Tensor, reduced: Tensor,
-                   values: Tensor, next_values: Tensor, returns: Tensor) -> dict:  # fmt: skip
+                   next_reduced: Tensor, returns: Tensor) -> dict:  # fmt: skip
     """What the critics predicted for a rollout against what came, before the update.
-    twins (C, T, N) values of each critic; reduced (T, N, K); the values of s_t and s'_t and the
-    lambda-returns (T, N)."""
+    twins (C, T, N) values of each critic; reduced outputs of s_t and s'_t (T, N, ...); lambda-
+    returns (T, N)."""
+    values, next_values = dist.value(reduced), dist.value(next_reduced)
     stats = dist.describe(reduced)
     deciles = torch.stack((stats["p10"], stats["p50"], stats["p90"]))
     ends = (rollout.terminated, rollout.truncated)
-    _, realised = gae(rollout.rewards, values, next_values, *ends, dist.args.gamma, 1.0)
+    gamma = dist.args.gamma
+    _, realised = gae(rollout.rewards, values, next_values, *ends, gamma, 1.0)
+    samples, weights = dist.sample_returns(rollout.rewards, next_reduced, *ends, gamma, 1.0)
+    below = samples < stats["value_at_risk"][..., None]
 
     return {
         "value/p10": deciles[0].mean(), "value/p50": deciles[1].mean(),
@@ -780,9 +899,10 @@ def critic_metrics(dist: ValueDistribution, rollout: Rollout, twins: Tensor, red
         "value/realised_returns": realised,  # with a value at limits and at the last step
         "value/bias": (values - returns).mean(), "value/std_target": returns.std(correction=0),
         "value/std_predicted": stats["std"].mean(),
+        "value/distribution_gap": (dist.mean(reduced) - values).abs().mean(),
         "losses/explained_variance": explained_variance(values, returns),
         "cvar/predicted": stats["cvar"].mean(), "cvar/weight": dist.args.cvar_weight,
-        "cvar/coverage": (realised < stats["value_at_risk"]).float().mean(),
+        "cvar/coverage": (weights * below).sum(-1).mean(),
         "twin/abs_difference": (twins[0] - twins[-1]).abs().mean(),
         "twin/critic1_is_min": (twins[0] <= twins[-1]).float().mean(),
         "data/truncated_fraction": rollout.truncated.float().mean(),
@@ -795,13 +915,16 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     The order matters: decode with the old statistics, take in the targets, express old values in
     the new units (van Hasselt et al. 2016)."""
     dist = agent.value_dist
+    if args.norm_returns and dist.moments.count == 0:
+        dist.moments.update(opening_samples(rollout, args))
 
     # 1. distributions of the return from every s_t and every true successor s'_t
     obs, next_obs = agent.normalize_obs(rollout.obs), agent.normalize_obs(rollout.next_obs)
     outputs, next_outputs = run_critics(agent, rollout, obs, next_obs)
+    outputs, next_outputs = outputs.double(), next_outputs.double()  # returns may be large
     reduced, next_reduced = dist.reduce_twins(outputs), dist.reduce_twins(next_outputs)
-    values, next_values = dist.mean(reduced), dist.mean(next_reduced)  # (T, N)
-    twins = dist.mean(outputs)  # (C, T, N)
+    values, next_values = dist.value(reduced), dist.value(next_reduced)  # (T, N)
+    twins = dist.value(outputs)  # (C, T, N)
 
     # 2. advantages and targets, in the task's units
     ends = (rollout.terminated, rollout.truncated)
@@ -813,8 +936,8 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
         )
     if args.cvar_weight > 0 and args.cvar_alpha < 1:
         raw = raw.lerp(dist.risk_advantages(samples, weights, reduced), args.cvar_weight)
-    advantages = normalize_advantages(raw) if args.norm_adv else raw
-    metrics = critic_metrics(dist, rollout, twins, reduced, values, next_values, returns)
+    advantages = agent.scale_advantages(raw) if args.norm_adv else raw
+    metrics = critic_metrics(dist, rollout, twins, reduced, next_reduced, returns)
 
     # 3. the return statistics move
     taken_in = statistics_samples(samples, weights, values)
@@ -823,15 +946,16 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
         "adv/mean_raw": raw.mean(), "adv/std_raw": raw.std(correction=0),
         "adv/abs_max": advantages.abs().max(),
         "norm/return_mean": dist.moments.mean, "norm/return_std": dist.moments.std,
-        "norm/value_shift": (dist.mean(outputs) - twins).abs().mean(),  # the jump, for atoms
+        "norm/value_shift": (dist.value(outputs) - twins).abs().mean(),  # the jump, for atoms
     }  # fmt: skip
 
     # 4. the batch: steps and environments become rows
     policy = agent.action_dist.distribution(rollout.params)
     batch = Batch(  # (T, N, ...) until the last line
-        obs=obs, actions=rollout.actions, params=rollout.params, advantages=advantages,
+        obs=obs, actions=rollout.actions, params=rollout.params, advantages=advantages.float(),
         log_probs=policy.log_prob(rollout.actions),
-        targets=dist.encode_targets(samples, weights), old_values=old_values.movedim(0, 2),
+        targets=dist.encode_targets(samples, weights),
+        returns=dist.moments.normalize(returns).float(), old_values=old_values.movedim(0, 2).float(),
     )  # fmt: skip
     return Batch(*(x.flatten(0, 1) for x in batch)), metrics
 
@@ -856,7 +980,8 @@ def losses(agent: Agent, mb: Batch, args: Args, ent_coef: float) -> tuple[Tensor
     h_loss = entropy_loss(entropy, ent_coef, args.min_entropy, args.min_entropy_penalty)
 
     outputs = agent.value_outputs(mb.obs)  # (C, B, K)
-    value_losses, clipped = agent.value_dist.loss(outputs, mb.targets, mb.old_values.movedim(1, 0))
+    old_values = mb.old_values.movedim(1, 0)
+    value_losses, clipped = agent.value_dist.loss(outputs, mb.targets, mb.returns, old_values)
     v_loss = value_losses.mean(1)  # (C,)
     loss = pg_loss + h_loss + args.vf_coef * v_loss.mean()
 
@@ -1076,6 +1201,8 @@ def evaluate(agent: Agent, args: Args) -> dict[str, float]:
         while not ended and len(rewards) < (env.spec.max_episode_steps or 10_000):
             obs, reward, terminated, truncated, _ = env.step(agent.act(obs))
             rewards.append(reward)
+            when = f"step {len(rewards)} of evaluation episode {episode}"
+            check_finite(obs[None], obs[None], np.array([reward]), when)
             ended = terminated or truncated
         returns.append(sum(rewards))
         lengths.append(len(rewards))
@@ -1135,6 +1262,7 @@ def train(args: Args) -> dict[str, Any]:
     try:
         if obs is None:  # environment i gets the seed + i
             obs = envs.reset(seed=args.seed + run.step)[0].copy()
+            check_finite(obs, obs, np.zeros(len(obs)), "the first reset")
         for iteration in range(run.step // args.batch_size + 1, args.num_iterations + 1):
             lr, ent_coef = schedules(args, run.step / total)
             optimizer.param_groups[0]["lr"] = lr

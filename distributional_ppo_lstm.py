@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import gymnasium as gym
 import numpy as np
@@ -50,6 +50,7 @@ VELOCITIES = {  # entries that are zero in the velocity-free tasks of rl-baselin
     "PendulumNoVel": (2,), "LunarLanderNoVel": (2, 3, 5), "LunarLanderContinuousNoVel": (2, 3, 5),
 }  # fmt: skip
 LOG_STD_RANGE = (-5.0, 2.0)  # of Gaussian actions: std from 0.0067 to 7.4
+STATS = "episode_statistics"  # key of a finished episode's return and length in `info`
 STOP: list[int] = []  # signals received: end after this iteration, with a checkpoint
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
 Tensors = tuple[Tensor, ...]
@@ -98,6 +99,7 @@ class Args:
     seq_len: int = 0  # steps of a training sequence, divides num_steps; 0: the whole rollout
     update_epochs: int = 8  # passes over each rollout, integer >= 1
     norm_adv: bool = True  # normalise advantages over the rollout
+    norm_adv_memory: int = 10  # rollouts whose advantage std holds on, integer >= 0; 0: none
     clip_coef: float = 0.2  # clipping range of the probability ratio, > 0
     ent_coef: float = 0.01  # weight of the entropy bonus, per nat, >= 0
     ent_coef_final: float | None = 0.0  # the same at the end of the run, linear; None: constant
@@ -107,6 +109,8 @@ class Args:
     max_grad_norm: float = 0.5  # clipping norm of the gradient of all parameters, > 0
     target_kl: float | None = None  # stop the update ahead of a step at a larger KL, nats, > 0
     num_critics: Literal[1, 2] = 2  # value heads with parameters of their own
+    # V: the mean of the distribution, or a further output of each critic, blind to no rare return
+    value_from: Literal["distribution", "mean_head"] = "mean_head"
     twin_reduce: Literal["min", "mean", "min_quantile"] = "min"  # how twins give one distribution
     norm_returns: bool = True  # critics predict normalised returns (PopArt)
     vf_clip_coef: float = 0.2  # range d of value clipping (vf_clip), in normalised returns, > 0
@@ -129,10 +133,12 @@ class Args:
 
     def __post_init__(self) -> None:
         """Derive the sizes; raise `UsageError` with flag, value, bound and remedy."""
+        for name, hint in get_type_hints(Args).items():
+            self.check_type(name, hint)
         inf = math.inf
         self.bound(1, inf, "torch_threads", "eval_episodes", "num_envs", "num_steps")
         self.bound(1, inf, "num_minibatches", "update_epochs", "hidden_size", "lstm_hidden_size")
-        self.bound(0, inf, "eval_every", "checkpoint_every", "seq_len", "vf_coef")
+        self.bound(0, inf, "eval_every", "checkpoint_every", "norm_adv_memory", "seq_len", "vf_coef")
         self.bound(0, inf, "ent_coef", "ent_coef_final", "min_entropy_penalty")
         self.bound(1e-12, inf, "learning_rate", "clip_coef", "max_grad_norm", "target_kl")
         self.bound(1e-12, inf, "vf_clip_coef")
@@ -163,6 +169,20 @@ class Args:
         self.rule("resume", found, "is not a run directory")
         self.rule("evaluate", not (self.evaluate and self.resume), "excludes --resume")
 
+    def check_type(self, name: str, hint: Any) -> None:
+        """Require what the annotation says; an integer serves as a float, a bool as neither."""
+        value = getattr(self, name)
+        if get_origin(hint) is Literal:
+            choices = get_args(hint)
+            self.rule(name, value in choices, f"must be one of {', '.join(map(str, choices))}")
+        elif get_origin(hint) is tuple:
+            holds = isinstance(value, tuple) and all(type(entry) is int for entry in value)
+            self.rule(name, holds, "must be a tuple of integers")
+        else:
+            wider = hint | int if isinstance(0.0, hint) else hint
+            holds = isinstance(value, wider) and isinstance(value, bool) == (hint is bool)
+            self.rule(name, holds, f"must be {getattr(hint, '__name__', hint)}")
+
     def bound(self, low: float, high: float, *names: str) -> None:
         """Require finite numbers in [low, high]; None passes."""
         for name in names:
@@ -192,7 +212,7 @@ class Rollout(NamedTuple):
     episode_start: Tensor  # (T, N) bool, s_t opens an episode
     actions: Tensor  # (T, N, P) indices or (T, N, A) floats, as sampled
     params: Tensor  # (T, N, 2, A) or (T, N, P, largest part) of the action distribution
-    rewards: Tensor  # (T, N) in the task's units
+    rewards: Tensor  # (T, N) in the task's units, float64
     terminated: Tensor  # (T, N) bool, s'_t is terminal: nothing follows
     truncated: Tensor  # (T, N) bool, a time limit: s'_t has a value
     actor_state: Tensor  # (T / L, 2, N, H) ahead of each training sequence
@@ -211,7 +231,8 @@ class Batch(NamedTuple):
     log_probs: Tensor  # (L, M) of the actions under that policy, nats
     advantages: Tensor  # (L, M) as the policy loss takes them
     targets: Tensor  # (L, M, J) of the value distribution, normalised returns
-    old_values: Tensor  # (L, M, C, K) of each critic, to clip around, normalised returns
+    returns: Tensor  # (L, M) lambda-returns, normalised: of the mean outputs
+    old_values: Tensor  # (L, M, C, K or K + 1) outputs of each critic, to clip around
 
 
 # ---------------------------------------------------------------------------- advantages and policy
@@ -309,8 +330,10 @@ class RunningMoments(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
     @property
-    def std(self) -> Tensor:  # the one scale of `normalize` and `denormalize`
-        return (self.var + 1e-8).sqrt()
+    def std(self) -> Tensor:
+        """The one scale of `normalize` and `denormalize`, in whatever units: the floor is a ten
+        millionth of the mean, which float32 does not resolve."""
+        return (self.var + (1e-7 * self.mean).square() + 1e-60).sqrt()
 
     @torch.no_grad()
     def update(self, x: Tensor) -> None:
@@ -389,6 +412,17 @@ def clip_quantiles(quantiles: Tensor, old_quantiles: Tensor, clip_delta: float,
     std = ((quantiles - mean).square().mean(-1, True) + 1e-12).sqrt()
     old_std = ((old_quantiles - old_mean).square().mean(-1, True) + 1e-12).sqrt()
     return clipped_mean + (quantiles - mean) * (2 * old_std / std).clamp(max=1)
+
+
+def squared_error(values: Tensor, returns: Tensor) -> Tensor:
+    """0.5 (V - R)^2 of values (..., 1) and returns (...); 0 of values (..., 0)."""
+    return 0.5 * (values - returns[..., None]).square().sum(-1)
+
+
+def clip_values(values: Tensor, old_values: Tensor, clip_delta: float) -> Tensor:
+    """V_old + clamp(V - V_old, -d, d), PPO's value clipping (reference code of Schulman et al.
+    2017)."""
+    return old_values + (values - old_values).clamp(-clip_delta, clip_delta)
 
 
 def clipped_value_loss(loss: Tensor, loss_clipped: Tensor) -> Tensor:
@@ -473,93 +507,120 @@ def cvar_advantages(targets: Tensor, quantiles: Tensor, alpha: float) -> Tensor:
 
 
 def rescale_head(linear: nn.Linear, old_mean: Tensor, old_std: Tensor, new_mean: Tensor,
-                 new_std: Tensor) -> None:  # fmt: skip
+                 new_std: Tensor, first: int = 0) -> None:  # fmt: skip
     """PopArt: change a linear layer in place so that std * output + mean stays what it was.
-        w' = w s / s',    b' = (s b + mu - mu') / s'
-    Source: van Hasselt et al. 2016, eq. 5."""
-    with torch.no_grad():
-        linear.weight.copy_(linear.weight * (old_std / new_std))
-        linear.bias.copy_((old_std * linear.bias + old_mean - new_mean) / new_std)
+        w' = w s / s',    b' = b s / s' + (mu - mu') / s'
+    In float64: mu may be a million times s. Outputs ahead of the one numbered `first` stay as they
+    are. Source: van Hasselt et al. 2016, eq. 5."""
+    ratio = old_std / new_std
+    weight, bias = linear.weight.data[first:], linear.bias.data[first:]
+    weight.copy_(weight.double() * ratio)
+    bias.copy_(bias.double() * ratio + (old_mean - new_mean) / new_std)
 
 
 class ValueDistribution(nn.Module):
     """What the script asks of a value distribution: quantiles at the levels `support` (K,).
-    Critics' `outputs` (..., K) are normalised by `moments`; results are in the task's units. Some
-    arguments serve the other kind of distribution alone."""
+    Critics' `outputs` are K quantiles and, with `value_from` mean_head, V: (..., K or K + 1),
+    normalised by `moments`; results are in the task's units. Some arguments serve the other kind of
+    distribution alone."""
 
     def __init__(self, args: Args) -> None:
         super().__init__()
         self.args = args
-        self.moments = RunningMoments((), max_count=40 * args.batch_size)  # 10 rollouts of 4 a step
+        self.moments = RunningMoments((), max_count=20)  # 10 rollouts of 2 numbers
         self.register_buffer("support", quantile_midpoints(args.num_quantiles), persistent=False)
+        self.num_outputs = args.num_quantiles + (args.value_from == "mean_head")
 
-    def mean(self, outputs: Tensor) -> Tensor:  # (..., K) -> (...)
-        return self.moments.denormalize(outputs.mean(-1))
+    def split(self, outputs: Tensor) -> Tensors:  # into (..., K) and (..., 0 or 1)
+        return outputs.tensor_split([len(self.support)], -1)
+
+    def quantiles(self, outputs: Tensor) -> Tensor:  # (..., K) in the task's units
+        return self.moments.denormalize(self.split(outputs)[0])
+
+    def mean(self, outputs: Tensor) -> Tensor:  # (...) of the distribution
+        return self.quantiles(outputs).mean(-1)
+
+    def value(self, outputs: Tensor) -> Tensor:  # (...) V, by `value_from`
+        if self.args.value_from == "distribution":
+            return self.mean(outputs)
+        return self.moments.denormalize(outputs[..., -1])
 
     def describe(self, outputs: Tensor) -> dict[str, Tensor]:
         """Deciles 1, 5 and 9, standard deviation, VaR and CVaR of the distribution, each (...)."""
-        z = self.moments.denormalize(outputs)
+        z = self.quantiles(outputs)
         levels = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "value_at_risk": self.args.cvar_alpha}
         stats = {name: value_at_risk(z, level) for name, level in levels.items()}
         stats["cvar"] = cvar(z, self.args.cvar_alpha)
         return stats | {"std": z.std(-1, correction=0)}
 
     def reduce_twins(self, outputs: Tensor) -> Tensor:
-        """One distribution from those of C critics, (C, ..., K) -> (..., K), by `twin_reduce`.
-        min: of the means (Fujimoto et al. 2018); mean: pooled quantiles, neighbours averaged;
-        min_quantile: elementwise, sorted, which is more pessimistic: mean(min q) <= min(mean)."""
+        """Outputs of one critic from those of C, (C, ..., K or K + 1), by `twin_reduce`.
+        min: the critic of the smaller V (Fujimoto et al. 2018); mean: pooled quantiles, neighbours
+        averaged; min_quantile: elementwise, sorted, which is more pessimistic: mean(min q) <=
+        min(mean). A V of its own is the mean or the minimum of the V's."""
         if self.args.twin_reduce == "min" or len(outputs) == 1:
-            lowest = self.mean(outputs).argmin(0)[None, ..., None]
+            lowest = self.value(outputs).argmin(0)[None, ..., None]
             return outputs.take_along_dim(lowest, 0)[0]
+        quantiles, values = self.split(outputs)
         if self.args.twin_reduce == "mean":
-            pooled = torch.cat((*outputs,), -1).sort(-1).values  # (..., 2 K)
-            return pooled.unflatten(-1, (-1, 2)).mean(-1)
-        return outputs.sort(-1).values.amin(0)
+            pooled = torch.cat((*quantiles,), -1).sort(-1).values  # (..., 2 K)
+            averaged = pooled.unflatten(-1, (-1, 2)).mean(-1)
+            return torch.cat((averaged, values.mean(0)), -1)
+        lowest = quantiles.sort(-1).values.amin(0)
+        return torch.cat((lowest, values.amin(0)), -1)
 
     def sample_returns(self, rewards: Tensor, next_outputs: Tensor, terminated: Tensor,
                        truncated: Tensor, gamma: float, gae_lambda: float) -> Tensors:  # fmt: skip
         """SR(lambda) samples of the return and their weights, both (T, N, J)."""
-        theta = self.moments.denormalize(next_outputs)
+        theta = self.quantiles(next_outputs)
         x = sr_lambda_targets(rewards, theta, terminated, truncated, gamma, gae_lambda)
         return x, torch.full_like(x, 1 / x.shape[-1])
 
     def risk_advantages(self, samples: Tensor, weights: Tensor, outputs: Tensor) -> Tensor:
-        """`cvar_advantages` of equally weighted samples (T, N, J), outputs of s_t (T, N, K)."""
-        return cvar_advantages(samples, self.moments.denormalize(outputs), self.args.cvar_alpha)
+        """`cvar_advantages` of equally weighted samples (T, N, J), outputs of s_t."""
+        return cvar_advantages(samples, self.quantiles(outputs), self.args.cvar_alpha)
 
     def encode_targets(self, samples: Tensor, weights: Tensor) -> Tensor:
         """Weighted samples (T, N, J) as `loss` wants them: here as they are, normalised."""
-        return self.moments.normalize(samples)
+        return self.moments.normalize(samples).float()
 
     def target_metrics(self, outputs: Tensor, samples: Tensor, weights: Tensor) -> dict:
         """Metrics of this kind alone: the share of neighbouring quantiles in the wrong order."""
-        crossing = outputs.diff(dim=-1) < 0
+        crossing = self.split(outputs)[0].diff(dim=-1) < 0
         return {"value/crossing_fraction": crossing.float().mean().nan_to_num()}  # 0 for K = 1
 
-    def loss(self, outputs: Tensor, targets: Tensor, old: Tensor) -> Tensors:
+    def loss(self, outputs: Tensor, targets: Tensor, returns: Tensor, old: Tensor) -> Tensors:
         """Losses of C critics, (C, ...), and 1 where value clipping moves the prediction, else 0.
-        outputs and old (C, ..., K): each is clipped around its own; targets (..., J) never are."""
+            quantile regression on targets (..., J)  +  0.5 (V - returns)^2 of a V of its own
+        outputs and old (C, ..., K or K + 1): each is clipped around its own, targets never are."""
         args = self.args
-        loss = quantile_huber_loss(outputs, targets, self.support, args.kappa)
+        quantiles, values = self.split(outputs)
+        loss = quantile_huber_loss(quantiles, targets, self.support, args.kappa)
+        v_loss = squared_error(values, returns)
         if args.vf_clip == "none":
-            return loss, torch.zeros_like(loss)
-        clipped = clip_quantiles(outputs, old, args.vf_clip_coef, args.vf_clip)
+            return loss + v_loss, torch.zeros_like(loss)
+
+        old_quantiles, old_values = self.split(old)
+        clipped = clip_quantiles(quantiles, old_quantiles, args.vf_clip_coef, args.vf_clip)
         loss_clipped = quantile_huber_loss(clipped, targets, self.support, args.kappa)
-        changed = ((clipped - outputs).abs() > 1e-6).any(-1)
-        return clipped_value_loss(loss, loss_clipped), changed.float()
+        loss = clipped_value_loss(loss, loss_clipped)
+        clipped_values = clip_values(values, old_values, args.vf_clip_coef)
+        v_loss = clipped_value_loss(v_loss, squared_error(clipped_values, returns))
+        moved = torch.cat((clipped - quantiles, clipped_values - values), -1)
+        return loss + v_loss, (moved.abs() > 1e-6).any(-1).float()
 
     def move_statistics(self, heads: nn.ModuleList, outputs: Tensor, returns: Tensor) -> Tensors:
         """Take in returns and rescale the heads in the same moment, so that decoded predictions
-        stay (PopArt). Gives `outputs` (C, ..., K) in the new units, as predictions and as the old
-        values to clip around."""
+        stay (PopArt). Gives `outputs` in the new units, as predictions and as the old values to
+        clip around."""
         old_mean = self.moments.mean
         old_std = self.moments.std
-        decoded = self.moments.denormalize(outputs.double())
+        decoded = self.moments.denormalize(outputs)
         if self.args.norm_returns:
             self.moments.update(returns)
         for head in heads:
             rescale_head(head[-1], old_mean, old_std, self.moments.mean, self.moments.std)
-        moved = self.moments.normalize(decoded).to(outputs.dtype)
+        moved = self.moments.normalize(decoded)
         return moved, moved
 
 
@@ -699,6 +760,7 @@ class Agent(nn.Module):
         self.action_dist = ActionDistribution(env.action_space, args.log_std_init)
         self.value_dist = ValueDistribution(args)
         self.obs_moments = RunningMoments((obs_dim,))
+        self.adv_moments = RunningMoments((), max_count=2 * args.norm_adv_memory)  # 2 a rollout
 
         self.actor_body = Body(obs_dim, args)
         self.critic_body = Body(obs_dim, args)
@@ -707,9 +769,19 @@ class Agent(nn.Module):
         self.critic_heads = nn.ModuleList()
         for _ in range(args.num_critics):
             hidden = layer_init(nn.Linear(args.lstm_hidden_size, args.hidden_size))
-            output = layer_init(nn.Linear(args.hidden_size, len(self.value_dist.support)), 0.1)
+            output = layer_init(nn.Linear(args.hidden_size, self.value_dist.num_outputs), 0.1)
             self.critic_heads.append(nn.Sequential(hidden, ACTIVATIONS[args.activation](), output))
         self.to("cuda" if args.cuda else "cpu")
+
+    def scale_advantages(self, advantages: Tensor) -> Tensor:
+        """Centred advantages over the larger of their std and its running value. Where all returns
+        are alike the std is rounding noise, which its own std would blow up to 1."""
+        std = advantages.std(correction=0)
+        eps = torch.zeros_like(std)
+        if self.args.norm_adv_memory:
+            self.adv_moments.update(torch.stack((-std, std)))
+            eps = (self.adv_moments.std - std).clamp(min=0)
+        return normalize_advantages(advantages, eps + 1e-30)  # whatever the task's units
 
     @property
     def device(self) -> torch.device:
@@ -765,8 +837,8 @@ def make_env(args: Args) -> gym.Env:
         keep[index] = 0
     vector = Box(-np.inf, np.inf, keep.shape, np.float32)
     transform = gym.wrappers.TransformObservation
-    env = transform(env, lambda obs: obs.astype(np.float32) * keep, vector)
-    return gym.wrappers.RecordEpisodeStatistics(env)
+    env = transform(env, lambda obs: np.asarray(obs, np.float32) * keep, vector)
+    return gym.wrappers.RecordEpisodeStatistics(env, stats_key=STATS)  # a task may say "episode"
 
 
 def make_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
@@ -779,18 +851,19 @@ def make_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
 def open_episodes(envs: gym.vector.VectorEnv, agent: Agent, seed: int) -> Carry:
     """Reset all environments, the first one with `seed`, the next with `seed` + 1 and so on."""
     obs, _ = envs.reset(seed=seed)
+    check_finite(obs, obs, np.zeros(len(obs)), "the first reset")
     state = agent.initial_state(len(obs))
     return Carry(obs.copy(), np.ones(len(obs), bool), state, state)
 
 
-def check_finite(current: np.ndarray, next_obs: np.ndarray, rewards: np.ndarray, t: int) -> None:
-    """Raise RuntimeError that names environment and step unless all, (N, ...), are finite."""
+def check_finite(next_obs: np.ndarray, current: np.ndarray, rewards: np.ndarray, when: str) -> None:
+    """Raise RuntimeError that names environment and moment unless all, (N, ...), are finite."""
     valid = np.isfinite(current).all(1) & np.isfinite(next_obs).all(1)
     valid &= np.isfinite(rewards)
     if not valid.all():
         i = int(valid.argmin())
         bad = f"not finite: observation {next_obs[i]}, then {current[i]}, reward {rewards[i]}"
-        raise RuntimeError(f"{bad}, environment {i}, step {t} of the rollout; check the task")
+        raise RuntimeError(f"{bad}, environment {i}, {when}; check the task")
 
 
 def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, carry: Carry,
@@ -799,7 +872,7 @@ def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, carry: Carry,
     Raises RuntimeError for observations and rewards that are not finite."""
     size = (args.num_steps, args.num_envs)
     obs, next_obs = np.empty((2, *size, carry.obs.shape[1]), np.float32)
-    rewards = np.empty(size, np.float32)
+    rewards = np.empty(size)
     terminated, truncated, episode_start = np.empty((3, *size), bool)
     actions, params, states, episodes = [], [], [], []
 
@@ -823,11 +896,11 @@ def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, carry: Carry,
             if ended.any():  # `current` already belongs to the next episode there
                 next_obs[t, ended] = np.stack(info["final_obs"][ended])
                 state = state * ~torch.as_tensor(ended, device=agent.device)[:, None]
-                stats = info["final_info"]["episode"]
+                stats = info["final_info"][STATS]
                 for i in ended.nonzero()[0]:
                     episodes.append((t, float(stats["r"][i]), int(stats["l"][i])))
             starts = ended
-            check_finite(current, next_obs[t], rewards[t], t)
+            check_finite(next_obs[t], current, rewards[t], f"step {t} of the rollout")
 
     to_device = partial(torch.as_tensor, device=agent.device)  # one transfer for all steps
     rollout = Rollout(
@@ -868,25 +941,39 @@ def run_critics(agent: Agent, rollout: Rollout, obs: Tensor, next_obs: Tensor, s
     return outputs, agent.value_outputs(torch.cat(next_features)), torch.stack(states), state
 
 
+def opening_samples(rollout: Rollout, args: Args) -> Tensor:
+    """What the return statistics take in ahead of everything, (2,): mean -+ std of the discounted
+    rewards of the first rollout. Untrained values know nothing of the task's units."""
+    ends = (rollout.terminated, rollout.truncated)
+    zero = torch.zeros_like(rollout.rewards)
+    _, sums = gae(rollout.rewards, zero, zero, *ends, args.gamma, 1.0)
+    return sums.mean() + sums.std(correction=0) * sums.new_tensor([-1, 1])
+
+
 def statistics_samples(samples: Tensor, weights: Tensor, values: Tensor) -> Tensor:
-    """Returns that the statistics take in, (4, T, N), from targets (T, N, J) and values (T, N).
-    They are each target's mean -+ its spread, and the value twice: with targets alone, constant
-    returns would shrink the scale to its floor, 1e-4, thousands of which the critics may be off."""
-    mean = (weights * samples).sum(-1)
-    squares = (samples - mean[..., None]).square()
-    spread = (weights * squares).sum(-1).sqrt()
-    return torch.stack((mean - spread, mean + spread, values, values))
+    """What the return statistics take in of a rollout, (2,): mean -+ scale of its targets.
+        scale = max(std of the targets, root mean square of V - mean)
+    from targets (T, N, J) and values (T, N). With targets alone, constant returns would shrink the
+    scale to its floor, thousands of which the critics may be off."""
+    mean = (weights * samples).sum(-1).mean()
+    variance = (weights * (samples - mean).square()).sum(-1).mean()
+    scale = torch.maximum(variance, (values - mean).square().mean()).sqrt()
+    return mean + scale * mean.new_tensor([-1, 1])
 
 
 def critic_metrics(dist: ValueDistribution, rollout: Rollout, twins: Tensor, reduced: Tensor,
-                   values: Tensor, next_values: Tensor, returns: Tensor) -> dict:  # fmt: skip
+                   next_reduced: Tensor, returns: Tensor) -> dict:  # fmt: skip
     """What the critics predicted for a rollout against what came, before the update.
-    twins (C, T, N) values of each critic; reduced (T, N, K); the values of s_t and s'_t and the
-    lambda-returns (T, N)."""
+    twins (C, T, N) values of each critic; reduced outputs of s_t and s'_t (T, N, ...); lambda-
+    returns (T, N)."""
+    values, next_values = dist.value(reduced), dist.value(next_reduced)
     stats = dist.describe(reduced)
     deciles = torch.stack((stats["p10"], stats["p50"], stats["p90"]))
     ends = (rollout.terminated, rollout.truncated)
-    _, realised = gae(rollout.rewards, values, next_values, *ends, dist.args.gamma, 1.0)
+    gamma = dist.args.gamma
+    _, realised = gae(rollout.rewards, values, next_values, *ends, gamma, 1.0)
+    samples, weights = dist.sample_returns(rollout.rewards, next_reduced, *ends, gamma, 1.0)
+    below = samples < stats["value_at_risk"][..., None]
 
     return {
         "value/p10": deciles[0].mean(), "value/p50": deciles[1].mean(),
@@ -894,9 +981,10 @@ def critic_metrics(dist: ValueDistribution, rollout: Rollout, twins: Tensor, red
         "value/realised_returns": realised,  # with a value at limits and at the last step
         "value/bias": (values - returns).mean(), "value/std_target": returns.std(correction=0),
         "value/std_predicted": stats["std"].mean(),
+        "value/distribution_gap": (dist.mean(reduced) - values).abs().mean(),
         "losses/explained_variance": explained_variance(values, returns),
         "cvar/predicted": stats["cvar"].mean(), "cvar/weight": dist.args.cvar_weight,
-        "cvar/coverage": (realised < stats["value_at_risk"]).float().mean(),
+        "cvar/coverage": (weights * below).sum(-1).mean(),
         "twin/abs_difference": (twins[0] - twins[-1]).abs().mean(),
         "twin/critic1_is_min": (twins[0] <= twins[-1]).float().mean(),
         "data/truncated_fraction": rollout.truncated.float().mean(),
@@ -911,15 +999,18 @@ def prepare_batch(agent: Agent, rollout: Rollout, carry: Carry,
     same moment, express old values in the new units (van Hasselt et al. 2016).
     Returns the batch, the carry with the critics' state at the end, and metrics."""
     dist = agent.value_dist
+    if args.norm_returns and dist.moments.count == 0:
+        dist.moments.update(opening_samples(rollout, args))
 
     # 1. distributions of the return from every s_t and every true successor s'_t
     obs, next_obs = agent.normalize_obs(rollout.obs), agent.normalize_obs(rollout.next_obs)
     outputs, next_outputs, critic_states, critic_state = run_critics(
         agent, rollout, obs, next_obs, carry.critic_state, args
     )
+    outputs, next_outputs = outputs.double(), next_outputs.double()  # returns may be large
     reduced, next_reduced = dist.reduce_twins(outputs), dist.reduce_twins(next_outputs)
-    values, next_values = dist.mean(reduced), dist.mean(next_reduced)  # (T, N)
-    twins = dist.mean(outputs)  # (C, T, N)
+    values, next_values = dist.value(reduced), dist.value(next_reduced)  # (T, N)
+    twins = dist.value(outputs)  # (C, T, N)
 
     # 2. advantages and targets, in the task's units
     ends = (rollout.terminated, rollout.truncated)
@@ -931,8 +1022,8 @@ def prepare_batch(agent: Agent, rollout: Rollout, carry: Carry,
         )
     if args.cvar_weight > 0 and args.cvar_alpha < 1:
         raw = raw.lerp(dist.risk_advantages(samples, weights, reduced), args.cvar_weight)
-    advantages = normalize_advantages(raw) if args.norm_adv else raw
-    metrics = critic_metrics(dist, rollout, twins, reduced, values, next_values, returns)
+    advantages = agent.scale_advantages(raw) if args.norm_adv else raw
+    metrics = critic_metrics(dist, rollout, twins, reduced, next_reduced, returns)
 
     # 3. the return statistics move, and the value heads with them
     taken_in = statistics_samples(samples, weights, values)
@@ -941,7 +1032,7 @@ def prepare_batch(agent: Agent, rollout: Rollout, carry: Carry,
         "adv/mean_raw": raw.mean(), "adv/std_raw": raw.std(correction=0),
         "adv/abs_max": advantages.abs().max(),
         "norm/return_mean": dist.moments.mean, "norm/return_std": dist.moments.std,
-        "norm/value_shift": (dist.mean(outputs) - twins).abs().mean(),  # rounding, with PopArt
+        "norm/value_shift": (dist.value(outputs) - twins).abs().mean(),  # rounding, with PopArt
     }  # fmt: skip
 
     # 4. the batch: time is cut into training sequences
@@ -951,13 +1042,14 @@ def prepare_batch(agent: Agent, rollout: Rollout, carry: Carry,
 
     policy = agent.action_dist.distribution(rollout.params)
     batch = Batch(
-        obs=cut(obs), episode_start=cut(rollout.episode_start), advantages=cut(advantages),
+        obs=cut(obs), episode_start=cut(rollout.episode_start), advantages=cut(advantages.float()),
         actor_state=rollout.actor_state.transpose(0, 1).flatten(1, 2),  # (2, M, H)
         critic_state=critic_states.transpose(0, 1).flatten(1, 2),
         actions=cut(rollout.actions), params=cut(rollout.params),
         log_probs=cut(policy.log_prob(rollout.actions)),
         targets=cut(dist.encode_targets(samples, weights)),
-        old_values=cut(old_values.movedim(0, 2)),
+        returns=cut(dist.moments.normalize(returns).float()),
+        old_values=cut(old_values.movedim(0, 2).float()),
     )  # fmt: skip
     return batch, carry._replace(critic_state=critic_state), metrics
 
@@ -986,7 +1078,7 @@ def losses(agent: Agent, mb: Batch, args: Args, ent_coef: float) -> tuple[Tensor
     features = agent.critic_body(mb.obs, mb.critic_state, mb.episode_start)
     outputs = agent.value_outputs(features)  # (C, L, M, K)
     old_values = mb.old_values.movedim(2, 0)
-    value_losses, clipped = agent.value_dist.loss(outputs, mb.targets, old_values)  # (C, L, M)
+    value_losses, clipped = agent.value_dist.loss(outputs, mb.targets, mb.returns, old_values)
     v_loss = value_losses.flatten(1).mean(1)  # (C,)
     loss = pg_loss + h_loss + args.vf_coef * v_loss.mean()
 
@@ -1207,6 +1299,8 @@ def evaluate(agent: Agent, args: Args) -> dict[str, float]:
             action, state = agent.act(obs, state)
             obs, reward, terminated, truncated, _ = env.step(action)
             rewards.append(reward)
+            when = f"step {len(rewards)} of evaluation episode {episode}"
+            check_finite(obs[None], obs[None], np.array([reward]), when)
             ended = terminated or truncated
         returns.append(sum(rewards))
         lengths.append(len(rewards))
