@@ -169,7 +169,7 @@ def start_of(script: ModuleType, agent: Any, args: Any) -> Start:
         else:
             params = agent.policy_params(obs)
             outputs = agent.value_outputs(obs)
-        value = agent.value_dist.mean(agent.value_dist.reduce_twins(outputs))
+        value = agent.value_dist.value(agent.value_dist.reduce_twins(outputs))
     return Start(value.item(), params.reshape(2).softmax(-1)[1].item())
 
 
