@@ -59,30 +59,37 @@ class BadArm(gym.Env):
     """The first action is the arm, the others do nothing; the arm pays DELAY steps later.
 
     Arm 0 pays 0.5; arm 1 pays 1, or -150 with probability 0.01: mean -0.51. The observation is the
-    time and the arm taken, none at the first step.
+    arm taken and the time, one-hot.
     """
 
-    observation_space = Box(0, 1, (3,), np.float32)
+    observation_space = Box(0, 1, (2 + DELAY + 2,), np.float32)
     action_space = Discrete(2)
 
     def reset(self, *, seed=None, options=None):
         """Open an episode."""
         super().reset(seed=seed)
         self.t = 0
-        self.seen = np.zeros(3, np.float32)
-        return self.seen.copy(), {}
+        self.arm = None
+        return self.look(), {}
+
+    def look(self):
+        """No arm at the first step."""
+        seen = np.zeros(self.observation_space.shape, np.float32)
+        seen[2 + self.t] = 1
+        if self.arm is not None:
+            seen[self.arm] = 1
+        return seen
 
     def step(self, action):
         """Choose, wait, be paid."""
-        if self.t == 0:
-            self.seen[1 + action] = 1
         pay = 0.0
-        if self.t == DELAY:
+        if self.t == 0:
+            self.arm = int(action)
+        elif self.t == DELAY:
             disaster = self.np_random.random() < 0.01
-            pay = (-150.0 if disaster else 1.0) if self.seen[2] else 0.5
+            pay = (-150.0 if disaster else 1.0) if self.arm else 0.5
         self.t += 1
-        self.seen[0] = self.t / DELAY
-        return self.seen.copy(), pay, self.t > DELAY, False, {}
+        return self.look(), pay, self.t > DELAY, False, {}
 
 
 for name, chance in CHANCES.items():
