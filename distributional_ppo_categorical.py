@@ -868,14 +868,14 @@ def opening_samples(rollout: Rollout, args: Args) -> Tensor:
     return sums.mean() + sums.std(correction=0) * sums.new_tensor([-1, 1])
 
 
-def statistics_samples(samples: Tensor, weights: Tensor, values: Tensor) -> Tensor:
+def statistics_samples(samples: Tensor, weights: Tensor, twins: Tensor) -> Tensor:
     """What the return statistics take in of a rollout, (2,): mean -+ scale of its targets.
         scale = max(std of the targets, root mean square of V - mean)
-    from targets (T, N, J) and values (T, N). With targets alone, constant returns would shrink the
-    scale to its floor, thousands of which the critics may be off."""
+    from targets (T, N, J) and values of each critic (C, T, N). With targets alone, constant returns
+    would shrink the scale to its floor, thousands of which a critic may be off."""
     mean = (weights * samples).sum(-1).mean()
     variance = (weights * (samples - mean).square()).sum(-1).mean()
-    scale = torch.maximum(variance, (values - mean).square().mean()).sqrt()
+    scale = torch.maximum(variance, (twins - mean).square().mean()).sqrt()
     return mean + scale * mean.new_tensor([-1, 1])
 
 
@@ -940,7 +940,7 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     metrics = critic_metrics(dist, rollout, twins, reduced, next_reduced, returns)
 
     # 3. the return statistics move
-    taken_in = statistics_samples(samples, weights, values)
+    taken_in = statistics_samples(samples, weights, twins)
     outputs, old_values = dist.move_statistics(agent.critic_heads, outputs, taken_in)
     metrics |= dist.target_metrics(outputs, samples, weights) | {
         "adv/mean_raw": raw.mean(), "adv/std_raw": raw.std(correction=0),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
 import importlib
 import json
 import sys
@@ -180,7 +181,8 @@ BOTH = {  # variant: flags; one thing differs from the row of the task in GRID, 
     "twin_mean": "--twin-reduce mean",
     "twin_min_quantile": "--twin-reduce min_quantile",
     "clip_mean_only": "--vf-clip mean_only",
-    "no_popart": "--no-norm-returns",
+    "no_norm_returns": "--no-norm-returns",
+    "no_popart": "",  # normalised returns without rescaling, see `unscaled`
     "raw_observations": "--no-norm-obs",
     "sr_lambda": "--value-target sr_lambda",
     "exchanged": "",  # the other script's value distribution, see compose.py
@@ -265,6 +267,29 @@ def forget(module: ModuleType) -> None:
     module.Body.step = step_without_state
 
 
+def unscaled(module: ModuleType) -> None:
+    """Return normalisation as the older system's description has it: the heads keep their weights,
+    and the statistics move when the update is done."""
+    move = module.ValueDistribution.move_statistics
+    update = module.update
+
+    def stay(dist, heads, outputs, returns):
+        dist.taken_in = returns
+        args = dist.args
+        dist.args = dataclasses.replace(args, norm_returns=False)
+        stayed = move(dist, heads, outputs, returns)
+        dist.args = args
+        return stayed
+
+    def update_then_move(agent, *rest):
+        metrics = update(agent, *rest)
+        agent.value_dist.moments.update(agent.value_dist.taken_in)
+        return metrics
+
+    module.ValueDistribution.move_statistics = stay
+    module.update = update_then_move
+
+
 def exchanged(script: str, top: str) -> ModuleType:
     """The script with the other one's value distribution, written into the folder `top`."""
     import compose
@@ -285,6 +310,8 @@ def run_ours(run: Run) -> Result:
             module = common.load_script(cell.script)
         if cell.variant == "no_memory":
             forget(module)
+        if cell.variant == "no_popart":
+            unscaled(module)
 
         training = common.trained(module, cell.task, run.seed, cell.flags)
         done = stack.enter_context(training)
