@@ -116,14 +116,14 @@ def test_progress_on_a_terminal_is_rewritten_in_place(script, capsys, monkeypatc
 
 @pytest.mark.parametrize("place", ["current", "next_obs", "rewards"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_named_with_environment_and_step(script, place, bad):
+def test_what_is_not_finite_is_named_with_environment_and_moment(script, place, bad):
     """One bad number anywhere is enough; the values shown are those of its environment."""
-    arrays = {"current": np.full((3, 2), 1.0), "next_obs": np.full((3, 2), 2.0)}
+    arrays = {"next_obs": np.full((3, 2), 2.0), "current": np.full((3, 2), 1.0)}
     arrays["rewards"] = np.array([5.0, 6.0, 7.0])
-    assert script.check_finite(*arrays.values(), 4) is None
+    assert script.check_finite(*arrays.values(), "step 4") is None
     arrays[place][(1, 1) if arrays[place].ndim == 2 else 1] = bad
-    with pytest.raises(RuntimeError, match="environment 1, step 4 of the rollout") as error:
-        script.check_finite(*arrays.values(), 4)
+    with pytest.raises(RuntimeError, match="environment 1, step 4; check the task") as error:
+        script.check_finite(*arrays.values(), "step 4")
     shown = [str(arrays["next_obs"][1]), str(arrays["current"][1]), f"{arrays['rewards'][1]}"]
     assert str(error.value).startswith(
         f"not finite: observation {shown[0]}, then {shown[1]}, reward {shown[2]}"
