@@ -6,10 +6,12 @@ import copy
 import math
 from types import SimpleNamespace
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from helpers import (
+    forget_returns,
     is_recurrent,
     make_run,
     old_of_critics,
@@ -494,6 +496,87 @@ def test_rewards_times_ten_leave_the_normalised_problem_as_it_is(script):
     for name in ("targets", "old_values", "advantages"):
         one, two = (getattr(batch, name) for batch in batches)
         assert_close(one, two, rtol=1e-4, atol=1e-4)
+
+
+def first_batches(script, monkeypatch, scale, value_from):
+    """The first two batches, with an update in between, of a fresh agent whose rewards are scaled,
+    and the old values of the first one."""
+    make_env = script.make_env
+
+    def scaled(args):
+        return gym.wrappers.TransformReward(make_env(args), lambda reward: scale * reward)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "make_env", scaled)
+        run = make_run(script, "Staggered", value_from=value_from)
+    forget_returns(run)
+    torch.manual_seed(4)
+    one = prepare(run)
+    script.update(run.agent, run.optimizer, one, run.args, 0.01)
+    return one, prepare(run)
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e-8, 1e12, 1e18])
+def test_the_first_rollouts_know_no_units(script, monkeypatch, value_from, scale):
+    """Rewards times s, from the first prediction on: untrained critics are off by what the returns
+    of their own task spread, not by 1 of whatever unit."""
+    batches = [first_batches(script, monkeypatch, s, value_from) for s in (1.0, scale)]
+    for one, two in zip(*batches):
+        for name in ("targets", "old_values", "advantages", "returns"):
+            expected = getattr(one, name)
+            assert_close(getattr(two, name), expected, rtol=1e-3, atol=1e-4, msg=name)
+            assert expected.std() > 0.01
+
+
+def perfect_outputs(run):
+    """Outputs (K or K + 1) of a critic of returns that are N(0, 1) once normalised."""
+    normal = torch.distributions.Normal(0.0, 1.0)
+    support = run.agent.value_dist.support
+    if is_recurrent(run.script):
+        outputs = normal.icdf(support)
+    else:
+        half = (support[1] - support[0]) / 2
+        outputs = (normal.cdf(support + half) - normal.cdf(support - half)).clamp(min=1e-12).log()
+    return torch.cat((outputs, torch.zeros(1)))[: len(run.agent.critic_heads[0][-1].bias)]
+
+
+def test_coverage_of_a_perfect_critic_is_alpha(script, monkeypatch, value_from):
+    """N(0, 1) rewards without an end: the return of every state is N(0, 1 / (1 - gamma^2)), and 5 %
+    of the returns are below its quantile 0.05; completed by V, which has no spread, half of it."""
+    flags = {"num_quantiles": 64, "num_atoms": 101, "gamma": 0.9, "num_steps": 10}
+    run = make_run(script, "Endless", value_from=value_from, **flags)
+    rollout, many = roll(run), 400
+    wide = {
+        name: x.repeat_interleave(many, 2 if name == "actor_state" else 1)
+        for name, x in rollout._asdict().items()
+        if name != "episodes"
+    }
+    wide["rewards"] = torch.randn(10, 4 * many, dtype=torch.float64)
+    run.rollout = rollout._replace(**wide)
+    moments = run.agent.value_dist.moments
+    moments.mean, moments.var = 0 * moments.mean, 0 * moments.var + 1 / (1 - 0.9**2)
+    outputs = perfect_outputs(run).expand(2, 10, 4 * many, -1)
+    states = [wide["actor_state"], run.carry.critic_state] if is_recurrent(script) else []
+    monkeypatch.setattr(script, "run_critics", lambda *inputs: (outputs, outputs, *states))
+    _, _, metrics = prepare_rollout(run)
+    assert 0.04 < metrics["cvar/coverage"] < 0.06
+
+
+@pytest.mark.parametrize(("memory", "spread"), [(10, 0.0), (0, 1.0)])
+def test_rounding_noise_is_no_advantage(script, monkeypatch, memory, spread):
+    """After a rollout of advantages, one of a millionth of them: they stay what they are, unless
+    the memory is off."""
+    run = make_run(script, "VectorDiscrete", norm_adv_memory=memory)
+    assert float(prepare(run).advantages.std(correction=0)) == pytest.approx(1)
+    gae = script.gae
+
+    def tiny(*inputs):
+        advantages, returns = gae(*inputs)
+        return 1e-6 * advantages, returns
+
+    monkeypatch.setattr(script, "gae", tiny)
+    found = prepare(run).advantages.std(correction=0)
+    assert float(found) == pytest.approx(spread, abs=1e-4)
 
 
 def test_observation_statistics_stand_still_and_serve_the_whole_batch(script):
