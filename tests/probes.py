@@ -45,6 +45,14 @@ class ConstantReward(Probe):
     """Reward 1, one step: V = 1. Fails if the value loss or its optimizer is broken."""
 
 
+class RareReward(Probe):
+    """100 in 3 of 100 episodes, else 0: V = 3. Fails if V does not see what is rare."""
+
+    def pay(self, action):
+        """A draw that no action changes."""
+        return 100.0 * (self.np_random.random() < 0.03)
+
+
 class ObservationValue(Probe):
     """Reward is the observation, +1 or -1. Fails if observations do not reach the critic."""
 
@@ -359,13 +367,13 @@ ACTIONS = {
     "MultiBinary": MultiBinary(3),
     "Box": Box(np.array([[-1.0, 0.0]], np.float32), np.array([[1.0, 0.5]], np.float32)),
 }
-SIMPLE = (ConstantReward, ObservationValue, Discounting, ActionReward, ActionAndObservation)
+SIMPLE = (ConstantReward, RareReward, ObservationValue, Discounting, ActionReward)
 gym.register("Endless-v0", TimeLimit)
 WALKS = (Walk, Locked, Simulated, Handlers, Adapter, Wordless)
 FAULTS = ("observation", "reward", "error", "reset", "opening", "construction")
 for fault in (*FAULTS, "evaluation"):
     gym.register(f"Faulty{fault.title()}-v0", Faulty, kwargs={"fault": fault})
-for probe in (*SIMPLE, RandomReward, Memory, Counter, Staggered, *WALKS):
+for probe in (*SIMPLE, ActionAndObservation, RandomReward, Memory, Counter, Staggered, *WALKS):
     gym.register(f"{probe.__name__}-v0", probe)
 gym.register("TimeLimit-v0", TimeLimit, max_episode_steps=5)
 gym.register("RealEnd-v0", RealEnd, max_episode_steps=5)
