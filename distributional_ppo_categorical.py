@@ -486,23 +486,11 @@ def cvar_advantages_categorical(target_probs: Tensor, probs: Tensor, atoms: Tens
     return (target_probs * gain).sum(-1) - cvar_categorical(probs, atoms, alpha)
 
 
-def rescale_head(linear: nn.Linear, old_mean: Tensor, old_std: Tensor, new_mean: Tensor,
-                 new_std: Tensor, first: int = 0) -> None:  # fmt: skip
-    """PopArt: change a linear layer in place so that std * output + mean stays what it was.
-        w' = w s / s',    b' = b s / s' + (mu - mu') / s'
-    In float64: mu may be a million times s. Outputs ahead of the one numbered `first` stay as they
-    are. Source: van Hasselt et al. 2016, eq. 5."""
-    ratio = old_std / new_std
-    weight, bias = linear.weight.data[first:], linear.bias.data[first:]
-    weight.copy_(weight.double() * ratio)
-    bias.copy_(bias.double() * ratio + (old_mean - new_mean) / new_std)
-
-
 class ValueDistribution(nn.Module):
     """What the script asks of a value distribution: probabilities of the atoms `support` (K,).
-    Critics' `outputs` are K logits and, with `value_from` mean_head, V: (..., K or K + 1); atoms
-    and V are normalised by `moments`, results are in the task's units. Some arguments serve the
-    other kind of distribution alone."""
+    Critics' `outputs` are K logits and, with `value_from` mean_head, what V exceeds their mean by:
+    (..., K or K + 1). Atoms and V are normalised by `moments`, results are in the task's units.
+    Some arguments serve the other kind of distribution alone."""
 
     def __init__(self, args: Args) -> None:
         super().__init__()
@@ -527,9 +515,10 @@ class ValueDistribution(nn.Module):
         return self.moments.denormalize(probs @ self.support.to(probs))
 
     def value(self, outputs: Tensor) -> Tensor:  # (...) V, by `value_from`
+        mean = self.mean(outputs)
         if self.args.value_from == "distribution":
-            return self.mean(outputs)
-        return self.moments.denormalize(outputs[..., -1])
+            return mean
+        return mean + self.moments.std.to(mean) * outputs[..., -1]
 
     def describe(self, outputs: Tensor) -> dict[str, Tensor]:
         """Deciles 1, 5 and 9, standard deviation, VaR and CVaR of the distribution, each (...)."""
@@ -544,18 +533,18 @@ class ValueDistribution(nn.Module):
     def reduce_twins(self, outputs: Tensor) -> Tensor:
         """Outputs of one critic from those of C, (C, ..., K or K + 1), by `twin_reduce`.
         min: the critic of the smaller V (Fujimoto et al. 2018); mean: of the probabilities;
-        min_quantile: the elementwise maximum of the CDFs, which is more pessimistic. A V of its own
-        is the mean or the minimum of the V's."""
+        min_quantile: the elementwise maximum of the CDFs, which is more pessimistic. With the
+        latter two what V exceeds the mean by is the critics' mean and minimum of it."""
         if self.args.twin_reduce == "min" or len(outputs) == 1:
             lowest = self.value(outputs).argmin(0)[None, ..., None]
             return outputs.take_along_dim(lowest, 0)[0]
-        probs, values = self.probs(outputs), self.split(outputs)[1]
+        probs, excess = self.probs(outputs), self.split(outputs)[1]
         if self.args.twin_reduce == "mean":
             logits = probs.mean(0).clamp(min=1e-30).log()
-            return torch.cat((logits, values.mean(0)), -1)
+            return torch.cat((logits, excess.mean(0)), -1)
         cdf = probs.cumsum(-1).amax(0)
         probs = cdf.diff(dim=-1, prepend=torch.zeros_like(cdf[..., :1]))
-        return torch.cat((probs.clamp(min=1e-30).log(), values.amin(0)), -1)
+        return torch.cat((probs.clamp(min=1e-30).log(), excess.amin(0)), -1)
 
     def sample_returns(self, rewards: Tensor, next_outputs: Tensor, terminated: Tensor,
                        truncated: Tensor, gamma: float, gae_lambda: float) -> Tensors:  # fmt: skip
@@ -594,17 +583,20 @@ class ValueDistribution(nn.Module):
         """Losses of C critics, (C, ...), and 1 where value clipping moves the prediction, else 0.
             cross-entropy of targets (..., K)  +  0.5 (V - returns)^2 of a V of its own
         outputs (C, ..., K or K + 1), old means (C, ..., 1 or 2): each is clipped around its own.
-        Where a distribution is clipped, its target moves the other way: the same cross-entropy but
-        for rounding to atoms, and its gradient is bounded."""
+        The squared error trains what V exceeds the mean by, not the mean. Where a distribution is
+        clipped, its target moves the other way: the same cross-entropy but for rounding to atoms,
+        and its gradient is bounded."""
         args = self.args
-        logits, values = self.split(outputs)
+        logits, excess = self.split(outputs)
+        probs = logits.softmax(-1)
+        values = (probs.detach() @ self.support)[..., None] + excess
         loss = categorical_cross_entropy(targets, logits)
         v_loss = squared_error(values, returns)
         if args.vf_clip == "none":
             return loss + v_loss, torch.zeros_like(loss)
 
         old_mean, old_values = old[..., 0], old[..., 1:]
-        shift = clip_shift(logits.softmax(-1), old_mean, args.vf_clip_coef, self.support)
+        shift = clip_shift(probs, old_mean, args.vf_clip_coef, self.support)
         source = self.support - shift[..., None]
         moved = project_categorical(targets.expand_as(source), source, self.support)
         loss = clipped_value_loss(loss, categorical_cross_entropy(moved, logits))
@@ -614,22 +606,21 @@ class ValueDistribution(nn.Module):
         return loss + v_loss, (changes.abs() > 1e-6).any(-1).float()
 
     def move_statistics(self, heads: nn.ModuleList, outputs: Tensor, returns: Tensor) -> Tensors:
-        """Take in returns. A V of its own is rescaled in the same moment, so that it stays (PopArt).
-        Probabilities of fixed atoms cannot be: their decoded mean jumps, and the coming update
-        repairs it. Gives the outputs in the new units and the old means (C, ..., 1 or 2) to clip
-        around, of the distributions as these atoms read them."""
-        old_mean = self.moments.mean
+        """Take in returns. Probabilities of fixed atoms cannot be rescaled as PopArt would: their
+        decoded mean jumps, and the coming update repairs it; what V exceeds it by stays. Gives the
+        outputs in the new units and the old means (C, ..., 1 or 2) to clip around, as these atoms
+        read them."""
         old_std = self.moments.std
-        logits, values = self.split(outputs)
-        decoded = self.moments.denormalize(values)
         if self.args.norm_returns:
             self.moments.update(returns)
+        ratio = old_std / self.moments.std
         for head in heads:
-            new_mean, new_std = self.moments.mean, self.moments.std
-            rescale_head(head[-1], old_mean, old_std, new_mean, new_std, len(self.support))
-        values = self.moments.normalize(decoded)
-        means = logits.softmax(-1) @ self.support.to(logits)
-        return torch.cat((logits, values), -1), torch.cat((means[..., None], values), -1)
+            head[-1].weight.data[len(self.support) :] *= ratio
+            head[-1].bias.data[len(self.support) :] *= ratio
+        logits, excess = self.split(outputs)
+        excess = excess * ratio
+        mean = (logits.softmax(-1) @ self.support.to(logits))[..., None]
+        return torch.cat((logits, excess), -1), torch.cat((mean, mean + excess), -1)
 
 
 # ---- end of value distribution -------------------------------------------------------------------

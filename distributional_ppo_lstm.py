@@ -507,15 +507,15 @@ def cvar_advantages(targets: Tensor, quantiles: Tensor, alpha: float) -> Tensor:
 
 
 def rescale_head(linear: nn.Linear, old_mean: Tensor, old_std: Tensor, new_mean: Tensor,
-                 new_std: Tensor, first: int = 0) -> None:  # fmt: skip
+                 new_std: Tensor) -> None:  # fmt: skip
     """PopArt: change a linear layer in place so that std * output + mean stays what it was.
         w' = w s / s',    b' = b s / s' + (mu - mu') / s'
-    In float64: mu may be a million times s. Outputs ahead of the one numbered `first` stay as they
-    are. Source: van Hasselt et al. 2016, eq. 5."""
+    In float64: mu may be a million times s. Source: van Hasselt et al. 2016, eq. 5."""
     ratio = old_std / new_std
-    weight, bias = linear.weight.data[first:], linear.bias.data[first:]
-    weight.copy_(weight.double() * ratio)
-    bias.copy_(bias.double() * ratio + (old_mean - new_mean) / new_std)
+    bias = linear.bias.double() * ratio + (old_mean - new_mean) / new_std
+    with torch.no_grad():
+        linear.weight.copy_(linear.weight.double() * ratio)
+        linear.bias.copy_(bias)
 
 
 class ValueDistribution(nn.Module):
