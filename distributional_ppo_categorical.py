@@ -538,18 +538,21 @@ class ValueDistribution(nn.Module):
         if self.args.twin_reduce == "min" or len(outputs) == 1:
             lowest = self.value(outputs).argmin(0)[None, ..., None]
             return outputs.take_along_dim(lowest, 0)[0]
-        probs, excess = self.probs(outputs), self.split(outputs)[1]
+        probs = self.probs(outputs)
+        excess = self.split(outputs)[1]
         if self.args.twin_reduce == "mean":
             logits = probs.mean(0).clamp(min=1e-30).log()
             return torch.cat((logits, excess.mean(0)), -1)
         cdf = probs.cumsum(-1).amax(0)
         probs = cdf.diff(dim=-1, prepend=torch.zeros_like(cdf[..., :1]))
-        return torch.cat((probs.clamp(min=1e-30).log(), excess.amin(0)), -1)
+        logits = probs.clamp(min=1e-30).log()
+        return torch.cat((logits, excess.amin(0)), -1)
 
     def sample_returns(self, rewards: Tensor, next_outputs: Tensor, terminated: Tensor,
                        truncated: Tensor, gamma: float, gae_lambda: float) -> Tensors:  # fmt: skip
         """SR(lambda) samples of the return and their weights, both (T, N, J)."""
-        probs, z = self.probs(next_outputs), self.task_atoms()
+        probs = self.probs(next_outputs)
+        z = self.task_atoms()
         return sr_lambda_atoms(rewards, probs, z, terminated, truncated, gamma, gae_lambda)
 
     def risk_advantages(self, samples: Tensor, weights: Tensor, outputs: Tensor) -> Tensor:
@@ -562,7 +565,8 @@ class ValueDistribution(nn.Module):
     def encode_targets(self, samples: Tensor, weights: Tensor) -> Tensor:
         """Weighted samples (T, N, J) as `loss` wants them: here as probabilities (T, N, K)."""
         args = self.args
-        x, weights = self.moments.normalize(samples).float(), weights.float()
+        x = self.moments.normalize(samples).float()
+        weights = weights.float()
         if args.target_encoding == "two_hot":
             return project_categorical(weights, x, self.support)
         sigma = args.hl_gauss_sigma * (args.v_max - args.v_min) / (args.num_atoms - 1)
@@ -595,7 +599,8 @@ class ValueDistribution(nn.Module):
         if args.vf_clip == "none":
             return loss + v_loss, torch.zeros_like(loss)
 
-        old_mean, old_values = old[..., 0], old[..., 1:]
+        old_mean = old[..., 0]
+        old_values = old[..., 1:]
         shift = clip_shift(probs, old_mean, args.vf_clip_coef, self.support)
         source = self.support - shift[..., None]
         moved = project_categorical(targets.expand_as(source), source, self.support)
@@ -620,7 +625,8 @@ class ValueDistribution(nn.Module):
         logits, excess = self.split(outputs)
         excess = excess * ratio
         mean = (logits.softmax(-1) @ self.support.to(logits))[..., None]
-        return torch.cat((logits, excess), -1), torch.cat((mean, mean + excess), -1)
+        moved = torch.cat((logits, excess), -1)
+        return moved, torch.cat((mean, mean + excess), -1)
 
 
 # ---- end of value distribution -------------------------------------------------------------------
@@ -787,7 +793,8 @@ def make_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
     return gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=mode)
 
 
-def check_finite(next_obs: np.ndarray, current: np.ndarray, rewards: np.ndarray, when: str) -> None:
+def check_finite(next_obs: np.ndarray, current: np.ndarray, rewards: np.ndarray,
+                 when: str) -> None:  # fmt: skip
     """Raise RuntimeError that names environment and moment unless all, (N, ...), are finite."""
     valid = np.isfinite(current).all(1) & np.isfinite(next_obs).all(1)
     valid &= np.isfinite(rewards)
@@ -856,7 +863,9 @@ def opening_samples(rollout: Rollout, args: Args) -> Tensor:
     ends = (rollout.terminated, rollout.truncated)
     zero = torch.zeros_like(rollout.rewards)
     _, sums = gae(rollout.rewards, zero, zero, *ends, args.gamma, 1.0)
-    return sums.mean() + sums.std(correction=0) * sums.new_tensor([-1, 1])
+    mean = sums.mean()
+    std = sums.std(correction=0)
+    return torch.stack((mean - std, mean + std))
 
 
 def statistics_samples(samples: Tensor, weights: Tensor, twins: Tensor) -> Tensor:
@@ -866,8 +875,9 @@ def statistics_samples(samples: Tensor, weights: Tensor, twins: Tensor) -> Tenso
     would shrink the scale to its floor, thousands of which a critic may be off."""
     mean = (weights * samples).sum(-1).mean()
     variance = (weights * (samples - mean).square()).sum(-1).mean()
-    scale = torch.maximum(variance, (twins - mean).square().mean()).sqrt()
-    return mean + scale * mean.new_tensor([-1, 1])
+    errors = (twins - mean).square().mean()
+    scale = torch.maximum(variance, errors).sqrt()
+    return torch.stack((mean - scale, mean + scale))
 
 
 def critic_metrics(dist: ValueDistribution, rollout: Rollout, twins: Tensor, reduced: Tensor,
@@ -875,7 +885,8 @@ def critic_metrics(dist: ValueDistribution, rollout: Rollout, twins: Tensor, red
     """What the critics predicted for a rollout against what came, before the update.
     twins (C, T, N) values of each critic; reduced outputs of s_t and s'_t (T, N, ...); lambda-
     returns (T, N)."""
-    values, next_values = dist.value(reduced), dist.value(next_reduced)
+    values = dist.value(reduced)
+    next_values = dist.value(next_reduced)
     stats = dist.describe(reduced)
     deciles = torch.stack((stats["p10"], stats["p50"], stats["p90"]))
     ends = (rollout.terminated, rollout.truncated)
@@ -912,7 +923,8 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     # 1. distributions of the return from every s_t and every true successor s'_t
     obs, next_obs = agent.normalize_obs(rollout.obs), agent.normalize_obs(rollout.next_obs)
     outputs, next_outputs = run_critics(agent, rollout, obs, next_obs)
-    outputs, next_outputs = outputs.double(), next_outputs.double()  # returns may be large
+    outputs = outputs.double()  # returns may be large beside what they vary by
+    next_outputs = next_outputs.double()
     reduced, next_reduced = dist.reduce_twins(outputs), dist.reduce_twins(next_outputs)
     values, next_values = dist.value(reduced), dist.value(next_reduced)  # (T, N)
     twins = dist.value(outputs)  # (C, T, N)
@@ -946,7 +958,8 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
         obs=obs, actions=rollout.actions, params=rollout.params, advantages=advantages.float(),
         log_probs=policy.log_prob(rollout.actions),
         targets=dist.encode_targets(samples, weights),
-        returns=dist.moments.normalize(returns).float(), old_values=old_values.movedim(0, 2).float(),
+        returns=dist.moments.normalize(returns).float(),
+        old_values=old_values.movedim(0, 2).float(),
     )  # fmt: skip
     return Batch(*(x.flatten(0, 1) for x in batch)), metrics
 
