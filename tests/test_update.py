@@ -207,9 +207,11 @@ def moved(run, std=0.1):
 @pytest.mark.parametrize("vf_clip", ["none", "mean_only"])
 @pytest.mark.parametrize("env", ["VectorMultiDiscrete", "VectorBox"])
 def test_losses_and_metrics_against_float64(script, value_from, env, vf_clip):
-    """Every number of a minibatch on which ratios are clipped and values have moved."""
+    """Every number of a minibatch on which ratios are clipped and values have moved; distributions
+    are trained on samples, V on the lambda-return."""
     flags = {"vf_clip": vf_clip, "vf_clip_coef": 0.02, "clip_coef": 0.1, "value_from": value_from}
-    run = make_run(script, env, min_entropy=9.0, min_entropy_penalty=0.3, **flags)
+    flags |= {"min_entropy": 9.0, "min_entropy_penalty": 0.3, "value_target": "sr_lambda"}
+    run = make_run(script, env, **flags)
     prepare(run)
     prepare(run)
     mb, agent = moved(run, 0.15)
