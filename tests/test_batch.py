@@ -528,6 +528,21 @@ def test_the_first_rollouts_know_no_units(script, monkeypatch, value_from, scale
             assert expected.std() > 0.01
 
 
+def test_returns_that_are_not_normalised_stay_in_the_tasks_units(script, value_from):
+    """A fresh agent without --norm-returns: nothing is taken in, first of all not ahead of all."""
+    run = make_run(script, "Staggered", value_from=value_from, norm_returns=False)
+    forget_returns(run)
+    for _ in range(2):
+        roll(run)
+        here, ahead = decoded(run)
+        facts = (run.rollout, here.values, ahead.values, run.args.gamma, run.args.gae_lambda)
+        _, returns = advantages_and_returns(*facts)
+        batch, run.carry, _ = prepare_rollout(run)
+        np.testing.assert_allclose(batch.returns.reshape(12, 4), returns, rtol=1e-4)
+        moments = run.agent.value_dist.moments
+        assert [float(x) for x in (moments.mean, moments.std, moments.count)] == [0, 1, 0]
+
+
 def perfect_outputs(run):
     """Outputs (K or K + 1) of a critic of returns that are N(0, 1) once normalised."""
     normal = torch.distributions.Normal(0.0, 1.0)

@@ -380,9 +380,11 @@ def test_the_update_is_the_loop_it_documents(script, value_from, env):
     stop = [i for i in range(1, 12) if seen[i] > 1.05 * highest[i - 1]][-1]
     limit = (seen[stop] + highest[stop - 1]) / 2
     for target_kl, steps in ((None, 12), (limit, stop)):
-        expected, _ = steps_by_hand(run, target_kl or float("inf"))
+        expected, seen = steps_by_hand(run, target_kl or float("inf"))
         run.args.target_kl = target_kl
         metrics, agent = run_update(run, 0.01, torch.optim.SGD)
+        assert metrics["policy/kl_max"] == pytest.approx(max(seen), rel=1e-2)
+        assert metrics["policy/kl_exact"] == pytest.approx(np.mean(seen), rel=1e-2)
         assert metrics["policy/epochs_done"] == steps / 4
         assert metrics["policy/stopped_early"] == (target_kl is not None)
         for one, two in zip(agent.parameters(), expected.parameters(), strict=True):
