@@ -207,9 +207,11 @@ def moved(run, std=0.1):
 @pytest.mark.parametrize("vf_clip", ["none", "mean_only"])
 @pytest.mark.parametrize("env", ["VectorMultiDiscrete", "VectorBox"])
 def test_losses_and_metrics_against_float64(script, value_from, env, vf_clip):
-    """Every number of a minibatch on which ratios are clipped and values have moved."""
+    """Every number of a minibatch on which ratios are clipped and values have moved; distributions
+    are trained on samples, V on the lambda-return."""
     flags = {"vf_clip": vf_clip, "vf_clip_coef": 0.02, "clip_coef": 0.1, "value_from": value_from}
-    run = make_run(script, env, min_entropy=9.0, min_entropy_penalty=0.3, **flags)
+    flags |= {"min_entropy": 9.0, "min_entropy_penalty": 0.3, "value_target": "sr_lambda"}
+    run = make_run(script, env, **flags)
     prepare(run)
     prepare(run)
     mb, agent = moved(run, 0.15)
@@ -378,9 +380,11 @@ def test_the_update_is_the_loop_it_documents(script, value_from, env):
     stop = [i for i in range(1, 12) if seen[i] > 1.05 * highest[i - 1]][-1]
     limit = (seen[stop] + highest[stop - 1]) / 2
     for target_kl, steps in ((None, 12), (limit, stop)):
-        expected, _ = steps_by_hand(run, target_kl or float("inf"))
+        expected, seen = steps_by_hand(run, target_kl or float("inf"))
         run.args.target_kl = target_kl
         metrics, agent = run_update(run, 0.01, torch.optim.SGD)
+        assert metrics["policy/kl_max"] == pytest.approx(max(seen), rel=1e-2)
+        assert metrics["policy/kl_exact"] == pytest.approx(np.mean(seen), rel=1e-2)
         assert metrics["policy/epochs_done"] == steps / 4
         assert metrics["policy/stopped_early"] == (target_kl is not None)
         for one, two in zip(agent.parameters(), expected.parameters(), strict=True):
