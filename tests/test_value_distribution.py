@@ -115,13 +115,22 @@ def test_order_of_the_reductions(script):
 
 @pytest.mark.parametrize("mode", REDUCTIONS)
 def test_v_of_the_reduced_twins(script, mode):
-    """Fujimoto et al. 2018 (TD3) for the minimum of two V's; ours: their mean. In any units."""
+    """Fujimoto et al. 2018 (TD3) for the minimum of two V's; ours: their mean. In any units.
+
+    Of atoms V is the mean and what it exceeds it by; `min_quantile` takes the minimum of each.
+    """
     dist = of(script, twin_reduce=mode, num_quantiles=5, **MEAN_HEAD)
     set_units(dist, 100, 2)
     outputs = torch.randn(2, 50, 4, 6)
-    v = 100 + 2 * outputs[..., 5]
+    v = outputs[..., 5]
+    if script is categorical:
+        probs = outputs[..., :5].softmax(-1)
+        v = v + probs @ dist.support
     expected = v.mean(0) if mode == "mean" else v.amin(0)
-    assert_close(dist.value(dist.reduce_twins(outputs)), expected)
+    if script is categorical and mode == "min_quantile":
+        above = 1 - probs.cumsum(-1).amax(0)[..., :4]  # atoms from -1 by steps of 1
+        expected = -1 + above.sum(-1) + outputs[..., 5].amin(0)
+    assert_close(dist.value(dist.reduce_twins(outputs)), 100 + 2 * expected)
 
 
 def test_value_of_the_reduced_twins(script):
@@ -209,33 +218,34 @@ def test_reduction_of_twin_quantiles_with_v_by_hand(mode, expected):
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [
-        # the critic of mean 1.2, whose V is the smaller one
-        ("min", [0.3, 0.1, 0.1, 0.1, 0.4, -2]),
-        ("mean", [0.2, 0.15, 0.25, 0.15, 0.25, 1]),
-        ("min_quantile", [0.3, 0.1, 0.3, 0.2, 0.1, -2]),
+        # the critic of mean 1.2, whose V is 1.2 - 2, the other's is 1 + 4
+        ("min", [0.3, 0.1, 0.1, 0.1, 0.4, -2, -0.8]),
+        ("mean", [0.2, 0.15, 0.25, 0.15, 0.25, 1, 2.1]),  # mean -0.2 + 0.25 + 0.3 + 0.75
+        ("min_quantile", [0.3, 0.1, 0.3, 0.2, 0.1, -2, -1.3]),  # mean -0.3 + 0.3 + 0.4 + 0.3
     ],
 )
 def test_reduction_of_twin_atoms_with_v_by_hand(mode, expected, order):
-    """Fujimoto et al. 2018 (TD3) for `min`, the others ours: V's 4 and -2 are no logits."""
+    """Fujimoto et al. 2018 (TD3) for `min`, the others ours: 4 and -2 beyond the means."""
     dist = atoms(twin_reduce=mode, **MEAN_HEAD)
     outputs = with_v(TWIN_PROBS.log(), [4.0, -2.0])[order]
     reduced = dist.reduce_twins(outputs)
     assert_close(reduced[:5].softmax(-1), torch.tensor(expected[:5]))
     assert float(reduced[5]) == expected[5]
-    assert float(dist.value(reduced)) == expected[5]
+    assert float(dist.value(reduced)) == pytest.approx(expected[6])
 
 
-def test_value_is_the_last_output_and_mean_that_of_the_distribution(script):
+def test_value_of_the_last_output_and_mean_of_the_distribution(script):
     """Ours, decoded by van Hasselt et al. 2016: returns of mean 100 and std 2; 6 is 112.
 
-    Three quantiles 0 1 5 have the mean 2: 104. Five equal atoms from -1 to 3 have 1: 102.
+    Three quantiles 0 1 5 have the mean 2: 104. Five equal atoms from -1 to 3 have 1: 102, and 6
+    beyond it is 114.
     """
     distribution = torch.tensor([0.0, 1, 5]) if script is lstm else torch.zeros(5)
     dist = of(script, **MEAN_HEAD)
     set_units(dist, 100, 2)
     outputs = with_v(distribution, 6.0)
     mean = 104 if script is lstm else 102
-    assert float(dist.value(outputs)) == pytest.approx(112)
+    assert float(dist.value(outputs)) == pytest.approx(112 if script is lstm else 114)
     assert float(dist.mean(outputs)) == pytest.approx(mean)
     own, alone = dist.describe(outputs), of(script)
     set_units(alone, 100, 2)
@@ -580,6 +590,8 @@ def distribution_and_v(script: ModuleType, **flags: Any) -> tuple[Any, Any, dict
     outputs, old = torch.randn(2, 2, 1, K), torch.randn(2, 2, 1, K if script is lstm else 1)
     targets = without.encode_targets(torch.randn(2, 1, 1), torch.ones(2, 1, 1))
     values = torch.tensor([[[0.0], [1.5]], [[2.0], [-1.0]]])
+    if script is categorical:  # the last output is what V exceeds the mean by
+        values -= outputs.softmax(-1) @ without.support
     return with_head, without, {"out": outputs, "old": old, "targets": targets, "v": values}
 
 
@@ -781,7 +793,7 @@ def test_quantiles_are_decoded_as_before_when_statistics_move(value_from):
 
 @pytest.mark.parametrize("value_from", VALUE_FROM)
 def test_outputs_of_atoms_stay_when_statistics_move(value_from):
-    """Van Hasselt et al. 2016, as far as fixed atoms allow: V, which has no atoms, is rescaled.
+    """Van Hasselt et al. 2016, as far as fixed atoms allow: what V exceeds their mean by stays.
 
     Old means are those that these atoms give from now on: in normalised returns, they stay.
     """
@@ -789,13 +801,14 @@ def test_outputs_of_atoms_stay_when_statistics_move(value_from):
     heads, features = twin_heads(dist.num_outputs)
     set_units(dist, 10, 4)
     outputs = outputs_of(heads, features)
-    before = dist.moments.denormalize(outputs[..., 5:])
+    before = 4 * outputs[..., 5:]
     carried, old = dist.move_statistics(heads, outputs, 300 * torch.randn(7, 4) - 50)
     for x in (carried, outputs_of(heads, features)):
         assert torch.equal(x[..., :5], outputs[..., :5])
-        assert_close(dist.moments.denormalize(x[..., 5:]), before, rtol=0, atol=3e-3)
-    assert_close(old[..., 0], outputs[..., :5].softmax(-1) @ torch.linspace(-1, 3, 5))
-    assert_close(dist.moments.denormalize(old[..., 1:]), before, rtol=0, atol=3e-3)
+        assert_close(dist.moments.std.float() * x[..., 5:], before, rtol=0, atol=3e-3)
+    mean = outputs[..., :5].softmax(-1) @ torch.linspace(-1, 3, 5)
+    assert_close(old[..., 0], mean)
+    assert_close(old[..., 1:], mean[..., None] + carried[..., 5:].to(old))
 
 
 @pytest.mark.parametrize("value_from", VALUE_FROM)
