@@ -486,23 +486,11 @@ def cvar_advantages_categorical(target_probs: Tensor, probs: Tensor, atoms: Tens
     return (target_probs * gain).sum(-1) - cvar_categorical(probs, atoms, alpha)
 
 
-def rescale_head(linear: nn.Linear, old_mean: Tensor, old_std: Tensor, new_mean: Tensor,
-                 new_std: Tensor, first: int = 0) -> None:  # fmt: skip
-    """PopArt: change a linear layer in place so that std * output + mean stays what it was.
-        w' = w s / s',    b' = b s / s' + (mu - mu') / s'
-    In float64: mu may be a million times s. Outputs ahead of the one numbered `first` stay as they
-    are. Source: van Hasselt et al. 2016, eq. 5."""
-    ratio = old_std / new_std
-    weight, bias = linear.weight.data[first:], linear.bias.data[first:]
-    weight.copy_(weight.double() * ratio)
-    bias.copy_(bias.double() * ratio + (old_mean - new_mean) / new_std)
-
-
 class ValueDistribution(nn.Module):
     """What the script asks of a value distribution: probabilities of the atoms `support` (K,).
-    Critics' `outputs` are K logits and, with `value_from` mean_head, V: (..., K or K + 1); atoms
-    and V are normalised by `moments`, results are in the task's units. Some arguments serve the
-    other kind of distribution alone."""
+    Critics' `outputs` are K logits and, with `value_from` mean_head, what V exceeds their mean by:
+    (..., K or K + 1). Atoms and V are normalised by `moments`, results are in the task's units.
+    Some arguments serve the other kind of distribution alone."""
 
     def __init__(self, args: Args) -> None:
         super().__init__()
@@ -527,9 +515,10 @@ class ValueDistribution(nn.Module):
         return self.moments.denormalize(probs @ self.support.to(probs))
 
     def value(self, outputs: Tensor) -> Tensor:  # (...) V, by `value_from`
+        mean = self.mean(outputs)
         if self.args.value_from == "distribution":
-            return self.mean(outputs)
-        return self.moments.denormalize(outputs[..., -1])
+            return mean
+        return mean + self.moments.std.to(mean) * outputs[..., -1]
 
     def describe(self, outputs: Tensor) -> dict[str, Tensor]:
         """Deciles 1, 5 and 9, standard deviation, VaR and CVaR of the distribution, each (...)."""
@@ -544,23 +533,26 @@ class ValueDistribution(nn.Module):
     def reduce_twins(self, outputs: Tensor) -> Tensor:
         """Outputs of one critic from those of C, (C, ..., K or K + 1), by `twin_reduce`.
         min: the critic of the smaller V (Fujimoto et al. 2018); mean: of the probabilities;
-        min_quantile: the elementwise maximum of the CDFs, which is more pessimistic. A V of its own
-        is the mean or the minimum of the V's."""
+        min_quantile: the elementwise maximum of the CDFs, which is more pessimistic. With the
+        latter two what V exceeds the mean by is the critics' mean and minimum of it."""
         if self.args.twin_reduce == "min" or len(outputs) == 1:
             lowest = self.value(outputs).argmin(0)[None, ..., None]
             return outputs.take_along_dim(lowest, 0)[0]
-        probs, values = self.probs(outputs), self.split(outputs)[1]
+        probs = self.probs(outputs)
+        excess = self.split(outputs)[1]
         if self.args.twin_reduce == "mean":
             logits = probs.mean(0).clamp(min=1e-30).log()
-            return torch.cat((logits, values.mean(0)), -1)
+            return torch.cat((logits, excess.mean(0)), -1)
         cdf = probs.cumsum(-1).amax(0)
         probs = cdf.diff(dim=-1, prepend=torch.zeros_like(cdf[..., :1]))
-        return torch.cat((probs.clamp(min=1e-30).log(), values.amin(0)), -1)
+        logits = probs.clamp(min=1e-30).log()
+        return torch.cat((logits, excess.amin(0)), -1)
 
     def sample_returns(self, rewards: Tensor, next_outputs: Tensor, terminated: Tensor,
                        truncated: Tensor, gamma: float, gae_lambda: float) -> Tensors:  # fmt: skip
         """SR(lambda) samples of the return and their weights, both (T, N, J)."""
-        probs, z = self.probs(next_outputs), self.task_atoms()
+        probs = self.probs(next_outputs)
+        z = self.task_atoms()
         return sr_lambda_atoms(rewards, probs, z, terminated, truncated, gamma, gae_lambda)
 
     def risk_advantages(self, samples: Tensor, weights: Tensor, outputs: Tensor) -> Tensor:
@@ -573,7 +565,8 @@ class ValueDistribution(nn.Module):
     def encode_targets(self, samples: Tensor, weights: Tensor) -> Tensor:
         """Weighted samples (T, N, J) as `loss` wants them: here as probabilities (T, N, K)."""
         args = self.args
-        x, weights = self.moments.normalize(samples).float(), weights.float()
+        x = self.moments.normalize(samples).float()
+        weights = weights.float()
         if args.target_encoding == "two_hot":
             return project_categorical(weights, x, self.support)
         sigma = args.hl_gauss_sigma * (args.v_max - args.v_min) / (args.num_atoms - 1)
@@ -594,17 +587,21 @@ class ValueDistribution(nn.Module):
         """Losses of C critics, (C, ...), and 1 where value clipping moves the prediction, else 0.
             cross-entropy of targets (..., K)  +  0.5 (V - returns)^2 of a V of its own
         outputs (C, ..., K or K + 1), old means (C, ..., 1 or 2): each is clipped around its own.
-        Where a distribution is clipped, its target moves the other way: the same cross-entropy but
-        for rounding to atoms, and its gradient is bounded."""
+        The squared error trains what V exceeds the mean by, not the mean. Where a distribution is
+        clipped, its target moves the other way: the same cross-entropy but for rounding to atoms,
+        and its gradient is bounded."""
         args = self.args
-        logits, values = self.split(outputs)
+        logits, excess = self.split(outputs)
+        probs = logits.softmax(-1)
+        values = (probs.detach() @ self.support)[..., None] + excess
         loss = categorical_cross_entropy(targets, logits)
         v_loss = squared_error(values, returns)
         if args.vf_clip == "none":
             return loss + v_loss, torch.zeros_like(loss)
 
-        old_mean, old_values = old[..., 0], old[..., 1:]
-        shift = clip_shift(logits.softmax(-1), old_mean, args.vf_clip_coef, self.support)
+        old_mean = old[..., 0]
+        old_values = old[..., 1:]
+        shift = clip_shift(probs, old_mean, args.vf_clip_coef, self.support)
         source = self.support - shift[..., None]
         moved = project_categorical(targets.expand_as(source), source, self.support)
         loss = clipped_value_loss(loss, categorical_cross_entropy(moved, logits))
@@ -614,22 +611,22 @@ class ValueDistribution(nn.Module):
         return loss + v_loss, (changes.abs() > 1e-6).any(-1).float()
 
     def move_statistics(self, heads: nn.ModuleList, outputs: Tensor, returns: Tensor) -> Tensors:
-        """Take in returns. A V of its own is rescaled in the same moment, so that it stays (PopArt).
-        Probabilities of fixed atoms cannot be: their decoded mean jumps, and the coming update
-        repairs it. Gives the outputs in the new units and the old means (C, ..., 1 or 2) to clip
-        around, of the distributions as these atoms read them."""
-        old_mean = self.moments.mean
+        """Take in returns. Probabilities of fixed atoms cannot be rescaled as PopArt would: their
+        decoded mean jumps, and the coming update repairs it; what V exceeds it by stays. Gives the
+        outputs in the new units and the old means (C, ..., 1 or 2) to clip around, as these atoms
+        read them."""
         old_std = self.moments.std
-        logits, values = self.split(outputs)
-        decoded = self.moments.denormalize(values)
         if self.args.norm_returns:
             self.moments.update(returns)
+        ratio = old_std / self.moments.std
         for head in heads:
-            new_mean, new_std = self.moments.mean, self.moments.std
-            rescale_head(head[-1], old_mean, old_std, new_mean, new_std, len(self.support))
-        values = self.moments.normalize(decoded)
-        means = logits.softmax(-1) @ self.support.to(logits)
-        return torch.cat((logits, values), -1), torch.cat((means[..., None], values), -1)
+            head[-1].weight.data[len(self.support) :] *= ratio
+            head[-1].bias.data[len(self.support) :] *= ratio
+        logits, excess = self.split(outputs)
+        excess = excess * ratio
+        mean = (logits.softmax(-1) @ self.support.to(logits))[..., None]
+        moved = torch.cat((logits, excess), -1)
+        return moved, torch.cat((mean, mean + excess), -1)
 
 
 # ---- end of value distribution -------------------------------------------------------------------
@@ -796,7 +793,8 @@ def make_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
     return gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=mode)
 
 
-def check_finite(next_obs: np.ndarray, current: np.ndarray, rewards: np.ndarray, when: str) -> None:
+def check_finite(next_obs: np.ndarray, current: np.ndarray, rewards: np.ndarray,
+                 when: str) -> None:  # fmt: skip
     """Raise RuntimeError that names environment and moment unless all, (N, ...), are finite."""
     valid = np.isfinite(current).all(1) & np.isfinite(next_obs).all(1)
     valid &= np.isfinite(rewards)
@@ -865,7 +863,9 @@ def opening_samples(rollout: Rollout, args: Args) -> Tensor:
     ends = (rollout.terminated, rollout.truncated)
     zero = torch.zeros_like(rollout.rewards)
     _, sums = gae(rollout.rewards, zero, zero, *ends, args.gamma, 1.0)
-    return sums.mean() + sums.std(correction=0) * sums.new_tensor([-1, 1])
+    mean = sums.mean()
+    std = sums.std(correction=0)
+    return torch.stack((mean - std, mean + std))
 
 
 def statistics_samples(samples: Tensor, weights: Tensor, twins: Tensor) -> Tensor:
@@ -875,8 +875,9 @@ def statistics_samples(samples: Tensor, weights: Tensor, twins: Tensor) -> Tenso
     would shrink the scale to its floor, thousands of which a critic may be off."""
     mean = (weights * samples).sum(-1).mean()
     variance = (weights * (samples - mean).square()).sum(-1).mean()
-    scale = torch.maximum(variance, (twins - mean).square().mean()).sqrt()
-    return mean + scale * mean.new_tensor([-1, 1])
+    errors = (twins - mean).square().mean()
+    scale = torch.maximum(variance, errors).sqrt()
+    return torch.stack((mean - scale, mean + scale))
 
 
 def critic_metrics(dist: ValueDistribution, rollout: Rollout, twins: Tensor, reduced: Tensor,
@@ -884,7 +885,8 @@ def critic_metrics(dist: ValueDistribution, rollout: Rollout, twins: Tensor, red
     """What the critics predicted for a rollout against what came, before the update.
     twins (C, T, N) values of each critic; reduced outputs of s_t and s'_t (T, N, ...); lambda-
     returns (T, N)."""
-    values, next_values = dist.value(reduced), dist.value(next_reduced)
+    values = dist.value(reduced)
+    next_values = dist.value(next_reduced)
     stats = dist.describe(reduced)
     deciles = torch.stack((stats["p10"], stats["p50"], stats["p90"]))
     ends = (rollout.terminated, rollout.truncated)
@@ -921,7 +923,8 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     # 1. distributions of the return from every s_t and every true successor s'_t
     obs, next_obs = agent.normalize_obs(rollout.obs), agent.normalize_obs(rollout.next_obs)
     outputs, next_outputs = run_critics(agent, rollout, obs, next_obs)
-    outputs, next_outputs = outputs.double(), next_outputs.double()  # returns may be large
+    outputs = outputs.double()  # returns may be large beside what they vary by
+    next_outputs = next_outputs.double()
     reduced, next_reduced = dist.reduce_twins(outputs), dist.reduce_twins(next_outputs)
     values, next_values = dist.value(reduced), dist.value(next_reduced)  # (T, N)
     twins = dist.value(outputs)  # (C, T, N)
@@ -955,7 +958,8 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
         obs=obs, actions=rollout.actions, params=rollout.params, advantages=advantages.float(),
         log_probs=policy.log_prob(rollout.actions),
         targets=dist.encode_targets(samples, weights),
-        returns=dist.moments.normalize(returns).float(), old_values=old_values.movedim(0, 2).float(),
+        returns=dist.moments.normalize(returns).float(),
+        old_values=old_values.movedim(0, 2).float(),
     )  # fmt: skip
     return Batch(*(x.flatten(0, 1) for x in batch)), metrics
 

@@ -507,15 +507,15 @@ def cvar_advantages(targets: Tensor, quantiles: Tensor, alpha: float) -> Tensor:
 
 
 def rescale_head(linear: nn.Linear, old_mean: Tensor, old_std: Tensor, new_mean: Tensor,
-                 new_std: Tensor, first: int = 0) -> None:  # fmt: skip
+                 new_std: Tensor) -> None:  # fmt: skip
     """PopArt: change a linear layer in place so that std * output + mean stays what it was.
         w' = w s / s',    b' = b s / s' + (mu - mu') / s'
-    In float64: mu may be a million times s. Outputs ahead of the one numbered `first` stay as they
-    are. Source: van Hasselt et al. 2016, eq. 5."""
+    In float64: mu may be a million times s. Source: van Hasselt et al. 2016, eq. 5."""
     ratio = old_std / new_std
-    weight, bias = linear.weight.data[first:], linear.bias.data[first:]
-    weight.copy_(weight.double() * ratio)
-    bias.copy_(bias.double() * ratio + (old_mean - new_mean) / new_std)
+    bias = linear.bias.double() * ratio + (old_mean - new_mean) / new_std
+    with torch.no_grad():
+        linear.weight.copy_(linear.weight.double() * ratio)
+        linear.bias.copy_(bias)
 
 
 class ValueDistribution(nn.Module):
@@ -856,7 +856,8 @@ def open_episodes(envs: gym.vector.VectorEnv, agent: Agent, seed: int) -> Carry:
     return Carry(obs.copy(), np.ones(len(obs), bool), state, state)
 
 
-def check_finite(next_obs: np.ndarray, current: np.ndarray, rewards: np.ndarray, when: str) -> None:
+def check_finite(next_obs: np.ndarray, current: np.ndarray, rewards: np.ndarray,
+                 when: str) -> None:  # fmt: skip
     """Raise RuntimeError that names environment and moment unless all, (N, ...), are finite."""
     valid = np.isfinite(current).all(1) & np.isfinite(next_obs).all(1)
     valid &= np.isfinite(rewards)
@@ -947,7 +948,9 @@ def opening_samples(rollout: Rollout, args: Args) -> Tensor:
     ends = (rollout.terminated, rollout.truncated)
     zero = torch.zeros_like(rollout.rewards)
     _, sums = gae(rollout.rewards, zero, zero, *ends, args.gamma, 1.0)
-    return sums.mean() + sums.std(correction=0) * sums.new_tensor([-1, 1])
+    mean = sums.mean()
+    std = sums.std(correction=0)
+    return torch.stack((mean - std, mean + std))
 
 
 def statistics_samples(samples: Tensor, weights: Tensor, twins: Tensor) -> Tensor:
@@ -957,8 +960,9 @@ def statistics_samples(samples: Tensor, weights: Tensor, twins: Tensor) -> Tenso
     would shrink the scale to its floor, thousands of which a critic may be off."""
     mean = (weights * samples).sum(-1).mean()
     variance = (weights * (samples - mean).square()).sum(-1).mean()
-    scale = torch.maximum(variance, (twins - mean).square().mean()).sqrt()
-    return mean + scale * mean.new_tensor([-1, 1])
+    errors = (twins - mean).square().mean()
+    scale = torch.maximum(variance, errors).sqrt()
+    return torch.stack((mean - scale, mean + scale))
 
 
 def critic_metrics(dist: ValueDistribution, rollout: Rollout, twins: Tensor, reduced: Tensor,
@@ -966,7 +970,8 @@ def critic_metrics(dist: ValueDistribution, rollout: Rollout, twins: Tensor, red
     """What the critics predicted for a rollout against what came, before the update.
     twins (C, T, N) values of each critic; reduced outputs of s_t and s'_t (T, N, ...); lambda-
     returns (T, N)."""
-    values, next_values = dist.value(reduced), dist.value(next_reduced)
+    values = dist.value(reduced)
+    next_values = dist.value(next_reduced)
     stats = dist.describe(reduced)
     deciles = torch.stack((stats["p10"], stats["p50"], stats["p90"]))
     ends = (rollout.terminated, rollout.truncated)
@@ -1007,7 +1012,8 @@ def prepare_batch(agent: Agent, rollout: Rollout, carry: Carry,
     outputs, next_outputs, critic_states, critic_state = run_critics(
         agent, rollout, obs, next_obs, carry.critic_state, args
     )
-    outputs, next_outputs = outputs.double(), next_outputs.double()  # returns may be large
+    outputs = outputs.double()  # returns may be large beside what they vary by
+    next_outputs = next_outputs.double()
     reduced, next_reduced = dist.reduce_twins(outputs), dist.reduce_twins(next_outputs)
     values, next_values = dist.value(reduced), dist.value(next_reduced)  # (T, N)
     twins = dist.value(outputs)  # (C, T, N)

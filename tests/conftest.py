@@ -26,6 +26,12 @@ def script(request: pytest.FixtureRequest) -> ModuleType:
     return importlib.import_module(request.param)
 
 
+@pytest.fixture(params=["distribution", "mean_head"])
+def value_from(request: pytest.FixtureRequest) -> str:
+    """Each source of V in turn."""
+    return request.param
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

@@ -37,6 +37,7 @@ def small_args(script: ModuleType, env: str, **flags: Any) -> Any:
         "num_minibatches": 2,
         "update_epochs": 2,
         "eval_episodes": 3,
+        "value_from": "mean_head",
     }
     foreign = OF_ONE_SCRIPT - script.Args.__dataclass_fields__.keys()
     return script.Args(**{k: v for k, v in (small | flags).items() if k not in foreign})
@@ -98,19 +99,25 @@ def policy_params(agent: Any, mb: tuple) -> Tensor:
 
 
 def value_outputs(agent: Any, mb: tuple) -> Tensor:
-    """Outputs of all critics on a batch, (C, ..., K): a graph."""
+    """Outputs of all critics on a batch, (C, ..., K or K + 1): a graph."""
     if hasattr(mb, "episode_start"):
         return agent.value_outputs(agent.critic_body(mb.obs, mb.critic_state, mb.episode_start))
     return agent.value_outputs(mb.obs)
 
 
 def old_of_critics(mb: tuple) -> Tensor:
-    """The values to clip around with the critics' axis in front, (C, ..., K)."""
+    """What to clip around with the critics' axis in front, (C, ..., one's own)."""
     return mb.old_values.movedim(-2, 0)
 
 
+def forget_returns(run: SimpleNamespace) -> None:
+    """Statistics of returns as a fresh agent has them."""
+    moments = run.agent.value_dist.moments
+    moments.load_state_dict(type(moments)().state_dict())
+
+
 def episode_outputs(agent: Any, obs: Tensor) -> Tensor:
-    """Outputs (C, T, K) for one episode of normalised observations (T, D), from its start."""
+    """Outputs (C, T, ...) for one episode of normalised observations (T, D), from its start."""
     if not hasattr(agent, "initial_state"):
         return agent.value_outputs(obs)
     start = torch.zeros(len(obs), 1, dtype=torch.bool)

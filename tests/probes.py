@@ -45,6 +45,14 @@ class ConstantReward(Probe):
     """Reward 1, one step: V = 1. Fails if the value loss or its optimizer is broken."""
 
 
+class RareReward(Probe):
+    """100 in 3 of 100 episodes, else 0: V = 3. Fails if V does not see what is rare."""
+
+    def pay(self, action):
+        """A draw that no action changes."""
+        return 100.0 * (self.np_random.random() < 0.03)
+
+
 class ObservationValue(Probe):
     """Reward is the observation, +1 or -1. Fails if observations do not reach the critic."""
 
@@ -284,8 +292,9 @@ class Faulty(Probe):
     """7-step episodes until environment 1 of a run with seed 1 fails in its 30th step.
 
     With 12 steps to a rollout that is step 5 of the third one. Kinds of faults: "observation",
-    "reward", "error"; "reset": the observation that opens the episode after step 28; "opening",
-    "construction": an error ahead of all steps; "evaluation": in evaluation episodes alone.
+    "reward", "error"; "reset": the observation that opens the episode after step 28, "start": the
+    one that opens the first episode; "opening", "construction": an error ahead of all steps;
+    "evaluation", "trial", "prize": in evaluation episodes alone, an error, or step 9 not finite.
     """
 
     length = 7
@@ -302,11 +311,12 @@ class Faulty(Probe):
         if self.fault == "opening" or (self.fault == "evaluation" and self.seed > 1_000_000):
             raise RuntimeError("the simulator broke")
         obs, info = super().reset(seed=seed, options=options)
-        return obs + (np.nan if self.due("reset", 28) else 0), info
+        spoilt = self.due("reset", 28) or self.due("start", 0)
+        return obs + (np.nan if spoilt else 0), info
 
-    def due(self, fault, at=30):
+    def due(self, fault, at=30, seed=2):
         """Now is the time."""
-        return self.fault == fault and self.steps == at and self.seed == 2
+        return self.fault == fault and self.steps == at and self.seed == seed
 
     def step(self, action):
         """Advance or fail."""
@@ -314,8 +324,10 @@ class Faulty(Probe):
         if self.due("error"):
             raise RuntimeError("the simulator broke")
         obs, reward, *rest = super().step(action)
-        obs = obs + (np.nan if self.due("observation") else 0)
-        return obs, reward + (np.inf if self.due("reward") else 0), *rest
+        spoilt = self.due("observation") or self.due("trial", 9, 1_000_001)
+        obs = obs + (np.nan if spoilt else 0)
+        spoilt = self.due("reward") or self.due("prize", 9, 1_000_001)
+        return obs, reward + (np.inf if spoilt else 0), *rest
 
     def observe(self):
         """The step."""
@@ -359,13 +371,13 @@ ACTIONS = {
     "MultiBinary": MultiBinary(3),
     "Box": Box(np.array([[-1.0, 0.0]], np.float32), np.array([[1.0, 0.5]], np.float32)),
 }
-SIMPLE = (ConstantReward, ObservationValue, Discounting, ActionReward, ActionAndObservation)
+SIMPLE = (ConstantReward, RareReward, ObservationValue, Discounting, ActionReward)
 gym.register("Endless-v0", TimeLimit)
 WALKS = (Walk, Locked, Simulated, Handlers, Adapter, Wordless)
-FAULTS = ("observation", "reward", "error", "reset", "opening", "construction")
-for fault in (*FAULTS, "evaluation"):
+FAULTS = ("observation", "reward", "error", "reset", "start", "opening", "construction")
+for fault in (*FAULTS, "evaluation", "trial", "prize"):
     gym.register(f"Faulty{fault.title()}-v0", Faulty, kwargs={"fault": fault})
-for probe in (*SIMPLE, RandomReward, Memory, Counter, Staggered, *WALKS):
+for probe in (*SIMPLE, ActionAndObservation, RandomReward, Memory, Counter, Staggered, *WALKS):
     gym.register(f"{probe.__name__}-v0", probe)
 gym.register("TimeLimit-v0", TimeLimit, max_episode_steps=5)
 gym.register("RealEnd-v0", RealEnd, max_episode_steps=5)

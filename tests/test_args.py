@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import re
 import sys
 from pathlib import Path
 
@@ -28,6 +29,8 @@ BAD = [
     ("--min-entropy-penalty -1", "min-entropy-penalty", "finite and in [0, inf]"),
     ("--min-entropy nan", "min-entropy nan", "finite"),
     ("--vf-coef -1", "vf-coef -1", "finite and in [0, inf]"),
+    ("--norm-adv-memory -1", "norm-adv-memory -1", "finite and in [0, inf]"),
+    ("--value-from mean", "value-from", "mean_head"),
     ("--learning-rate 0", "learning-rate 0", "finite and in [1e-12, inf]"),
     ("--learning-rate nan", "learning-rate nan", "finite and in [1e-12, inf]"),
     ("--clip-coef 0", "clip-coef 0", "finite and in [1e-12, inf]"),
@@ -89,6 +92,100 @@ def test_bad_input_of_the_lstm_script(capsys, tmp_path, line, flag, bound):
     import distributional_ppo_lstm as script
 
     check_refused(script, capsys, tmp_path, line, (flag, bound))
+
+
+WRONG = [  # from Python, where no parser stands ahead of the flags
+    ("twin_reduce", "maen", "must be one of min, mean, min_quantile"),
+    ("value_target", "sr-lambda", "must be one of lambda_return, sr_lambda"),
+    ("value_from", "mean", "must be one of distribution, mean_head"),
+    ("activation", None, "must be one of tanh, relu"),
+    ("vf_clip", "mean", "must be one of none,"),
+    ("num_critics", 3, "must be one of 1, 2"),
+    ("gamma", None, "must be float"),
+    ("gamma", "0.9", "must be float"),
+    ("learning_rate", True, "must be float"),
+    ("learning_rate", torch.tensor(1e-3), "must be float"),
+    ("target_kl", "x", "must be float | None"),
+    ("ent_coef_final", False, "must be float | None"),
+    ("num_envs", 2.5, "must be int"),
+    ("num_envs", 8.0, "must be int"),
+    ("num_envs", True, "must be int"),
+    ("seed", None, "must be int"),
+    ("norm_adv_memory", 1.5, "must be int"),
+    ("norm_obs", 1, "must be bool"),
+    ("cuda", None, "must be bool"),
+    ("anneal_lr", "no", "must be bool"),
+    ("masked_obs", [0], "must be a tuple of integers"),
+    ("masked_obs", (0.5,), "must be a tuple of integers"),
+    ("masked_obs", (0, True), "must be a tuple of integers"),
+    ("masked_obs", 0, "must be a tuple of integers"),
+    ("env_id", 3, "must be str"),
+    ("run_dir", Path("runs"), "must be str"),
+    ("resume", None, "must be str"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "remedy"), WRONG)
+def test_a_wrong_type_or_choice_is_refused_from_python(script, name, value, remedy):
+    """Ours: flag, value and what it must be, for every caller, not in the middle of a run."""
+    with pytest.raises(script.UsageError) as refusal:
+        script.Args(**{name: value})
+    flag = name.replace("_", "-")
+    assert str(refusal.value).startswith(f"--{flag} {value}: {remedy}")
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_quantiles", 7.0), ("seq_len", 0.5)])
+def test_a_wrong_type_of_a_flag_of_the_lstm_script(name, value):
+    """Ours: what one script has alone is looked at like the rest."""
+    import distributional_ppo_lstm as script
+
+    with pytest.raises(script.UsageError, match=f"--{name.replace('_', '-')} {value}: must be int"):
+        script.Args(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_atoms", 51.0), ("target_encoding", "gauss")])
+def test_a_wrong_type_of_a_flag_of_the_categorical_script(name, value):
+    """Ours: what one script has alone is looked at like the rest."""
+    import distributional_ppo_categorical as script
+
+    with pytest.raises(script.UsageError, match=f"--{name.replace('_', '-')} {value}: must be "):
+        script.Args(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ent_coef_final", None),
+        ("target_kl", None),
+        ("target_kl", 1),
+        ("learning_rate", 1),
+        ("gamma", 1),
+        ("min_entropy", -2),
+        ("masked_obs", ()),
+        ("masked_obs", (0, 2)),
+        ("num_critics", 1),
+        ("norm_obs", False),
+        ("norm_adv_memory", 0),
+    ],
+)
+def test_what_the_types_allow_is_taken_as_given(script, name, value):
+    """Ours: an integer where a float is wanted, None where the flag may be unset."""
+    taken = getattr(script.Args(**{name: value}), name)
+    assert taken == value
+    assert type(taken) is type(value)
+
+
+def test_the_readme_lists_every_flag(script):
+    """In its table of flags, those of one script alone with that script's number."""
+    text = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+    table = text[text.index("| group | flags |") : text.index("(1) recurrent script only")]
+    listed = {}
+    for words, mark in re.findall(r"`([^`]*)`(\([12]\))?", table):
+        *shared, last = words.split()
+        listed |= dict.fromkeys(shared, "") | {last: mark}
+    foreign = "(2)" if "lstm" in script.__name__ else "(1)"
+    names = {field.name for field in dataclasses.fields(script.Args) if field.init}
+    assert names == {name for name, mark in listed.items() if mark != foreign}
 
 
 @pytest.mark.parametrize(

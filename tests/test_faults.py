@@ -89,6 +89,26 @@ def test_an_episode_that_opens_with_nan_stops_the_run(script, capsys, tmp_path):
     check_fault(script, capsys, tmp_path, words(args), parts)
 
 
+def test_a_run_that_opens_with_nan_stops_at_once(script, capsys, tmp_path):
+    """The first reset is looked at like what follows: nobody acts on it, nothing is saved."""
+    args = flags_for(script, tmp_path, "FaultyStart")
+    parts = ["observation", "nan", "not finite", "environment 1, the first reset; check the task"]
+    parts.append("after 0 steps; no checkpoint yet")
+    check_fault(script, capsys, tmp_path, words(args), parts, iterations=0)
+    assert not list((tmp_path / "runs").glob("*/checkpoint.pt"))
+
+
+@pytest.mark.parametrize(("kind", "what"), [("Trial", "nan"), ("Prize", "reward inf")])
+def test_an_evaluation_with_nan_is_no_result(script, capsys, tmp_path, kind, what):
+    """Step 9, the second of the second episode; the trained agent is saved. --evaluate alike."""
+    args = flags_for(script, tmp_path, f"Faulty{kind}", checkpoint_every=0)
+    parts = ["not finite", what, "step 2 of evaluation episode 1; check the task"]
+    line = [*parts, "after 240 steps"]
+    check_fault(script, capsys, tmp_path, words(args), line, iterations=5)
+    (path,) = (tmp_path / "runs").glob("*/checkpoint.pt")
+    check_fault(script, capsys, tmp_path, ["--evaluate", str(path)], parts, iterations=0)
+
+
 def test_a_task_that_never_starts(script, capsys, tmp_path):
     """An environment that raises when it is first reset or, a mistake in the flags, when made."""
     args = flags_for(script, tmp_path, "FaultyOpening")

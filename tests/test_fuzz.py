@@ -28,6 +28,7 @@ VALUES = {
     "--gae-lambda": ("0", "0.5", "0.95", "1"),
     "--update-epochs": ("1", "2", "3"),
     "--norm-adv": ("", None),
+    "--norm-adv-memory": ("0", "1", "10"),
     "--clip-coef": ("1e-6", "0.2", "5"),
     "--ent-coef": ("0", "0.01", "1"),
     "--ent-coef-final": ("None", "0", "0.1"),
@@ -37,6 +38,7 @@ VALUES = {
     "--max-grad-norm": ("1e-3", "0.5", "100"),
     "--target-kl": ("None", "1e-6", "0.01", "10"),
     "--num-critics": ("1", "2"),
+    "--value-from": ("distribution", "mean_head"),
     "--twin-reduce": ("min", "mean", "min_quantile"),
     "--norm-returns": ("", None),
     "--vf-clip-coef": ("1e-3", "0.2", "10"),
@@ -63,7 +65,10 @@ OWN = {
 TASKS = [f"probes:{obs}{action}-v0" for obs in OBSERVATIONS for action in ACTIONS]
 TASKS += ["CartPole-v1", "CartPoleNoVel-v1", "Pendulum-v1", "probes:Staggered-v0"]
 WRONG = {
-    **dict.fromkeys(("--seed", "--eval-every", "--checkpoint-every"), ("-1", "0.5", "nan", "x")),
+    **dict.fromkeys(
+        ("--seed", "--eval-every", "--checkpoint-every", "--norm-adv-memory"),
+        ("-1", "0.5", "nan", "x"),
+    ),
     **dict.fromkeys(
         ("--num-envs", "--num-steps", "--num-minibatches", "--hidden-size", "--update-epochs",
          "--eval-episodes", "--torch-threads"), ("0", "-3", "1.5", "inf", ""),
@@ -74,7 +79,10 @@ WRONG = {
     ),
     **dict.fromkeys(("--gamma", "--gae-lambda", "--cvar-weight"), ("-0.01", "1.01", "nan", "inf")),
     **dict.fromkeys(("--ent-coef", "--vf-coef", "--min-entropy-penalty"), ("-1", "nan", "inf")),
-    **dict.fromkeys(("--twin-reduce", "--activation", "--vf-clip", "--value-target"), ("", "Mean")),
+    **dict.fromkeys(
+        ("--twin-reduce", "--activation", "--vf-clip", "--value-target", "--value-from"),
+        ("", "Mean"),
+    ),
     "--cvar-alpha": ("0", "0.0009", "1.1", "nan"), "--log-std-init": ("-5.1", "2.1", "nan"),
     "--env-id": ("", "CartPol", "probes:", "probes:Nothing-v0", "nowhere:CartPole-v1", "../x-v0"),
     "--masked-obs": ("-1", "999", "x"), "--num-critics": ("0", "3"), "--norm": ("1",),

@@ -1,7 +1,7 @@
 """Running moments and the rescaling of a head that keeps decoded values (PopArt)."""
 
 import copy
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-import distributional_ppo_lstm as quantile_script
+from distributional_ppo_lstm import RunningMoments, rescale_head
 
 
 def tensor(data: list | float, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -122,10 +122,24 @@ def test_normalize_worked_by_hand(script):
 
 
 def test_std_has_a_floor_inside_the_root(script):
-    """Ours: sqrt(var + 1e-8) is finite for constant data, 1e-4 in both directions."""
+    """Ours: sqrt(var + (1e-7 mean)^2 + 1e-60) is finite for constant data and knows no units."""
     moments = of(script, tensor([7, 7, 7]))
-    assert float(moments.normalize(tensor(7.0003))) == pytest.approx(3)
-    assert float(moments.denormalize(tensor(3))) == pytest.approx(7.0003)
+    assert float(moments.normalize(tensor(7 + 3 * 7e-7))) == pytest.approx(3, rel=1e-6)
+    assert float(moments.denormalize(tensor(3))) == pytest.approx(7 + 3 * 7e-7, rel=1e-12)
+    moments = of(script, tensor([-4e-8, 4e-8]) + 1)  # as much as the floor: sqrt(16 + 100) e-8
+    assert float(moments.std) == pytest.approx(116**0.5 * 1e-8)
+    assert float(of(script, tensor([0, 0])).std) == pytest.approx(1e-30)
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1.0, 1e4, 1e18])
+def test_data_in_any_unit_are_normalised_alike(script, scale):
+    """Ours: observations times s, of whatever s; an entry that never varies gives 0."""
+    x = torch.randn(40, 4) * torch.tensor([1, 30, 1, 1]) + torch.tensor([0, 100, -0.3, 0])
+    x[:, 2:] = torch.tensor([-0.3, 0])
+    expected = (x - x.mean(0)) / x.std(0, correction=0).clamp(min=1e-3)
+    expected[:, 2:] = 0
+    moments = of(script, scale * x[:20], scale * x[20:], shape=(4,))
+    assert_close(moments.normalize(scale * x), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_moments_without_data_change_nothing(script):
@@ -190,28 +204,67 @@ def test_a_copy_of_the_moments_stays_where_it_was(script):
     assert float(moments.mean) == 11
 
 
-def test_statistics_take_in_mean_and_spread_of_targets_and_the_values(script):
-    """Ours: mean -+ spread stand for a target's samples; values keep the scale above 0.
+# ------------------------------------------------------------------ what statistics take of returns
+def taken_in(script: ModuleType, targets: list, values: list) -> list[float]:
+    """Mean and standard deviation of moments after targets and values of some steps, (T, N)."""
+    samples = tensor(targets)[..., None]
+    out = script.statistics_samples(samples, torch.ones_like(samples), tensor(values))
+    moments = of(script, out)
+    return [float(moments.mean), float(moments.std)]
 
-    1 and 5 with weights 3/4 and 1/4: mean 2, variance 3/4 + 9/4 = 3. Two equal samples: spread 0.
+
+def test_values_that_do_not_vary_leave_the_scale_to_the_targets(script):
+    """Ours: targets -3, 1, 5 and 9 have mean 3 and variance (36 + 4 + 4 + 36) / 4 = 20; V is 3."""
+    found = taken_in(script, [[-3, 1], [5, 9]], [[3, 3], [3, 3]])
+    assert found == pytest.approx([3, 20**0.5])  # not with 0 averaged in, sqrt(20 / 2)
+
+
+def test_constant_targets_leave_the_scale_to_what_the_critics_are_off(script):
+    """Ours: targets 2; V is off by 1, -5, 3 and 1, the squares 1 + 25 + 9 + 1 over 4 are 9."""
+    found = taken_in(script, [[2, 2], [2, 2]], [[3, -3], [5, 3]])
+    assert found == pytest.approx([2, 3])
+
+
+def test_the_larger_of_spread_and_error_is_the_scale(script):
+    """Ours: of targets 0 and 4 the std is 2; V beside them, off their mean by 1 or by 3."""
+    assert taken_in(script, [[0, 4]], [[1, 3]]) == pytest.approx([2, 2])
+    assert taken_in(script, [[0, 4]], [[5, -1]]) == pytest.approx([2, 3])
+
+
+def test_statistics_take_in_two_numbers_of_weighted_samples(script):
+    """Ours: mean -+ scale of all samples by their weights.
+
+    1 and 5 with weights 3/4 and 1/4, then 6 and 2: means 2 and 5, of both 3.5; squares of the
+    distances 3/4 * 2.5^2 + 1/4 * 1.5^2 = 5.25 and 3/4 * 2.5^2 + 1/4 * 1.5^2 = 5.25.
     """
-    samples = tensor([[[1, 5], [4, 4], [5, 1]], [[-1, -5], [0, 0], [10, 50]]])
-    weights = tensor([0.75, 0.25]).expand(2, 3, 2)
-    values = tensor([[7, 8, 9], [10, 11, 12]])
-    out = script.statistics_samples(samples, weights, values)
-    mean = tensor([[2, 4, 4], [-2, 0, 20]])
-    spread = 3**0.5 * tensor([[1, 0, 1], [1, 0, 10]])
-    assert_close(out, torch.stack((mean - spread, mean + spread, values, values)))
+    samples, weights = tensor([[[1, 5]], [[6, 2]]]), tensor([0.75, 0.25]).expand(2, 1, 2)
+    out = script.statistics_samples(samples, weights, tensor([[3], [4]]))
+    assert_close(out, tensor([3.5 - 5.25**0.5, 3.5 + 5.25**0.5]))
 
 
 def test_two_samples_have_the_moments_of_all(script):
-    """Chan et al. 1983: without values, statistics of the two are those of 40 equal weights."""
+    """Chan et al. 1983: statistics of the two are those of 3 x 2 x 40 equal weights."""
     samples = torch.randn(3, 2, 40, dtype=torch.float64) * 5 + 2
     weights = torch.full_like(samples, 1 / 40)
-    both = script.statistics_samples(samples, weights, samples[..., 0])[:2]
-    moments = of(script, both)
+    moments = of(script, script.statistics_samples(samples, weights, samples.mean(-1)))
     assert float(moments.mean) == pytest.approx(float(samples.mean()))
     assert float(moments.var) == pytest.approx(float(samples.var(correction=0)))
+    assert float(moments.count) == 2
+
+
+def test_opening_samples_worked_by_hand(script):
+    """Ours: sums of rewards to an end or to the last step, gamma 0.5, without any value.
+
+    Column 0 is terminated at t = 1: 1 + 0.5 * 4 = 3, 4, 2. Column 1 is truncated at t = 0: -3, then
+    6 + 0.5 * 4 = 8 and 4. Mean 18 / 6 = 3; squares 0 + 1 + 1 + 36 + 25 + 1 = 64.
+    """
+    ends = torch.zeros(2, 3, 2, dtype=torch.bool)
+    ends[0, 1, 0] = ends[1, 0, 1] = True
+    rewards = tensor([[1, -3], [4, 6], [2, 4]])
+    rollout = SimpleNamespace(rewards=rewards, terminated=ends[0], truncated=ends[1])
+    out = script.opening_samples(rollout, SimpleNamespace(gamma=0.5))
+    std = (64 / 6) ** 0.5
+    assert_close(out, tensor([3 - std, 3 + std]))
 
 
 # ------------------------------------------------------------------------------------------ PopArt
@@ -224,9 +277,24 @@ def test_rescale_head_worked_by_hand():
     with torch.no_grad():
         linear.weight.copy_(tensor([[2], [-4]]))
         linear.bias.copy_(tensor([1, -2]))
-    quantile_script.rescale_head(linear, tensor(10), tensor(3), tensor(4), tensor(6))
+    rescale_head(linear, tensor(10), tensor(3), tensor(4), tensor(6))
     assert linear.weight.tolist() == [[1], [-2]]
     assert linear.bias.tolist() == [1.5, 0]  # (3 + 10 - 4) / 6 and (-6 + 10 - 4) / 6
+
+
+@pytest.mark.parametrize("mean_over_std", [1e5, 1e7])
+def test_rescale_head_is_exact_where_the_mean_is_large(mean_over_std):
+    """Van Hasselt et al. 2016, eq. 5, 50 times: what a head says stays to 1e-5 of the std, not of
+    the value: in float32 a mean of 1e7 std has no digit left below 1 std."""
+    linear, x = nn.Linear(6, 5), torch.randn(50, 6)
+    mean, std = tensor(mean_over_std), tensor(1.0)
+    for i in range(50):
+        before = std * linear(x).detach().double() + mean
+        new_mean, new_std = mean + 0.3 * std * (-1) ** (i // 3), std * (1.07, 0.95)[i % 2]
+        rescale_head(linear, mean, std, new_mean, new_std)
+        mean, std = new_mean, new_std
+        after = std * linear(x).detach().double() + mean
+        assert (after - before).abs().max() < 1e-5 * std
 
 
 SCALES = [  # old mean, old std, new mean, new std
@@ -247,7 +315,7 @@ def test_rescale_head_keeps_decoded_values(scales, dtype):
     x = torch.randn(50, 6, dtype=dtype)
     old_mean, old_std, new_mean, new_std = stats = [tensor(s) for s in scales]
     before = old_std * linear(x).detach().double() + old_mean
-    quantile_script.rescale_head(linear, *stats)
+    rescale_head(linear, *stats)
     after = new_std * linear(x).detach().double() + new_mean
     largest = max(1, scales[1], scales[3])
     bound = 1e-5 * before.abs().clamp(min=largest)
@@ -259,12 +327,13 @@ def test_rescale_head_keeps_decoded_values(scales, dtype):
 def test_rescale_head_follows_the_running_moments():
     """Van Hasselt et al. 2016, eq. 5: old and new statistics decode to the same values."""
     linear, x = nn.Linear(4, 3), torch.randn(20, 4)
-    moments = of(quantile_script, 30 * torch.randn(40) + 5)
+    moments = RunningMoments()
+    moments.update(30 * torch.randn(40) + 5)
     for scale in (100, 1, 1000):
         old = copy.deepcopy(moments)
         before = old.denormalize(linear(x).detach())
         moments.update(scale * torch.randn(64) - 3 * scale)
-        quantile_script.rescale_head(linear, old.mean, old.std, moments.mean, moments.std)
+        rescale_head(linear, old.mean, old.std, moments.mean, moments.std)
         after = moments.denormalize(linear(x).detach())
         largest = max(1, float(old.std), float(moments.std))
         bound = 1e-5 * before.abs().clamp(min=largest)
@@ -276,7 +345,7 @@ def test_rescale_head_changes_the_layer_in_place():
     linear = nn.Linear(3, 2)
     parameters = list(linear.parameters())
     before = [p.detach().clone() for p in parameters]
-    quantile_script.rescale_head(linear, tensor(1), tensor(2), tensor(3), tensor(5))
+    rescale_head(linear, tensor(1), tensor(2), tensor(3), tensor(5))
     for p, q, old in zip(linear.parameters(), parameters, before):
         assert p is q
         assert p.is_leaf

@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from helpers import act, carried_obs, is_recurrent, make_run, roll
+from probes import Walk
 from torch.testing import assert_close
 
 import distributional_ppo_lstm
+
+
+class Lists(Walk):
+    """Observations are lists of numbers."""
+
+    def observe(self):
+        """The place."""
+        return [float(x) for x in self.place]
+
+
+class Diary(Walk):
+    """Has an `episode` of its own in what it tells beside."""
+
+    def reset(self, *, seed=None, options=None):
+        """A page."""
+        obs, _ = super().reset(seed=seed, options=options)
+        return obs, {"episode": "the first page"}
+
+    def step(self, action):
+        """A line, and at the end all of them."""
+        *facts, _ = super().step(action)
+        return *facts, {"episode": {"r": -1.0, "l": 77}}
+
+
+gym.register("Lists-v0", Lists)
+gym.register("Diary-v0", Diary)
 
 
 def test_rollout_books_every_step_where_it_belongs(script):
@@ -187,3 +215,26 @@ def test_act_remembers_through_the_state_it_returns():
     np.testing.assert_array_equal(fresh, after[0])
     assert abs(after[1] - after[0]).max() > 1e-4
     assert abs(after[2] - after[1]).max() > 1e-4
+
+
+def test_observations_may_be_lists(script):
+    """The same numbers as those of arrays, up to and at the ends of episodes; `act` takes them."""
+    rollouts = []
+    for env_id in ("Lists-v0", "probes:Walk-v0"):
+        run = make_run(script, "Walk", env_id=env_id)
+        torch.manual_seed(2)
+        rollouts.append(roll(run))
+    assert rollouts[0].terminated.any()
+    for name in ("obs", "next_obs", "rewards", "actions"):
+        assert torch.equal(*(getattr(rollout, name) for rollout in rollouts)), name
+    run.args.env_id = "Lists-v0"
+    script.evaluate(run.agent, run.args)
+
+
+def test_a_task_may_have_an_episode_of_its_own(script):
+    """Return and length of episodes are those of the steps, not what the task calls so."""
+    run = make_run(script, "Walk", env_id="Diary-v0")
+    rollout = roll(run)
+    sums = rollout.rewards[:9].sum(0).tolist()
+    assert [(t, length) for t, _, length in rollout.episodes] == [(8, 9)] * 4
+    assert [total for _, total, _ in rollout.episodes] == pytest.approx(sums, rel=1e-5)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from command import undisturbed
-from helpers import small_args
+from helpers import forget_returns, make_run, prepare, roll, small_args
 
 
 class Writer:
@@ -116,18 +116,96 @@ def test_progress_on_a_terminal_is_rewritten_in_place(script, capsys, monkeypatc
 
 @pytest.mark.parametrize("place", ["current", "next_obs", "rewards"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_named_with_environment_and_step(script, place, bad):
+def test_what_is_not_finite_is_named_with_environment_and_moment(script, place, bad):
     """One bad number anywhere is enough; the values shown are those of its environment."""
-    arrays = {"current": np.full((3, 2), 1.0), "next_obs": np.full((3, 2), 2.0)}
+    arrays = {"next_obs": np.full((3, 2), 2.0), "current": np.full((3, 2), 1.0)}
     arrays["rewards"] = np.array([5.0, 6.0, 7.0])
-    assert script.check_finite(*arrays.values(), 4) is None
+    assert script.check_finite(*arrays.values(), "step 4") is None
     arrays[place][(1, 1) if arrays[place].ndim == 2 else 1] = bad
-    with pytest.raises(RuntimeError, match="environment 1, step 4 of the rollout") as error:
-        script.check_finite(*arrays.values(), 4)
+    with pytest.raises(RuntimeError, match="environment 1, step 4; check the task") as error:
+        script.check_finite(*arrays.values(), "step 4")
     shown = [str(arrays["next_obs"][1]), str(arrays["current"][1]), f"{arrays['rewards'][1]}"]
     assert str(error.value).startswith(
         f"not finite: observation {shown[0]}, then {shown[1]}, reward {shown[2]}"
     )
+
+
+class Spoilt(gym.Wrapper):
+    """Another observation or reward at one step of the environment that was reset with a seed; step
+    0 is the first reset."""
+
+    def __init__(self, env, seed, step, obs=None, reward=None):
+        super().__init__(env)
+        self.expected, self.at, self.obs, self.reward = seed, step, obs, reward
+
+    def reset(self, *, seed=None, options=None):
+        """Open an episode; one with a seed starts the count."""
+        if seed is not None:
+            self.steps, self.mine = 0, seed == self.expected
+        obs, info = self.env.reset(seed=seed, options=options)
+        return self.look(obs), info
+
+    def step(self, action):
+        """Advance by one."""
+        self.steps += 1
+        obs, reward, *rest = self.env.step(action)
+        due = self.reward is not None and self.mine and self.steps == self.at
+        return self.look(obs), self.reward if due else reward, *rest
+
+    def look(self, obs):
+        """What is seen."""
+        due = self.obs is not None and self.mine and self.steps == self.at
+        return np.full_like(obs, self.obs) if due else obs
+
+
+def spoil(script, monkeypatch, **facts):
+    """Every environment of the script is such a one."""
+    make_env = script.make_env
+    monkeypatch.setattr(script, "make_env", lambda args: Spoilt(make_env(args), **facts))
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+def test_a_first_reset_that_is_not_finite_is_named(script, monkeypatch, tmp_path, bad):
+    """Environment 2 of a run with seed 5 is reset with 7: no step is taken, no normaliser moves."""
+    spoil(script, monkeypatch, seed=7, step=0, obs=bad)
+    steps, step = [], script.gym.vector.SyncVectorEnv.step
+    monkeypatch.setattr(
+        script.gym.vector.SyncVectorEnv, "step", lambda *x: steps.append(x) or step(*x)
+    )
+    args = small_args(script, "Walk", seed=5, run_dir=str(tmp_path))
+    with pytest.raises(RuntimeError, match="environment 2, the first reset; check the task"):
+        script.train(args)
+    assert not steps
+
+
+def test_a_reward_beyond_float32_is_kept(script, monkeypatch):
+    """1e39 is finite; the batch, which is float32, has it in units of the spread of returns."""
+    spoil(script, monkeypatch, seed=2, step=6, reward=1e39)
+    run = make_run(script, "Walk")
+    forget_returns(run)
+    batch = prepare(run)
+    assert run.rollout.rewards[5, 1] == 1e39
+    assert (run.rollout.rewards.abs() > 1e3).sum() == 1
+    assert all(x.isfinite().all() for x in batch)
+    assert 1 < batch.returns.max() < 10
+
+
+@pytest.mark.parametrize("fault", [{"reward": np.inf}, {"reward": np.nan}, {"obs": np.nan}])
+def test_a_step_that_is_not_finite_is_named(script, monkeypatch, fault):
+    """Environment 1, step 5, counted from 0."""
+    spoil(script, monkeypatch, seed=2, step=6, **fault)
+    run = make_run(script, "Walk")
+    with pytest.raises(RuntimeError, match="environment 1, step 5 of the rollout; check the task"):
+        roll(run)
+
+
+@pytest.mark.parametrize("fault", [{"reward": np.inf}, {"reward": np.nan}, {"obs": np.nan}])
+def test_an_evaluation_that_is_not_finite_is_named(script, monkeypatch, fault):
+    """Episodes of 9 steps: step 13 of the task is the fourth of the second episode, number 1."""
+    spoil(script, monkeypatch, seed=1_000_001, step=13, **fault)
+    run = make_run(script, "Walk")
+    with pytest.raises(RuntimeError, match="step 4 of evaluation episode 1; check the task"):
+        script.evaluate(run.agent, run.args)
 
 
 def test_a_process_is_set_up_by_its_flags(script):

@@ -22,7 +22,8 @@ SCALARS = """
 charts/episodic_return charts/episodic_length charts/SPS charts/learning_rate
 losses/policy_loss losses/value_loss losses/entropy losses/approx_kl losses/clipfrac
 losses/explained_variance
-value/bias value/std_predicted value/std_target value/clip_fraction value/p10 value/p50 value/p90
+value/bias value/std_predicted value/std_target value/distribution_gap value/clip_fraction
+value/p10 value/p50 value/p90
 twin/loss_1 twin/loss_2 twin/abs_difference twin/critic1_is_min
 cvar/predicted cvar/empirical cvar/coverage cvar/weight
 norm/return_mean norm/return_std norm/value_shift
@@ -341,6 +342,20 @@ def test_progress_and_result_are_printed(script, tmp_path, capsys):
     text = capsys.readouterr().out
     for words in ("96 of 96 steps (100%)", "steps/s", "return 7.0", "CVaR_0.05"):
         assert words in text
+
+
+@pytest.mark.parametrize(("half_width", "lines"), [(0.5, 1), (100.0, 0)])
+def test_atoms_too_narrow_for_the_task_are_said_once(tmp_path, capsys, half_width, lines):
+    """Half a standard deviation does not hold N(0, 1) rewards; each of 4 rollouts is beyond it."""
+    import distributional_ppo_categorical as script
+
+    flags = {"total_timesteps": 192, "v_min": -half_width, "v_max": half_width}
+    _, directory = run(script, tmp_path, "RandomReward", **flags)
+    share = [p.value for p in events(directory).Scalars("value/outside_support")]
+    assert len(share) == 4
+    assert all((x > 0.01) == bool(lines) for x in share)
+    text = capsys.readouterr().out
+    assert text.count("value/outside_support") == text.count("widen --v-min, --v-max") == lines
 
 
 GPU = pytest.param(

@@ -79,18 +79,42 @@ def quantile_terms(outputs, targets, old, args):
     return loss(outputs), loss(clipped), ((mean - old_mean).abs() > d)[..., 0]
 
 
-def categorical_terms(outputs, targets, old, args):
-    """The same for atoms: cross-entropy. Bellemare et al. 2017, algorithm 1."""
+def categorical_terms(logits, targets, old, args):
+    """The same for atoms: cross-entropy, Bellemare et al. 2017, algorithm 1. What a clipped mean is
+    off, the targets move the other way."""
     atoms = torch.linspace(args.v_min, args.v_max, args.num_atoms, dtype=torch.float64)
-    probs, d = outputs.softmax(-1), args.vf_clip_coef
-    mean, old_mean = probs @ atoms, old[..., 0]
+    mean, old_mean, d = logits.softmax(-1) @ atoms, old[..., 0], args.vf_clip_coef
     shift = old_mean + (mean - old_mean).clamp(-d, d) - mean
-    moved = (atoms + shift[..., None]).clamp(args.v_min, args.v_max)
+    moved = (atoms - shift[..., None]).clamp(args.v_min, args.v_max)
     step = (args.v_max - args.v_min) / (args.num_atoms - 1)
     share = (1 - (moved[..., :, None] - atoms).abs() / step).clamp(min=0)  # (C, ..., K, K')
-    clipped = (probs[..., None] * share).sum(-2)
-    plain = -(targets * outputs.log_softmax(-1)).sum(-1)
-    return plain, -(targets * clipped.clamp(min=1e-8).log()).sum(-1), shift.abs() > 1e-4
+    moved_targets = (targets[..., None] * share).sum(-2)
+    plain, clipped = (-(x * logits.log_softmax(-1)).sum(-1) for x in (targets, moved_targets))
+    return plain, clipped, shift.abs() > 1e-6
+
+
+def value_losses(agent, mb, args):
+    """Losses (C, ...) of distribution and V, and whether clipping changes either."""
+    outputs, old = value_outputs(agent, mb).double(), old_of_critics(mb).double()
+    quantiles = hasattr(args, "num_quantiles")
+    K = args.num_quantiles if quantiles else args.num_atoms
+    terms = quantile_terms if quantiles else categorical_terms
+    old_part = old[..., :K] if quantiles else old[..., :1]
+    parts = [terms(outputs[..., :K], mb.targets.double(), old_part, args)]
+    if args.value_from == "mean_head":  # PPO's value loss, Schulman et al. 2017, eq. 9
+        value, old_value, d = outputs[..., K], old[..., -1], args.vf_clip_coef
+        if not quantiles:  # the mean of atoms, which this loss does not train, and what is beyond
+            atoms = torch.linspace(args.v_min, args.v_max, K, dtype=torch.float64)
+            value = value + outputs[..., :K].detach().softmax(-1) @ atoms
+        near = old_value + (value - old_value).clamp(-d, d)
+        errors = [(x - mb.returns.double()).square() / 2 for x in (value, near)]
+        parts.append((*errors, (value - old_value).abs() > d))
+    else:
+        assert outputs.shape[-1] == K
+    if args.vf_clip == "none":
+        return sum(plain for plain, *_ in parts), torch.zeros(()).bool()
+    loss = sum(torch.maximum(plain, clipped) for plain, clipped, _ in parts)
+    return loss, torch.stack([changed for *_, changed in parts]).any(0)
 
 
 def reference(script, agent, mb, args, ent_coef):
@@ -102,23 +126,19 @@ def reference(script, agent, mb, args, ent_coef):
     policy_loss = -torch.minimum(r * A, r.clamp(1 - eps, 1 + eps) * A).mean()
     floor = torch.relu(args.min_entropy - entropy.mean())
 
-    value_terms = quantile_terms if hasattr(args, "num_quantiles") else categorical_terms
-    outputs, old = value_outputs(agent, mb).double(), old_of_critics(mb).double()
-    plain, clipped, changed = value_terms(outputs, mb.targets.double(), old, args)
-    if args.vf_clip != "none":
-        plain = torch.maximum(plain, clipped)
-    value_losses = plain.flatten(1).mean(1)
+    per_sample, changed = value_losses(agent, mb, args)
+    of_critics = per_sample.flatten(1).mean(1)
     loss = policy_loss - ent_coef * entropy.mean() + args.min_entropy_penalty * floor
     return {
-        "loss": loss + args.vf_coef * value_losses.mean(),
+        "loss": loss + args.vf_coef * of_critics.mean(),
         "losses/policy_loss": policy_loss,
-        "losses/value_loss": value_losses.mean(),
+        "losses/value_loss": of_critics.mean(),
         "losses/entropy": entropy.mean(),
         "losses/approx_kl": (r - 1 - log_ratio).mean(),
         "losses/clipfrac": ((r - 1).abs() > eps).double().mean(),
-        "twin/loss_1": value_losses[0],
-        "twin/loss_2": value_losses[-1],
-        "value/clip_fraction": changed.double().mean() * (args.vf_clip != "none"),
+        "twin/loss_1": of_critics[0],
+        "twin/loss_2": of_critics[-1],
+        "value/clip_fraction": changed.double().mean(),
         "policy/kl_exact": divergence(mb.params, params, mb.actions.is_floating_point()).mean(),
         "policy/ratio_mean": r.mean(),
         "policy/ratio_std": r.std(correction=0),
@@ -127,9 +147,9 @@ def reference(script, agent, mb, args, ent_coef):
 
 
 @pytest.fixture
-def run(script):
+def run(script, value_from):
     """A prepared rollout with old values that differ from what the heads predict."""
-    run = make_run(script, "VectorMultiDiscrete", learning_rate=1e-2)
+    run = make_run(script, "VectorMultiDiscrete", learning_rate=1e-2, value_from=value_from)
     prepare(run)
     prepare(run)
     old = run.batch.old_values
@@ -189,13 +209,15 @@ def moved(run, std=0.1):
 
 @pytest.mark.parametrize("vf_clip", ["none", "mean_only"])
 @pytest.mark.parametrize("env", ["VectorMultiDiscrete", "VectorBox"])
-def test_losses_and_metrics_against_float64(script, env, vf_clip):
-    """Every number of a minibatch on which ratios are clipped and values have moved."""
-    flags = {"vf_clip": vf_clip, "vf_clip_coef": 0.05, "clip_coef": 0.1}
-    run = make_run(script, env, min_entropy=9.0, min_entropy_penalty=0.3, **flags)
+def test_losses_and_metrics_against_float64(script, value_from, env, vf_clip):
+    """Every number of a minibatch on which ratios are clipped and values have moved; distributions
+    are trained on samples, V on the lambda-return."""
+    flags = {"vf_clip": vf_clip, "vf_clip_coef": 0.02, "clip_coef": 0.1, "value_from": value_from}
+    flags |= {"min_entropy": 9.0, "min_entropy_penalty": 0.3, "value_target": "sr_lambda"}
+    run = make_run(script, env, **flags)
     prepare(run)
     prepare(run)
-    mb, agent = moved(run, 0.2)
+    mb, agent = moved(run, 0.15)
     loss, metrics = script.losses(agent, mb, run.args, 0.02)
     expected = reference(script, agent, mb, run.args, 0.02)
     assert 0.01 < expected["losses/clipfrac"] < 0.99
@@ -348,10 +370,10 @@ def steps_by_hand(run, limit=float("inf"), ent_coef=0.01):
 
 
 @pytest.mark.parametrize("env", ["VectorMultiDiscrete", "VectorBox"])
-def test_the_update_is_the_loop_it_documents(script, env):
+def test_the_update_is_the_loop_it_documents(script, value_from, env):
     """Descent by hand on a float64 loss, with and without a KL stop in the middle of an epoch."""
     flags = {"learning_rate": 0.3, "num_minibatches": 4, "update_epochs": 3, "log_std_init": 2.0}
-    run = make_run(script, env, **flags)
+    run = make_run(script, env, value_from=value_from, **flags)
     if env == "VectorBox":
         run.agent.action_dist.project()
     prepare(run)
@@ -361,18 +383,21 @@ def test_the_update_is_the_loop_it_documents(script, env):
     stop = [i for i in range(1, 12) if seen[i] > 1.05 * highest[i - 1]][-1]
     limit = (seen[stop] + highest[stop - 1]) / 2
     for target_kl, steps in ((None, 12), (limit, stop)):
-        expected, _ = steps_by_hand(run, target_kl or float("inf"))
+        expected, seen = steps_by_hand(run, target_kl or float("inf"))
         run.args.target_kl = target_kl
         metrics, agent = run_update(run, 0.01, torch.optim.SGD)
+        assert metrics["policy/kl_max"] == pytest.approx(max(seen), rel=1e-2)
+        assert metrics["policy/kl_exact"] == pytest.approx(np.mean(seen), rel=1e-2)
         assert metrics["policy/epochs_done"] == steps / 4
         assert metrics["policy/stopped_early"] == (target_kl is not None)
         for one, two in zip(agent.parameters(), expected.parameters(), strict=True):
             assert_close(one, two, rtol=1e-3, atol=1e-4)
 
 
-def test_gradient_norms_are_those_of_the_loss(script):
+def test_gradient_norms_are_those_of_the_loss(script, value_from):
     """One step on the whole rollout: norms by autograd of the reference, actor and critic apart."""
-    run = make_run(script, "VectorDiscrete", num_minibatches=1, update_epochs=1, vf_coef=0.7)
+    flags = {"num_minibatches": 1, "update_epochs": 1, "vf_coef": 0.7, "value_from": value_from}
+    run = make_run(script, "VectorDiscrete", **flags)
     run.args.max_grad_norm = 0.05  # below the norm of either part
     batch, agent = prepare(run), copy.deepcopy(run.agent)
     reference(script, agent, batch, run.args, 0.02)["loss"].backward()
@@ -413,6 +438,20 @@ def test_kl_stop_takes_the_steps_before_it(run):
     assert all(moved)
     again, _ = run_update(run, target_kl=1e6)  # the budget of epochs is not used up for later
     assert again["policy/epochs_done"] == run.args.update_epochs
+
+
+def test_kl_stop_looks_at_the_exact_divergence(run):
+    """Other params of the policy that acted, its log-probabilities as they were: ratios are 1, the
+    estimate of the KL is 0, the divergence is not; then the other way round."""
+    batch, shift = run.batch, torch.linspace(0, 2, run.batch.params.shape[-1])
+    run.batch = batch._replace(params=batch.params + shift)
+    metrics, _ = run_update(run, target_kl=0.05)
+    assert metrics["losses/approx_kl"] < 1e-6 < 0.05 < metrics["policy/kl_exact"]
+    assert metrics["policy/stopped_early"] == 1
+    run.batch = batch._replace(log_probs=batch.log_probs - 1)
+    metrics, _ = run_update(run, target_kl=0.05, learning_rate=0.0)
+    assert metrics["policy/kl_exact"] < 1e-6 < 0.05 < metrics["losses/approx_kl"]
+    assert metrics["policy/stopped_early"] == 0
 
 
 CHANGES = {
@@ -534,17 +573,17 @@ def test_first_minibatch_error_is_the_largest_deviation(run):
     assert metrics["policy/kl_max"] < 1e-6
 
 
-def test_a_thousand_updates_on_returns_that_hardly_vary(script):
+def test_hundreds_of_updates_on_returns_that_hardly_vary(script, value_from):
     """Spreads from 0 to 1e-3 around 1: everything stays finite, no advantage is blown up."""
     sizes = {"num_envs": 2, "num_steps": 3, "hidden_size": 3, "lstm_hidden_size": 2}
     sizes |= {"num_quantiles": 3, "num_atoms": 5, "num_minibatches": 1, "update_epochs": 1}
-    run = make_run(script, "ConstantReward", **sizes)
+    run = make_run(script, "ConstantReward", value_from=value_from, **sizes)
     rollout = roll(run)
     assert rollout.terminated.all()  # a step's return is its reward
-    for i in range(200):
+    for i in range(100):
         spread = (0.0, 1e-12, 1e-9, 1e-6, 1e-3)[i % 5]
         rewards = 1 + spread * torch.randn(rollout.rewards.shape, dtype=torch.float64)
-        run.rollout = rollout._replace(rewards=rewards.float())
+        run.rollout = rollout._replace(rewards=rewards)
         batch, _, metrics = prepare_rollout(run)
         assert batch.advantages.abs().max() < 100
         for _ in range(5):
@@ -553,3 +592,17 @@ def test_a_thousand_updates_on_returns_that_hardly_vary(script):
             assert scalars.isfinite().all(), i
     assert all(x.isfinite().all() for x in run.agent.state_dict().values())
     assert float(metrics["losses/value_loss"]) < 5
+
+
+def test_no_output_is_left_behind_by_the_scale(script, value_from):
+    """Returns of 1, which one critic predicts; the other says 11. The scale may not shrink ahead of
+    it: at hundreds of deviations its loss would drown that of the policy."""
+    run = make_run(script, "ConstantReward", value_from=value_from)
+    moments, first = run.agent.value_dist.moments, 0 if is_recurrent(script) else 11
+    for head, says in zip(run.agent.critic_heads, (1, 11)):
+        head[-1].weight.data[first:].zero_()
+        head[-1].bias.data[first:] = float((says - moments.mean) / moments.std)
+    roll(run)
+    for _ in range(150):
+        batch, _, _ = prepare_rollout(run)
+    assert batch.old_values.abs().max() < 20

@@ -168,7 +168,7 @@ def test_clip_quantiles_stays_on_the_device(mode):
         (2.0, [0, 0.1, 0.35, 0.35, 0.2]),
     ],
 )
-def test_clipping_of_atoms_shifts_the_distribution_and_keeps_its_shape(old, expected):
+def test_clipping_of_atoms_shifts_the_distribution(old, expected):
     """Reference code of Schulman et al. 2017, for atoms ours: mean 1.2, d = 0.3."""
     probs = tensor([[0, 0.2, 0.5, 0.2, 0.1]])  # mean 0.5 + 0.4 + 0.3 = 1.2
     out = categorical.clip_categorical(probs, tensor([old]), 0.3, ATOMS)
@@ -182,6 +182,24 @@ def test_the_mean_of_clipped_atoms_is_at_the_edge_of_its_range():
     assert_close((out * ATOMS).sum(-1), tensor([0.7]))
 
 
+@pytest.mark.parametrize(
+    ("share", "variance"), [(0, 0.09), (0.25, 0.0975), (0.5, 0.1), (0.75, 0.0975)]
+)
+def test_clipping_of_atoms_adds_variance_up_to_a_quarter_of_a_squared_bin(share, variance):
+    """Ours: rounding a shift of f bins to atoms adds f (1 - f) dz^2, at half a bin dz^2 / 4.
+
+    Here dz = 0.2, and a variance of 0.09 becomes up to 0.100; the mean is exact.
+    """
+    atoms = torch.linspace(-5, 5, 51, dtype=torch.float64)
+    probs = torch.zeros(1, 51, dtype=torch.float64)
+    probs[0, [20, 25, 30]] = tensor([0.045, 0.91, 0.045])  # at -1, 0, 1: variance 0.09
+    shift = -0.2 * (3 + share)
+    out = categorical.clip_categorical(probs, tensor([shift - 0.2]), 0.2, atoms)
+    mean = (out * atoms).sum()
+    assert float(mean) == pytest.approx(shift)
+    assert float((out * (atoms - mean) ** 2).sum()) == pytest.approx(variance)
+
+
 def test_clipping_of_atoms_has_a_gradient():
     """Reference code of Schulman et al. 2017, for atoms ours: finite differences, by the shift."""
     logits = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
@@ -191,6 +209,95 @@ def test_clipping_of_atoms_has_a_gradient():
         return categorical.clip_categorical(x.softmax(-1), old, 0.1, ATOMS)
 
     assert gradcheck(clipped, (logits,))
+
+
+# ------------------------------------------------------------------------------- the loss of atoms
+def atom_loss(logits: Tensor, target: Tensor, old_means: Tensor, atoms: Tensor,
+              mode: str = "mean_only") -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Losses (B,) of logits (B, K) on one target (K,), float64, and which ones d = 0.2 clips."""
+    support = {"num_atoms": len(atoms), "v_min": float(atoms[0]), "v_max": float(atoms[-1])}
+    flags = {"vf_clip": mode, "vf_clip_coef": 0.2, "value_from": "distribution"}
+    dist = categorical.ValueDistribution(categorical.Args(**support, **flags)).double()
+    targets = target.expand(1, len(logits), -1)
+    returns = torch.full((len(logits),), torch.nan)  # of a V that is not there
+    loss, changed = dist.loss(logits[None], targets, returns, old_means[None, :, None])
+    return loss[0], changed[0]
+
+
+def between_atoms(height: float) -> Tensor:
+    """Logits (10_001, 5) of sharp predictions every 1e-4 of the way from the atom 1 to the atom 2.
+
+    Every atom has at least e^-height beside; no two logits differ by more than 1.01 * height.
+    """
+    x = torch.linspace(0, 1, 10_001, dtype=torch.float64)
+    rest = torch.full_like(x, math.exp(-height))
+    return torch.stack((rest, rest, 1 - x + rest, x + rest, rest), -1).log()
+
+
+@pytest.mark.parametrize("returned", [-0.6, 0, 0.5, 1, 1.3, 2, 2.9])
+@pytest.mark.parametrize("encoding", ["two_hot", "hl_gauss"])
+@pytest.mark.parametrize("old", [0.5, 1.3, 2.4])
+def test_the_gradient_of_clipped_atoms_is_bounded(old, encoding, returned):
+    """Ours: sharp predictions anywhere between two atoms, clipped to 0.7, 1.1 to 1.5, or 2.2.
+
+    An unclipped cross-entropy has the gradient p - target, of L1 norm 2 at most. The shift of a
+    target changes it by the difference of neighbouring logits at most, 9 here, times the gradient
+    of the mean, of L1 norm sum p |z - m| = 2 x (1 - x): 2 + 4.5 in the middle, 2 + 0.9 next to an
+    atom. The log of a projected share s would have 1 / s, up to thousands.
+    """
+    logits = between_atoms(9.0).requires_grad_()
+    target = categorical.two_hot(tensor([returned]), ATOMS)
+    if encoding == "hl_gauss":
+        target = categorical.hl_gauss(tensor([returned]), ATOMS, 0.75)
+    loss, changed = atom_loss(logits, target, torch.full((10_001,), old).double(), ATOMS)
+    assert changed.sum() > 3000
+    (gradient,) = torch.autograd.grad(loss.sum(), logits)
+    size = gradient.abs().sum(-1)
+    assert size.max() < 6.6
+    assert max(size[:526].max(), size[-526:].max()) < 2.96  # 2 x (1 - x) up to 0.1
+
+
+@pytest.mark.parametrize("returned", [0.2, 0.5, 1.3, 2.5])
+def test_the_loss_of_clipped_atoms_is_continuous_where_clipping_begins(returned):
+    """Ours: the old mean 1e-4 further away changes it by 1e-4 times the slope, 9.1, at most.
+
+    Predictions of mean m within 0.2 of the old one are not clipped: theirs is the plain loss.
+    """
+    distances = torch.linspace(-0.3, 0.3, 6001, dtype=torch.float64)  # m - m_old
+    logits = between_atoms(9.0)[3000].expand(6001, -1)
+    target = categorical.two_hot(tensor([returned]), ATOMS)
+    facts = (logits, target, logits.softmax(-1) @ ATOMS - distances, ATOMS)
+    loss, changed = atom_loss(*facts)
+    plain, _ = atom_loss(*facts, "none")
+    assert loss.diff().abs().max() < 9.1e-4
+    inside = distances.abs() < 0.2 - 1e-9
+    assert_close(loss[inside], plain[inside], rtol=1e-12, atol=1e-12)
+    assert changed[inside].sum() == 0
+    assert changed[distances.abs() > 0.2 + 1e-5].all()
+    assert (loss > plain + 0.1).any()
+
+
+@pytest.mark.parametrize("returned", [-5.0, -1.0, 0.1, 1.5, 5.0])
+@pytest.mark.parametrize("moved", [0.31, 0.5, 1.27])
+def test_the_loss_of_clipped_atoms_is_that_of_the_shifted_prediction(moved, returned):
+    """Reference code of Schulman et al. 2017, for atoms ours: N(0.3, 0.6^2) on bins of 0.2.
+
+    Its mean moved by more than d = 0.2; the shifted prediction is N(0.3 - moved + 0.2, 0.6^2). The
+    target's rounding adds up to dz^2 / 4 = 0.01 of variance: 0.01 / (2 * 0.36), 0.014 nats. No
+    floor of probabilities bends the loss of returns that are 8 standard deviations off.
+    """
+    atoms = torch.linspace(-8, 8, 81, dtype=torch.float64)
+    target = categorical.hl_gauss(tensor([returned]), atoms, 0.15)
+
+    def prediction(mean: float) -> Tensor:
+        return -(atoms[None] - mean).square() / (2 * 0.36)
+
+    loss, changed = atom_loss(prediction(0.3), target, tensor([0.3 - moved]), atoms)
+    means = (0.3, 0.5 - moved)
+    plain, shifted = (-float((target * prediction(m).log_softmax(-1)).sum()) for m in means)
+    assert changed == 1
+    assert float(loss) == pytest.approx(max(plain, shifted), abs=0.02)
+    assert (shifted > plain) == (returned > 0.4 - moved / 2)  # their middle
 
 
 # ------------------------------------------------------------------------ the larger of two losses
