@@ -1196,7 +1196,7 @@ def log(writer: SummaryWriter, run: Run, metrics: dict, step: int, histograms: b
             run.logged[tag] = float(value)
             writer.add_scalar(tag, run.logged[tag], step)
         elif histograms:
-            writer.add_histogram(tag, value, step)
+            writer.add_histogram(tag, value.clamp(-9e19, 9e19), step)  # its bins end at 1e20
 
 
 def log_flags(writer: SummaryWriter, args: Args) -> None:

@@ -58,6 +58,14 @@ def test_metrics_of_an_iteration_worked_by_hand(script):
     assert metrics.keys() - script.iteration_metrics(run, [0, 1, 2, 3], args) == {"cvar/empirical"}
 
 
+def test_histograms_hold_what_lies_beyond_their_bins(script, tmp_path):
+    """TensorBoard's bins end at 1e20 and it raises where all of a tensor lies beyond."""
+    with script.SummaryWriter(str(tmp_path)) as writer:
+        for sign in (-1, 1):
+            values = sign * torch.tensor([1e21, 1e30], dtype=torch.float64)
+            script.log(writer, script.Run(), {"returns": values}, 7)
+
+
 def test_scalars_are_written_and_remembered_tensors_with_axes_are_histograms(script):
     """A tensor without axes is a scalar; histograms may be left out."""
     writer, run = Writer(), script.Run()
