@@ -464,7 +464,7 @@ def test_a_neutral_run_asks_for_no_risk(lively, monkeypatch):
 @pytest.mark.parametrize("norm_returns", [True, False])
 def test_moving_statistics_change_no_prediction(script, norm_returns):
     """PopArt: both critics decode to the same values before and after, while the scale moves.
-    van Hasselt et al. 2016, eq. 5. Of atoms that is what V exceeds their mean by; the mean jumps."""
+    van Hasselt et al. 2016, eq. 5. Of atoms what V exceeds their mean by; the mean jumps."""
     run = make_run(script, "Counter", norm_returns=norm_returns)
     prepare(run)
     roll(run)
