@@ -95,7 +95,7 @@ class Args:
     num_minibatches: int = 2  # per epoch; divides num_envs * num_steps
     update_epochs: int = 8  # passes over each rollout, integer >= 1
     norm_adv: bool = True  # normalise advantages over the rollout
-    norm_adv_memory: int = 10  # rollouts whose advantage std holds on, integer >= 0; 0: none
+    norm_adv_memory: int = 40  # rollouts whose advantage std holds on, integer >= 0; 0: none
     clip_coef: float = 0.2  # clipping range of the probability ratio, > 0
     ent_coef: float = 0.0  # weight of the entropy bonus, per nat, >= 0
     ent_coef_final: float | None = None  # the same at the end of the run, linear; None: constant
