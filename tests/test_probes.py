@@ -161,9 +161,13 @@ def test_predicted_spread_is_that_of_the_return(script, tmp_path):
 
 MEMORY = {
     "total_timesteps": 24_640,
+    "num_envs": 16,
     "num_steps": 44,
+    "num_minibatches": 4,
+    "hidden_size": 32,
+    "lstm_hidden_size": 64,  # with 16, and 8 environments, half of the seeds stay at chance
     "gamma": 0.98,
-    "learning_rate": 5e-3,
+    "learning_rate": 3e-3,
     "anneal_lr": True,
     "eval_episodes": 200,
 }
