@@ -95,7 +95,7 @@ class Args:
     num_minibatches: int = 2  # per epoch; divides num_envs * num_steps
     update_epochs: int = 8  # passes over each rollout, integer >= 1
     norm_adv: bool = True  # normalise advantages over the rollout
-    norm_adv_memory: int = 10  # rollouts whose advantage std holds on, integer >= 0; 0: none
+    norm_adv_memory: int = 40  # rollouts whose advantage std holds on, integer >= 0; 0: none
     clip_coef: float = 0.2  # clipping range of the probability ratio, > 0
     ent_coef: float = 0.0  # weight of the entropy bonus, per nat, >= 0
     ent_coef_final: float | None = None  # the same at the end of the run, linear; None: constant
@@ -139,8 +139,8 @@ class Args:
         inf = math.inf
         self.bound(1, inf, "torch_threads", "eval_episodes", "num_envs", "num_steps")
         self.bound(1, inf, "num_minibatches", "update_epochs", "hidden_size")
-        self.bound(0, inf, "eval_every", "checkpoint_every", "norm_adv_memory", "vf_coef")
-        self.bound(0, inf, "ent_coef", "ent_coef_final", "min_entropy_penalty")
+        self.bound(0, inf, "eval_every", "checkpoint_every", "vf_coef")
+        self.bound(0, inf, "norm_adv_memory", "ent_coef", "ent_coef_final", "min_entropy_penalty")
         self.bound(1e-12, inf, "learning_rate", "clip_coef", "max_grad_norm", "target_kl")
         self.bound(1e-12, inf, "vf_clip_coef")
         self.bound(0, 1, "gamma", "gae_lambda", "cvar_weight")
@@ -488,9 +488,11 @@ def cvar_advantages_categorical(target_probs: Tensor, probs: Tensor, atoms: Tens
 
 class ValueDistribution(nn.Module):
     """What the script asks of a value distribution: probabilities of the atoms `support` (K,).
-    Critics' `outputs` are K logits and, with `value_from` mean_head, what V exceeds their mean by:
-    (..., K or K + 1). Atoms and V are normalised by `moments`, results are in the task's units.
-    Some arguments serve the other kind of distribution alone."""
+    Critics' `outputs` are K logits and, with `value_from` mean_head, what V exceeds their mean by,
+    over `gain`: (..., K or K + 1). Atoms and V are normalised by `moments`, results are in the
+    task's units. Some arguments serve the other kind of distribution alone."""
+
+    gain = 0.1  # slows down what V exceeds the mean by: it is to be a mean over many rollouts
 
     def __init__(self, args: Args) -> None:
         super().__init__()
@@ -510,15 +512,18 @@ class ValueDistribution(nn.Module):
     def task_atoms(self) -> Tensor:  # (K,) in the task's units, float64
         return self.moments.denormalize(self.support.double())
 
-    def mean(self, outputs: Tensor) -> Tensor:  # (...) of the distribution
+    def normalized_mean(self, outputs: Tensor) -> Tensor:  # (...) of the distribution
         probs = self.probs(outputs)
-        return self.moments.denormalize(probs @ self.support.to(probs))
+        return probs @ self.support.to(probs)
+
+    def mean(self, outputs: Tensor) -> Tensor:  # (...) the same in the task's units
+        return self.moments.denormalize(self.normalized_mean(outputs))
 
     def value(self, outputs: Tensor) -> Tensor:  # (...) V, by `value_from`
-        mean = self.mean(outputs)
-        if self.args.value_from == "distribution":
-            return mean
-        return mean + self.moments.std.to(mean) * outputs[..., -1]
+        value = self.normalized_mean(outputs)
+        if self.args.value_from == "mean_head":
+            value = value + self.gain * outputs[..., -1]
+        return self.moments.denormalize(value)
 
     def describe(self, outputs: Tensor) -> dict[str, Tensor]:
         """Deciles 1, 5 and 9, standard deviation, VaR and CVaR of the distribution, each (...)."""
@@ -592,8 +597,8 @@ class ValueDistribution(nn.Module):
         and its gradient is bounded."""
         args = self.args
         logits, excess = self.split(outputs)
-        probs = logits.softmax(-1)
-        values = (probs.detach() @ self.support)[..., None] + excess
+        mean = self.normalized_mean(outputs).detach()
+        values = mean[..., None] + self.gain * excess
         loss = categorical_cross_entropy(targets, logits)
         v_loss = squared_error(values, returns)
         if args.vf_clip == "none":
@@ -601,7 +606,7 @@ class ValueDistribution(nn.Module):
 
         old_mean = old[..., 0]
         old_values = old[..., 1:]
-        shift = clip_shift(probs, old_mean, args.vf_clip_coef, self.support)
+        shift = clip_shift(logits.softmax(-1), old_mean, args.vf_clip_coef, self.support)
         source = self.support - shift[..., None]
         moved = project_categorical(targets.expand_as(source), source, self.support)
         loss = clipped_value_loss(loss, categorical_cross_entropy(moved, logits))
@@ -624,9 +629,9 @@ class ValueDistribution(nn.Module):
             head[-1].bias.data[len(self.support) :] *= ratio
         logits, excess = self.split(outputs)
         excess = excess * ratio
-        mean = (logits.softmax(-1) @ self.support.to(logits))[..., None]
         moved = torch.cat((logits, excess), -1)
-        return moved, torch.cat((mean, mean + excess), -1)
+        mean = self.normalized_mean(moved)[..., None]
+        return moved, torch.cat((mean, mean + self.gain * excess), -1)
 
 
 # ---- end of value distribution -------------------------------------------------------------------
@@ -1201,12 +1206,13 @@ def evaluate(agent: Agent, args: Args) -> dict[str, float]:
     returns, lengths = [], []
     for episode in range(args.eval_episodes):
         obs, _ = env.reset(seed=None if episode else args.seed + 1_000_000)
+        check_finite(obs[None], obs[None], np.zeros(1), f"reset of evaluation episode {episode}")
         rewards, ended = [], False
         while not ended and len(rewards) < (env.spec.max_episode_steps or 10_000):
             obs, reward, terminated, truncated, _ = env.step(agent.act(obs))
-            rewards.append(reward)
             when = f"step {len(rewards)} of evaluation episode {episode}"
             check_finite(obs[None], obs[None], np.array([reward]), when)
+            rewards.append(reward)
             ended = terminated or truncated
         returns.append(sum(rewards))
         lengths.append(len(rewards))

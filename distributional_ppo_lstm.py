@@ -138,8 +138,8 @@ class Args:
         inf = math.inf
         self.bound(1, inf, "torch_threads", "eval_episodes", "num_envs", "num_steps")
         self.bound(1, inf, "num_minibatches", "update_epochs", "hidden_size", "lstm_hidden_size")
-        self.bound(0, inf, "eval_every", "checkpoint_every", "norm_adv_memory", "seq_len", "vf_coef")
-        self.bound(0, inf, "ent_coef", "ent_coef_final", "min_entropy_penalty")
+        self.bound(0, inf, "eval_every", "checkpoint_every", "seq_len", "vf_coef")
+        self.bound(0, inf, "norm_adv_memory", "ent_coef", "ent_coef_final", "min_entropy_penalty")
         self.bound(1e-12, inf, "learning_rate", "clip_coef", "max_grad_norm", "target_kl")
         self.bound(1e-12, inf, "vf_clip_coef")
         self.bound(0, 1, "gamma", "gae_lambda", "cvar_weight")
@@ -1300,13 +1300,14 @@ def evaluate(agent: Agent, args: Args) -> dict[str, float]:
     returns, lengths = [], []
     for episode in range(args.eval_episodes):
         obs, _ = env.reset(seed=None if episode else args.seed + 1_000_000)
+        check_finite(obs[None], obs[None], np.zeros(1), f"reset of evaluation episode {episode}")
         state, rewards, ended = None, [], False
         while not ended and len(rewards) < (env.spec.max_episode_steps or 10_000):
             action, state = agent.act(obs, state)
             obs, reward, terminated, truncated, _ = env.step(action)
-            rewards.append(reward)
             when = f"step {len(rewards)} of evaluation episode {episode}"
             check_finite(obs[None], obs[None], np.array([reward]), when)
+            rewards.append(reward)
             ended = terminated or truncated
         returns.append(sum(rewards))
         lengths.append(len(rewards))

@@ -100,9 +100,9 @@ def test_a_run_that_opens_with_nan_stops_at_once(script, capsys, tmp_path):
 
 @pytest.mark.parametrize(("kind", "what"), [("Trial", "nan"), ("Prize", "reward inf")])
 def test_an_evaluation_with_nan_is_no_result(script, capsys, tmp_path, kind, what):
-    """Step 9, the second of the second episode; the trained agent is saved. --evaluate alike."""
+    """Step 9 in all is step 1 of episode 1; the trained agent is saved. --evaluate alike."""
     args = flags_for(script, tmp_path, f"Faulty{kind}", checkpoint_every=0)
-    parts = ["not finite", what, "step 2 of evaluation episode 1; check the task"]
+    parts = ["not finite", what, "step 1 of evaluation episode 1; check the task"]
     line = [*parts, "after 240 steps"]
     check_fault(script, capsys, tmp_path, words(args), line, iterations=5)
     (path,) = (tmp_path / "runs").glob("*/checkpoint.pt")

@@ -145,10 +145,10 @@ def test_the_mean_of_quantiles_does_not_see_a_rare_reward(tmp_path, monkeypatch)
 
 def test_predicted_spread_is_that_of_the_return(script, tmp_path):
     """iid N(0, 1) rewards, ten steps, lambda 1: std sqrt(sum 0.9^2k), k < n, with n steps left."""
-    flags = {"gamma": 0.9, "gae_lambda": 1.0, "num_steps": 40, "total_timesteps": 32_000}
-    flags["anneal_lr"] = True
+    flags = {"gamma": 0.9, "gae_lambda": 1.0, "num_envs": 16, "num_steps": 40, "anneal_lr": True}
+    flags |= {"num_minibatches": 4, "total_timesteps": 51_200}
     flags |= {"num_quantiles": 32, "num_atoms": 51, "target_encoding": "two_hot"}
-    flags |= {"hidden_size": 32, "learning_rate": 6e-3}
+    flags |= {"hidden_size": 64, "learning_rate": 1e-2}
     _, agent = learn(script, tmp_path, "RandomReward", **flags)
     obs = agent.normalize_obs(torch.arange(10)[:, None] / 10)
     with torch.no_grad():
@@ -161,9 +161,13 @@ def test_predicted_spread_is_that_of_the_return(script, tmp_path):
 
 MEMORY = {
     "total_timesteps": 24_640,
+    "num_envs": 16,
     "num_steps": 44,
+    "num_minibatches": 4,
+    "hidden_size": 32,
+    "lstm_hidden_size": 64,  # with 16, and 8 environments, half of the seeds stay at chance
     "gamma": 0.98,
-    "learning_rate": 5e-3,
+    "learning_rate": 3e-3,
     "anneal_lr": True,
     "eval_episodes": 200,
 }

@@ -209,10 +209,26 @@ def test_a_step_that_is_not_finite_is_named(script, monkeypatch, fault):
 
 @pytest.mark.parametrize("fault", [{"reward": np.inf}, {"reward": np.nan}, {"obs": np.nan}])
 def test_an_evaluation_that_is_not_finite_is_named(script, monkeypatch, fault):
-    """Episodes of 9 steps: step 13 of the task is the fourth of the second episode, number 1."""
+    """Episodes of 9 steps: step 13 of the task is the fourth of the second episode, both from 0."""
     spoil(script, monkeypatch, seed=1_000_001, step=13, **fault)
     run = make_run(script, "Walk")
-    with pytest.raises(RuntimeError, match="step 4 of evaluation episode 1; check the task"):
+    with pytest.raises(RuntimeError, match="step 3 of evaluation episode 1; check the task"):
+        script.evaluate(run.agent, run.args)
+
+
+def test_a_reset_of_an_evaluation_that_is_not_finite_is_named(script, monkeypatch):
+    """Ahead of any action on it: the second episode, number 1."""
+    original, resets = script.make_env, []
+
+    class Spoilt(gym.Wrapper):
+        def reset(self, **options):
+            obs, info = super().reset(**options)
+            resets.append(obs)
+            return obs + (np.nan if len(resets) == 2 else 0), info
+
+    run = make_run(script, "Walk")
+    monkeypatch.setattr(script, "make_env", lambda args: Spoilt(original(args)))
+    with pytest.raises(RuntimeError, match="reset of evaluation episode 1; check the task"):
         script.evaluate(run.agent, run.args)
 
 

@@ -105,7 +105,7 @@ def value_losses(agent, mb, args):
         value, old_value, d = outputs[..., K], old[..., -1], args.vf_clip_coef
         if not quantiles:  # the mean of atoms, which this loss does not train, and what is beyond
             atoms = torch.linspace(args.v_min, args.v_max, K, dtype=torch.float64)
-            value = value + outputs[..., :K].detach().softmax(-1) @ atoms
+            value = 0.1 * value + outputs[..., :K].detach().softmax(-1) @ atoms
         near = old_value + (value - old_value).clamp(-d, d)
         errors = [(x - mb.returns.double()).square() / 2 for x in (value, near)]
         parts.append((*errors, (value - old_value).abs() > d))

@@ -117,7 +117,7 @@ def test_order_of_the_reductions(script):
 def test_v_of_the_reduced_twins(script, mode):
     """Fujimoto et al. 2018 (TD3) for the minimum of two V's; ours: their mean. In any units.
 
-    Of atoms V is the mean and what it exceeds it by; `min_quantile` takes the minimum of each.
+    Of atoms V is the mean and a tenth of the output; `min_quantile` takes the minimum of each.
     """
     dist = of(script, twin_reduce=mode, num_quantiles=5, **MEAN_HEAD)
     set_units(dist, 100, 2)
@@ -125,11 +125,11 @@ def test_v_of_the_reduced_twins(script, mode):
     v = outputs[..., 5]
     if script is categorical:
         probs = outputs[..., :5].softmax(-1)
-        v = v + probs @ dist.support
+        v = 0.1 * v + probs @ dist.support
     expected = v.mean(0) if mode == "mean" else v.amin(0)
     if script is categorical and mode == "min_quantile":
         above = 1 - probs.cumsum(-1).amax(0)[..., :4]  # atoms from -1 by steps of 1
-        expected = -1 + above.sum(-1) + outputs[..., 5].amin(0)
+        expected = -1 + above.sum(-1) + 0.1 * outputs[..., 5].amin(0)
     assert_close(dist.value(dist.reduce_twins(outputs)), 100 + 2 * expected)
 
 
@@ -219,15 +219,15 @@ def test_reduction_of_twin_quantiles_with_v_by_hand(mode, expected):
     ("mode", "expected"),
     [
         # the critic of mean 1.2, whose V is 1.2 - 2, the other's is 1 + 4
-        ("min", [0.3, 0.1, 0.1, 0.1, 0.4, -2, -0.8]),
-        ("mean", [0.2, 0.15, 0.25, 0.15, 0.25, 1, 2.1]),  # mean -0.2 + 0.25 + 0.3 + 0.75
-        ("min_quantile", [0.3, 0.1, 0.3, 0.2, 0.1, -2, -1.3]),  # mean -0.3 + 0.3 + 0.4 + 0.3
+        ("min", [0.3, 0.1, 0.1, 0.1, 0.4, -20, -0.8]),
+        ("mean", [0.2, 0.15, 0.25, 0.15, 0.25, 10, 2.1]),  # mean -0.2 + 0.25 + 0.3 + 0.75
+        ("min_quantile", [0.3, 0.1, 0.3, 0.2, 0.1, -20, -1.3]),  # mean -0.3 + 0.3 + 0.4 + 0.3
     ],
 )
 def test_reduction_of_twin_atoms_with_v_by_hand(mode, expected, order):
-    """Fujimoto et al. 2018 (TD3) for `min`, the others ours: 4 and -2 beyond the means."""
+    """Fujimoto et al. 2018 (TD3) for `min`, the others ours: 40 and -20 tenths beyond the means."""
     dist = atoms(twin_reduce=mode, **MEAN_HEAD)
-    outputs = with_v(TWIN_PROBS.log(), [4.0, -2.0])[order]
+    outputs = with_v(TWIN_PROBS.log(), [40.0, -20.0])[order]
     reduced = dist.reduce_twins(outputs)
     assert_close(reduced[:5].softmax(-1), torch.tensor(expected[:5]))
     assert float(reduced[5]) == expected[5]
@@ -238,14 +238,14 @@ def test_value_of_the_last_output_and_mean_of_the_distribution(script):
     """Ours, decoded by van Hasselt et al. 2016: returns of mean 100 and std 2; 6 is 112.
 
     Three quantiles 0 1 5 have the mean 2: 104. Five equal atoms from -1 to 3 have 1: 102, and 6
-    beyond it is 114.
+    tenths beyond it are 103.2.
     """
     distribution = torch.tensor([0.0, 1, 5]) if script is lstm else torch.zeros(5)
     dist = of(script, **MEAN_HEAD)
     set_units(dist, 100, 2)
     outputs = with_v(distribution, 6.0)
     mean = 104 if script is lstm else 102
-    assert float(dist.value(outputs)) == pytest.approx(112 if script is lstm else 114)
+    assert float(dist.value(outputs)) == pytest.approx(112 if script is lstm else 103.2)
     assert float(dist.mean(outputs)) == pytest.approx(mean)
     own, alone = dist.describe(outputs), of(script)
     set_units(alone, 100, 2)
@@ -590,8 +590,8 @@ def distribution_and_v(script: ModuleType, **flags: Any) -> tuple[Any, Any, dict
     outputs, old = torch.randn(2, 2, 1, K), torch.randn(2, 2, 1, K if script is lstm else 1)
     targets = without.encode_targets(torch.randn(2, 1, 1), torch.ones(2, 1, 1))
     values = torch.tensor([[[0.0], [1.5]], [[2.0], [-1.0]]])
-    if script is categorical:  # the last output is what V exceeds the mean by
-        values -= outputs.softmax(-1) @ without.support
+    if script is categorical:  # the last output is what V exceeds the mean by, in tenths
+        values = 10 * (values - outputs.softmax(-1) @ without.support)
     return with_head, without, {"out": outputs, "old": old, "targets": targets, "v": values}
 
 
@@ -638,7 +638,7 @@ def test_a_moved_v_alone_counts_as_clipped(script, move, expected):
     targets, returns = own.encode_targets(samples, samples + 1), torch.zeros(3, 4)
     _, changed = own.loss(outputs, targets, returns, old)
     assert changed.sum() == 0
-    outputs[..., -1] += move
+    outputs[..., -1] += move if script is lstm else 10 * move
     _, changed = own.loss(outputs, targets, returns, old)
     assert (changed == expected).all()
 
@@ -646,7 +646,7 @@ def test_a_moved_v_alone_counts_as_clipped(script, move, expected):
 def test_gradient_of_the_squared_error(script):
     """Ours: of the last layer only V's row gets the squared error, below it the hidden layer does.
 
-    By the difference of two returns that change nothing else: dL/dV = V - R.
+    By the difference of two returns that change nothing else: dL/dV = V - R; a tenth with atoms.
     """
     dist = of(script, num_quantiles=5, **MEAN_HEAD)
     hidden, last = nn.Linear(FEATURES, 8), nn.Linear(8, 6)
@@ -663,11 +663,12 @@ def test_gradient_of_the_squared_error(script):
     pairs = zip(gradients(returns), gradients(returns + 1))
     below, bias_below, weight, bias = (one - two for one, two in pairs)
     inside = hidden(features).tanh().detach()
-    assert_close(weight[5], inside.sum(0), rtol=1e-4, atol=1e-5)  # the difference is 1 a sample
-    assert_close(bias[5], torch.tensor(7.0))
+    gain = 1 if script is lstm else 0.1
+    assert_close(weight[5], gain * inside.sum(0), rtol=1e-4, atol=1e-5)  # 1 a sample, of V
+    assert_close(bias[5], torch.tensor(gain * 7.0))
     assert weight[:5].abs().max() < 1e-6
     assert bias[:5].abs().max() < 1e-6
-    error = last.weight[5].detach() * (1 - inside.square())  # (7, 8), through tanh
+    error = gain * last.weight[5].detach() * (1 - inside.square())  # (7, 8), through tanh
     assert_close(bias_below, error.sum(0), rtol=1e-4, atol=1e-5)
     assert_close(below, error.T @ features, rtol=1e-4, atol=1e-5)
 
@@ -808,7 +809,7 @@ def test_outputs_of_atoms_stay_when_statistics_move(value_from):
         assert_close(dist.moments.std.float() * x[..., 5:], before, rtol=0, atol=3e-3)
     mean = outputs[..., :5].softmax(-1) @ torch.linspace(-1, 3, 5)
     assert_close(old[..., 0], mean)
-    assert_close(old[..., 1:], mean[..., None] + carried[..., 5:].to(old))
+    assert_close(old[..., 1:], mean[..., None] + 0.1 * carried[..., 5:].to(old))
 
 
 @pytest.mark.parametrize("value_from", VALUE_FROM)
