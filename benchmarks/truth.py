@@ -151,7 +151,7 @@ def cells() -> list[Cell]:
             flags = RARE + PASSES[script] if task in CHANCES else ARMS
             for variant, own in (BOTH | OWN[script]).items():
                 grid.append(Cell(task, script, variant, f"{flags} {own}", range(1, 6)))
-    return [*grid, Cell("bad-arm", SB3, "default", "", range(1, 6))]
+    return [*grid, Cell("bad-arm", SB3, "default", ARMS, range(1, 6))]
 
 
 # ------------------------------------------------------------------------------------- measurements
@@ -213,8 +213,8 @@ def run_peer(run: Run) -> dict[str, float]:
     from stable_baselines3.common.evaluation import evaluate_policy
 
     ours = common.load_script(CATEGORICAL)
-    line = ["--env-id", "truth:bad-arm-v0", "--seed", str(1000 * run.seed), *ARMS.split()]
-    args = ours.tyro.cli(ours.Args, args=line)
+    line = ["--env-id", "truth:bad-arm-v0", "--seed", str(1000 * run.seed)]
+    args = ours.tyro.cli(ours.Args, args=[*line, *run.cell.flags.split()])
     torch.set_num_threads(1)
 
     def make():
@@ -255,8 +255,9 @@ A reward of 100 with probability 10, 3 and 1 %: the value over the truth (10, 3,
 """
 ARMS_HEAD = """\
 Two arms, mean pay 0.5 and -0.51, the latter of 1 and, with probability 1 %, -150: the probability
-of the bad arm, seeds that prefer it, the value at the start and the expected return of the policy
-there, mean over seeds +- 95 % interval; mean of 500 evaluation episodes of the policy's mode.
+of the bad arm, each seed; seeds that prefer it; the value at the start, mean over seeds +- 95 %
+interval, and the expected return there of the policies as they sample; mean of 500 evaluation
+episodes of their modes.
 """
 Groups = dict[Setting, list[Row]]
 
@@ -309,7 +310,7 @@ def arms_table(groups: Groups) -> list[str]:
                     kind_of(cell.setting),
                     cell.variant,
                     len(rows),
-                    f"{bad.min():.3f} to {bad.max():.3f}",
+                    " ".join(f"{chance:.2f}" for chance in sorted(bad)),
                     int((bad > 0.5).sum()),
                     f"{value.mean:.2f} +- {value.half:.2f}",
                     f"{expected:.2f}",
