@@ -99,7 +99,8 @@ if "bad-arm-v0" not in gym.registry:
     gym.register("bad-arm-v0", BadArm)
 
 # ----------------------------------------------------------------------------------------- the grid
-RARE = (  # the learning rate falls to 0, so that the last value is a mean over some 300,000 steps
+# the learning rate falls to 0, so that the last value averages many rollouts; atoms need the passes
+RARE = (
     "--num-envs 512 --num-steps 16 --num-minibatches 2 --total-timesteps 1000000 "
     "--eval-episodes 1 --checkpoint-every 0 "
 )
