@@ -160,6 +160,7 @@ GRID = [
     Cell("Acrobot-v1", CATEGORICAL, "default", ACROBOT, range(1, 6)),
     Cell("LunarLander-v3", CATEGORICAL, "default", LUNAR, range(1, 6)),
     Cell("HalfCheetah-v5", CATEGORICAL, "default", MUJOCO, range(1, 4)),
+    Cell("HalfCheetah-v5", CATEGORICAL, "before", MUJOCO, ()),
     Cell("Hopper-v5", CATEGORICAL, "default", MUJOCO, range(1, 4)),
     Cell("Walker2d-v5", CATEGORICAL, "default", MUJOCO, range(1, 4)),
     Cell("Ant-v5", CATEGORICAL, "default", MUJOCO, range(1, 4)),
