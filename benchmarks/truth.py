@@ -1,21 +1,22 @@
-"""Truth: is the value the expected return where returns have rare tails, and does a neutral policy
-stay neutral? Runs what is missing, reports.
+"""Truth: is the value the expected return where returns have rare tails, does a neutral policy stay
+neutral, and do units matter? Runs what is missing, reports.
 
     python benchmarks/truth.py             # run the missing runs and report
     python benchmarks/truth.py --report    # tables from the committed CSV alone
     python benchmarks/truth.py --only rare-1 categorical --seeds 1 2
 
-Three tasks pay rarely, and the value is known; in the fourth one arm looks better but for a rare
-disaster. Every critic has the same flags beside its own. One row of results/truth.csv is one run;
-interrupted at any point, the next call continues. Reported seeds are 1 to 5, flags were chosen on
-seeds 1000 and up. Seed k trains with --seed 1000 k: environments take consecutive seeds, and runs
-on neighbouring ones would share most of their data.
+Three tasks pay rarely, and the value is known; in a fourth one arm looks better but for a rare
+disaster; the rest are CartPole-v1 in other units. Every critic has the same flags beside its own.
+One row of results/truth.csv is one run; interrupted at any point, the next call continues. Reported
+seeds are 1 to 10, flags were chosen on seeds 1000 and up. Seed k trains with --seed 1000 k:
+environments take consecutive seeds, and runs on neighbouring ones would share most of their data.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from itertools import product
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -31,6 +32,8 @@ PRIZE = 100.0
 CHANCES = {"rare-10": 0.1, "rare-3": 0.03, "rare-1": 0.01}  # of the prize
 DELAY = 20  # steps from the choice of the arm to its pay
 GAMMA = 0.98  # of the arms
+UNITS = ("rewards", "observations")  # of CartPole-v1
+SCALES = ("1e-8", "1e-4", "1", "1e8", "1e18")  # which they are multiplied by
 GOOD, BAD = 0.5, 0.99 * 1 + 0.01 * -150  # expected pay of the arms
 
 
@@ -92,11 +95,40 @@ class BadArm(gym.Env):
         return self.look(), pay, self.t > DELAY, False, {}
 
 
+class Units(gym.Wrapper):
+    """CartPole-v1 whose rewards and observations are measured in other units."""
+
+    def __init__(self, rewards: float = 1.0, observations: float = 1.0):
+        super().__init__(gym.make("CartPole-v1"))
+        low, high = self.env.observation_space.low, self.env.observation_space.high
+        self.observation_space = Box(low * observations, high * observations)
+        self.rewards = rewards
+        self.observations = observations
+
+    def seen(self, observation):
+        """In the units of the observations."""
+        return (observation * self.observations).astype(np.float32)
+
+    def reset(self, **options):
+        """Open an episode."""
+        observation, info = self.env.reset(**options)
+        return self.seen(observation), info
+
+    def step(self, action):
+        """As ever, in other units."""
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        return self.seen(observation), reward * self.rewards, terminated, truncated, info
+
+
 for name, chance in CHANCES.items():
     if f"{name}-v0" not in gym.registry:
         gym.register(f"{name}-v0", Rare, kwargs={"chance": chance})
 if "bad-arm-v0" not in gym.registry:
     gym.register("bad-arm-v0", BadArm)
+for what in UNITS:
+    for scale in SCALES:
+        if f"{what}-{scale}-v0" not in gym.registry:
+            gym.register(f"{what}-{scale}-v0", Units, kwargs={what: float(scale)})
 
 # ----------------------------------------------------------------------------------------- the grid
 # the learning rate falls to 0, so that the last value averages many rollouts; atoms need the passes
@@ -109,12 +141,9 @@ ARMS = (
     f"--num-envs 16 --num-steps 100 --gae-lambda 0.9 --gamma {GAMMA} --total-timesteps 160000 "
     "--eval-episodes 500 --checkpoint-every 0"
 )
+CARTPOLE = "--total-timesteps 25600 --checkpoint-every 0"
 DISTRIBUTION = "--value-from distribution"
-BOTH = {
-    "default": "",
-    "mean_head": "--value-from mean_head",
-    "distribution": DISTRIBUTION,
-}
+BOTH = {"default": "", "distribution": DISTRIBUTION}
 OWN = {
     LSTM: {
         "kappa 1": f"{DISTRIBUTION} --kappa 1",
@@ -138,7 +167,7 @@ COLUMNS = (
     "value",  # of the start state, as GAE takes it
     "drawn",  # mean reward of the run, where it is the truth that was seen
     "bad",  # probability of the bad arm
-    "mean",  # of an evaluation
+    "mean",  # of an evaluation, in CartPole-v1's own unit
 )
 TABLE = Table(RESULTS / "truth.csv", COLUMNS)
 
@@ -150,8 +179,13 @@ def cells() -> list[Cell]:
         for script in (CATEGORICAL, LSTM):
             flags = RARE + PASSES[script] if task in CHANCES else ARMS
             for variant, own in (BOTH | OWN[script]).items():
-                grid.append(Cell(task, script, variant, f"{flags} {own}", range(1, 6)))
-    return [*grid, Cell("bad-arm", SB3, "default", ARMS, range(1, 6))]
+                judged = task == "bad-arm" and variant == "default"
+                seeds = range(1, 11 if judged else 6)
+                grid.append(Cell(task, script, variant, f"{flags} {own}", seeds))
+    grid.append(Cell("bad-arm", SB3, "default", ARMS, range(1, 6)))
+    for what, scale, script in product(UNITS, SCALES, (CATEGORICAL, LSTM)):
+        grid.append(Cell(f"{what}-{scale}", script, "default", CARTPOLE, (1, 2)))
+    return grid
 
 
 # ------------------------------------------------------------------------------------- measurements
@@ -163,7 +197,7 @@ class Start(NamedTuple):
 
 
 def start_of(script: ModuleType, agent: Any, args: Any) -> Start:
-    """Of a trained agent."""
+    """Of a trained agent with two actions."""
     import torch
 
     first, _ = script.make_env(args).reset(seed=0)
@@ -198,10 +232,14 @@ def run_ours(run: Run) -> dict[str, float]:
     task = f"truth:{run.cell.task}-v0"
     with common.trained(script, task, 1000 * run.seed, run.cell.flags) as done:
         start = start_of(script, *script.load_agent(done.directory))
-    figures = {"seconds": done.seconds, "value": start.value}
-    if run.cell.task in CHANCES:
-        return figures | {"drawn": float(np.mean(drawn))}
-    return figures | {"bad": start.arm, "mean": done.metrics["eval/return_mean"]}
+    seconds = {"seconds": done.seconds}
+    mean = done.metrics["eval/return_mean"]
+    kind, _, rest = run.cell.task.partition("-")
+    if kind == "rare":
+        return seconds | {"value": start.value, "drawn": float(np.mean(drawn))}
+    if kind == "bad":
+        return seconds | {"value": start.value, "bad": start.arm, "mean": mean}
+    return seconds | {"mean": mean / (float(rest) if kind == "rewards" else 1.0)}
 
 
 def run_peer(run: Run) -> dict[str, float]:
@@ -258,6 +296,10 @@ Two arms, mean pay 0.5 and -0.51, the latter of 1 and, with probability 1 %, -15
 of the bad arm, each seed; seeds that prefer it; the value at the start, mean over seeds +- 95 %
 interval, and the expected return there of the policies as they sample; mean of 500 evaluation
 episodes of their modes.
+"""
+UNITS_HEAD = """\
+CartPole-v1, whose rewards or observations are multiplied by a number, 25,600 steps: mean return of
+50 evaluation episodes in the task's own unit, each seed.
 """
 Groups = dict[Setting, list[Row]]
 
@@ -321,10 +363,26 @@ def arms_table(groups: Groups) -> list[str]:
     return lines
 
 
+def units_table(groups: Groups) -> list[str]:
+    """A line for each script and what is measured in other units."""
+    lines = common.markdown_head(" | ".join(("script", "multiplied", *SCALES)))
+    for script, what in product((CATEGORICAL, LSTM), UNITS):
+        same = [Setting(f"{what}-{scale}", script, "default") for scale in SCALES]
+        if not all(setting in groups for setting in same):
+            continue
+        told = []
+        for setting in same:
+            rows = sorted(groups[setting], key=lambda row: int(row["seed"]))
+            told.append(" ".join(f"{float(row['mean']):.0f}" for row in rows))
+        lines.append(common.markdown_row([same[0].kind, what, *told]))
+    return lines
+
+
 def report() -> None:
     """Tables in results/truth.md and on stdout."""
     groups = common.by_setting(TABLE.rows())
     lines = [RARE_HEAD, *rare_table(groups), "", ARMS_HEAD, *arms_table(groups)]
+    lines += ["", UNITS_HEAD, *units_table(groups)]
     common.publish(RESULTS / "truth.md", lines)
 
 
@@ -334,10 +392,11 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="only rebuild the tables")
     parser.add_argument("--only", nargs="*", default=[], help="tasks, scripts, variants to run")
     parser.add_argument("--seeds", nargs="*", type=int, default=[], help="seeds to run")
+    parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     args = parser.parse_args()
     if not args.report:
         runs = common.runs_of(cells(), args.only, args.seeds)
-        TABLE.record(run_one, TABLE.without_row(runs))
+        TABLE.record(run_one, TABLE.without_row(runs), args.processes)
     report()
 
 
