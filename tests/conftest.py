@@ -7,6 +7,8 @@ from types import ModuleType
 
 import pytest
 import torch
+from xdist.remote import Producer
+from xdist.scheduler import WorkStealingScheduling
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 torch.set_num_threads(1)
@@ -18,6 +20,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes minutes; runs with -m slow")
     if not config.option.markexpr:
         config.option.markexpr = "not slow"
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> WorkStealingScheduling:
+    """A process that has finished its half takes tests of the other's."""
+    return WorkStealingScheduling(config, log)
 
 
 @pytest.fixture(params=SCRIPTS)
