@@ -40,7 +40,6 @@ import torch
 import tyro
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 from torch import Tensor, nn, optim
-from torch.distributions import Categorical, Distribution, Independent, Normal, kl_divergence
 from torch.utils.tensorboard import SummaryWriter, summary
 
 VELOCITIES = {  # entries that are zero in the velocity-free tasks of rl-baselines3-zoo
@@ -649,7 +648,8 @@ class ActionDistribution(nn.Module):
     """Distribution of actions given the actor's outputs, for every supported action space.
     Box: diagonal Gaussian, log-std independent of the state; only what the environment receives is
     clipped. Params: mean and log-std (..., 2, A). Discrete, MultiDiscrete, MultiBinary: P
-    categorical parts. Params: logits (..., P, largest part), smaller parts padded with -1e9."""
+    categorical parts. Params: log-probabilities (..., P, largest part), smaller parts padded with
+    -1e9. Parts and dimensions are independent: their log-probabilities, entropies and KLs add."""
 
     def __init__(self, space: gym.Space, log_std_init: float) -> None:
         super().__init__()
@@ -671,16 +671,31 @@ class ActionDistribution(nn.Module):
     def forward(self, outputs: Tensor) -> Tensor:  # the actor's (..., num_outputs) -> params
         if self.continuous:
             return torch.stack((outputs, self.log_std.expand_as(outputs)), -2)
-        return outputs.unflatten(-1, self.padding.shape) + self.padding
+        return (outputs.unflatten(-1, self.padding.shape) + self.padding).log_softmax(-1)
 
-    def distribution(self, params: Tensor) -> Distribution:  # joint over the parts
+    def log_prob(self, params: Tensor, actions: Tensor) -> Tensor:  # (...), of a density for Box
         if self.continuous:
             mean, log_std = params.unbind(-2)
-            return Independent(Normal(mean, log_std.exp(), validate_args=False), 1)
-        return Independent(Categorical(logits=params, validate_args=False), 1)
+            noise = (actions - mean) * (-log_std).exp()
+            return (-0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
+        return params.gather(-1, actions[..., None]).sum((-2, -1))
+
+    def entropy(self, params: Tensor) -> Tensor:  # (...), nats
+        if self.continuous:
+            return (params[..., 1, :] + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
+        return -(params.exp() * params).sum((-2, -1))
+
+    def kl(self, old: Tensor, params: Tensor) -> Tensor:  # (...), KL(old || new), nats
+        if self.continuous:
+            old_mean, old_log_std = old.unbind(-2)
+            mean, log_std = params.unbind(-2)
+            difference = ((old_mean - mean) * (-log_std).exp()).square()
+            log_ratio = 2 * (old_log_std - log_std)
+            return 0.5 * (log_ratio.exp() - 1 - log_ratio + difference).sum(-1)
+        return (old.exp() * (old - params)).sum((-2, -1))
 
     def sample(self, params: Tensor, deterministic: bool = False) -> Tensor:
-        """A random action, (..., P) or (..., A), or the mode; cheaper than torch.distributions."""
+        """A random action, (..., P) or (..., A), or the mode."""
         if self.continuous:
             mean, log_std = params.unbind(-2)
             return mean if deterministic else mean + log_std.exp() * torch.randn_like(mean)
@@ -958,10 +973,9 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     }  # fmt: skip
 
     # 4. the batch: steps and environments become rows
-    policy = agent.action_dist.distribution(rollout.params)
     batch = Batch(  # (T, N, ...) until the last line
         obs=obs, actions=rollout.actions, params=rollout.params, advantages=advantages.float(),
-        log_probs=policy.log_prob(rollout.actions),
+        log_probs=agent.action_dist.log_prob(rollout.params, rollout.actions),
         targets=dist.encode_targets(samples, weights),
         returns=dist.moments.normalize(returns).float(),
         old_values=old_values.movedim(0, 2).float(),
@@ -982,9 +996,9 @@ def losses(agent: Agent, mb: Batch, args: Args, ent_coef: float) -> tuple[Tensor
     """The loss of a minibatch, a scalar with its graph, and its metrics, scalars without.
         clipped policy loss + entropy loss + vf_coef * mean over critics of their value losses
     A pure function of parameters and minibatch. Source: Schulman et al. 2017, eq. 9."""
-    policy = agent.action_dist.distribution(agent.policy_params(mb.obs))
-    log_ratio = policy.log_prob(mb.actions) - mb.log_probs  # (B,)
-    entropy = policy.entropy()
+    params = agent.policy_params(mb.obs)
+    log_ratio = agent.action_dist.log_prob(params, mb.actions) - mb.log_probs  # (B,)
+    entropy = agent.action_dist.entropy(params)
     pg_loss, approx_kl, clipfrac = clipped_policy_loss(log_ratio, mb.advantages, args.clip_coef)
     h_loss = entropy_loss(entropy, ent_coef, args.min_entropy, args.min_entropy_penalty)
 
@@ -996,7 +1010,7 @@ def losses(agent: Agent, mb: Batch, args: Args, ent_coef: float) -> tuple[Tensor
 
     with torch.no_grad():
         ratio = log_ratio.exp()
-        kl = kl_divergence(agent.action_dist.distribution(mb.params), policy)
+        kl = agent.action_dist.kl(mb.params, params)
         metrics = {
             "losses/policy_loss": pg_loss.detach(), "losses/value_loss": v_loss.mean(),
             "losses/entropy": entropy.mean(),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from probes import ACTIONS
 from torch import Tensor
-from torch.distributions import kl_divergence
+from torch.distributions import Categorical, Distribution, Independent, Normal, kl_divergence
 from torch.testing import assert_close
 
 SIZES = (2, 4, 3)  # parts of the MultiDiscrete space
@@ -20,18 +20,6 @@ SIZES = (2, 4, 3)  # parts of the MultiDiscrete space
 def actions_of(script: ModuleType, space: str) -> Any:
     """The action distribution of a space, log-std 0."""
     return script.ActionDistribution(ACTIONS[space], 0.0)
-
-
-def log_prob(actions: Any, params: Tensor, chosen: Tensor) -> Tensor:
-    return actions.distribution(params).log_prob(chosen)
-
-
-def entropy(actions: Any, params: Tensor) -> Tensor:
-    return actions.distribution(params).entropy()
-
-
-def kl(actions: Any, old: Tensor, new: Tensor) -> Tensor:
-    return kl_divergence(actions.distribution(old), actions.distribution(new))
 
 
 def log_softmax(x: Tensor) -> np.ndarray:
@@ -56,7 +44,7 @@ def test_log_probabilities_of_multi_discrete_parts_are_summed(script):
     for b in range(5):
         for q, i in zip(parts(outputs[b]), chosen[b]):
             expected[b] += q[i]
-    assert_close(log_prob(actions, actions(outputs), chosen).numpy(), expected)
+    assert_close(actions.log_prob(actions(outputs), chosen).numpy(), expected)
 
 
 def test_entropies_of_multi_discrete_parts_are_summed(script):
@@ -67,7 +55,7 @@ def test_entropies_of_multi_discrete_parts_are_summed(script):
     for b in range(5):
         for q in parts(outputs[b]):
             expected[b] -= (np.exp(q) * q).sum()
-    assert_close(entropy(actions, actions(outputs)).numpy(), expected)
+    assert_close(actions.entropy(actions(outputs)).numpy(), expected)
 
 
 def test_divergences_of_multi_discrete_parts_are_summed(script):
@@ -78,7 +66,7 @@ def test_divergences_of_multi_discrete_parts_are_summed(script):
     for b in range(5):
         for p, q in zip(parts(old[b]), parts(new[b])):
             expected[b] += (np.exp(p) * (p - q)).sum()
-    assert_close(kl(actions, actions(old), actions(new)).numpy(), expected)
+    assert_close(actions.kl(actions(old), actions(new)).numpy(), expected)
 
 
 def bernoulli(outputs: Tensor) -> np.ndarray:
@@ -94,7 +82,7 @@ def test_log_probability_of_multi_binary_is_that_of_bernoullis(script):
     chosen = torch.tensor([[1, 0, 1], [0, 0, 1]])
     p = bernoulli(outputs)
     expected = np.where(chosen.numpy() == 1, np.log(p), np.log(1 - p))
-    assert_close(log_prob(actions, actions(outputs), chosen).numpy(), expected.sum(1))
+    assert_close(actions.log_prob(actions(outputs), chosen).numpy(), expected.sum(1))
 
 
 def test_entropy_of_multi_binary_is_that_of_bernoullis(script):
@@ -103,7 +91,7 @@ def test_entropy_of_multi_binary_is_that_of_bernoullis(script):
     outputs = torch.randn(2, 6, dtype=torch.float64)
     p = bernoulli(outputs)
     expected = -p * np.log(p) - (1 - p) * np.log(1 - p)
-    assert_close(entropy(actions, actions(outputs)).numpy(), expected.sum(1))
+    assert_close(actions.entropy(actions(outputs)).numpy(), expected.sum(1))
 
 
 def test_divergence_of_multi_binary_is_that_of_bernoullis(script):
@@ -112,7 +100,7 @@ def test_divergence_of_multi_binary_is_that_of_bernoullis(script):
     old, new = torch.randn(2, 4, 6, dtype=torch.float64)
     p, q = bernoulli(old), bernoulli(new)
     expected = p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))
-    assert_close(kl(actions, actions(old), actions(new)).numpy(), expected.sum(1))
+    assert_close(actions.kl(actions(old), actions(new)).numpy(), expected.sum(1))
 
 
 # --------------------------------------------------------------------------------------- Gaussians
@@ -134,7 +122,7 @@ def test_log_density_of_gaussians_in_closed_form(script):
     for value, (mean, std) in zip(x, dimensions(NEW)):
         expected -= 0.5 * ((value - mean) / std) ** 2
         expected -= math.log(std) + 0.5 * math.log(2 * math.pi)
-    out = log_prob(actions, NEW, torch.tensor([x], dtype=torch.float64))
+    out = actions.log_prob(NEW, torch.tensor([x], dtype=torch.float64))
     assert float(out) == pytest.approx(expected)
 
 
@@ -144,7 +132,7 @@ def test_entropy_of_gaussians_in_closed_form(script):
     expected = 0.0
     for _, std in dimensions(NEW):
         expected += 0.5 * math.log(2 * math.pi * math.e * std**2)
-    assert float(entropy(actions, NEW)) == pytest.approx(expected)
+    assert float(actions.entropy(NEW)) == pytest.approx(expected)
 
 
 def test_divergence_of_gaussians_in_closed_form(script):
@@ -154,7 +142,7 @@ def test_divergence_of_gaussians_in_closed_form(script):
     for (m0, s0), (m1, s1) in zip(dimensions(OLD), dimensions(NEW)):
         expected += math.log(s1 / s0) - 0.5
         expected += (s0**2 + (m0 - m1) ** 2) / (2 * s1**2)
-    assert float(kl(actions, OLD, NEW)) == pytest.approx(expected)
+    assert float(actions.kl(OLD, NEW)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("value", "kept"), [(-60.0, -5.0), (60.0, 2.0), (0.3, 0.3)])
@@ -165,9 +153,43 @@ def test_log_std_stays_finite_and_keeps_its_gradient(script, value, kept):
         actions.log_std.fill_(value)
     actions.project()
     params = actions(torch.zeros(3, 2))
-    log_prob(actions, params, torch.ones(3, 2)).sum().backward()
+    actions.log_prob(params, torch.ones(3, 2)).sum().backward()
     assert_close(actions.log_std.detach(), torch.full((2,), kept))
     assert actions.log_std.grad.abs().min() > 0
+
+
+# ------------------------------------------------------------------------------ torch.distributions
+def reference(actions: Any, outputs: Tensor) -> Distribution:
+    """What torch makes of the actor's outputs."""
+    if actions.continuous:
+        std = actions.log_std.exp().to(outputs).expand_as(outputs)
+        return Independent(Normal(outputs, std), 1)
+    logits = outputs.unflatten(-1, actions.padding.shape) + actions.padding
+    return Independent(Categorical(logits=logits), 1)
+
+
+@pytest.mark.parametrize("space", sorted(ACTIONS))
+def test_closed_forms_are_those_of_torch(script, space):
+    """Log-probability, entropy and KL(old || new) with their gradients, in float64."""
+    actions = actions_of(script, space).double()
+    old, new = torch.randn(2, 7, actions.num_outputs, dtype=torch.float64)
+    new.requires_grad_()
+    params = actions(new)
+    was, now = reference(actions, old), reference(actions, new)
+    chosen = now.sample()
+    ours = (
+        actions.log_prob(params, chosen),
+        actions.entropy(params),
+        actions.kl(actions(old), params),
+    )
+    theirs = now.log_prob(chosen), now.entropy(), kl_divergence(was, now)
+    leaves = [new, *actions.parameters()]
+    for mine, other in zip(ours, theirs):
+        assert_close(mine, other)
+        weights = torch.arange(1.0, 8, dtype=torch.float64)
+        options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+        grads = torch.autograd.grad(mine @ weights, leaves, **options)
+        assert_close(grads, torch.autograd.grad(other @ weights, leaves, **options))
 
 
 # ---------------------------------------------------------------------------------------- samples

@@ -65,7 +65,7 @@ def test_a_second_look_gives_ratio_one_and_the_old_values(script, value_from, en
     if is_recurrent(script):  # episodes begin in mid-rollout
         assert batch.episode_start[run.args.sequence_length > 1 :].any()
     params = policy_params(run.agent, batch)
-    log_prob = run.agent.action_dist.distribution(params).log_prob(batch.actions)
+    log_prob = run.agent.action_dist.log_prob(params, batch.actions)
     assert_close((log_prob - batch.log_probs).exp(), torch.ones_like(log_prob), rtol=0, atol=1e-5)
     assert_close(params, batch.params, rtol=1e-5, atol=1e-5)
     outputs, old = value_outputs(run.agent, batch), old_of_critics(batch)
