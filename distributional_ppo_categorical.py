@@ -27,7 +27,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -234,10 +234,10 @@ def gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor
     unbroken = (~(terminated | truncated)).to(values.dtype).view(shape)
     delta = rewards + gamma * alive * next_values - values  # (T, N)
     decay = gamma * gae_lambda * unbroken
-    advantages = torch.zeros_like(delta)
-    last = torch.zeros_like(delta[0])
-    for t in reversed(range(len(delta))):
-        last = advantages[t] = delta[t] + decay[t] * last
+    sums = [torch.zeros_like(delta[0])]  # from the end
+    for d, c in zip(delta.flip(0), decay.flip(0)):
+        sums.append(torch.addcmul(d, c, sums[-1]))
+    advantages = torch.stack(sums[1:]).flip(0)
     return advantages, advantages + values
 
 
@@ -509,30 +509,34 @@ class ValueDistribution(nn.Module):
         return self.split(outputs)[0].softmax(-1)
 
     def task_atoms(self) -> Tensor:  # (K,) in the task's units, float64
-        return self.moments.denormalize(self.support.double())
+        return self.decode(self.support)
 
     def normalized_mean(self, outputs: Tensor) -> Tensor:  # (...) of the distribution
         probs = self.probs(outputs)
         return probs @ self.support.to(probs)
 
-    def mean(self, outputs: Tensor) -> Tensor:  # (...) the same in the task's units
-        return self.moments.denormalize(self.normalized_mean(outputs))
+    def decode(self, x: Tensor) -> Tensor:  # float64: returns may be large beside their spread
+        return self.moments.denormalize(x.double())
+
+    def mean(self, outputs: Tensor) -> Tensor:  # (...) of the distribution, in the task's units
+        return self.decode(self.normalized_mean(outputs))
 
     def value(self, outputs: Tensor) -> Tensor:  # (...) V, by `value_from`
         value = self.normalized_mean(outputs)
         if self.args.value_from == "mean_head":
             value = value + self.gain * outputs[..., -1]
-        return self.moments.denormalize(value)
+        return self.decode(value)
 
     def describe(self, outputs: Tensor) -> dict[str, Tensor]:
         """Deciles 1, 5 and 9, standard deviation, VaR and CVaR of the distribution, each (...)."""
-        z = self.task_atoms()
-        probs = self.probs(outputs).to(z)
+        z = self.support
+        probs = self.probs(outputs)
         levels = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "value_at_risk": self.args.cvar_alpha}
         stats = {name: categorical_quantile(probs, z, level) for name, level in levels.items()}
         stats["cvar"] = cvar_categorical(probs, z, self.args.cvar_alpha)
+        stats = {name: self.decode(x) for name, x in stats.items()}
         squares = (z - (probs @ z)[..., None]).square()
-        return stats | {"std": (probs * squares).sum(-1).sqrt()}
+        return stats | {"std": (probs * squares).sum(-1).sqrt() * self.moments.std}
 
     def reduce_twins(self, outputs: Tensor) -> Tensor:
         """Outputs of one critic from those of C, (C, ..., K or K + 1), by `twin_reduce`.
@@ -762,8 +766,16 @@ class Agent(nn.Module):
     def device(self) -> torch.device:
         return self.obs_moments.mean.device
 
-    def normalize_obs(self, obs: Tensor) -> Tensor:  # as the networks see them
-        return self.obs_moments.normalize(obs).clamp(-10, 10) if self.args.norm_obs else obs
+    def obs_normalizer(self) -> Callable[[Tensor], Tensor]:
+        """Raw observations -> what the networks see, by the present statistics, rounded once."""
+        if not self.args.norm_obs:
+            return lambda obs: obs
+        mean = self.obs_moments.mean.float()
+        scale = (1 / self.obs_moments.std).float()
+        return lambda obs: ((obs - mean) * scale).clamp(-10, 10)
+
+    def normalize_obs(self, obs: Tensor) -> Tensor:
+        return self.obs_normalizer()(obs)
 
     def policy_params(self, obs: Tensor) -> Tensor:  # (..., D) -> action distributions
         return self.action_dist(self.actor_head(self.actor_body(obs)))
@@ -835,10 +847,12 @@ def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, current: np.ndarra
     terminated, truncated = np.empty((2, *size), bool)
     actions, params, episodes = [], [], []
 
+    normalize = agent.obs_normalizer()
+    device = agent.device
     with torch.inference_mode():
         for t in range(args.num_steps):
             obs[t] = current
-            seen = agent.normalize_obs(torch.as_tensor(obs[t], device=agent.device))
+            seen = normalize(torch.as_tensor(obs[t], device=device))
             param = agent.policy_params(seen)
             action = agent.action_dist.sample(param)
             params.append(param)
@@ -855,7 +869,7 @@ def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, current: np.ndarra
                     episodes.append((t, float(stats["r"][i]), int(stats["l"][i])))
             check_finite(next_obs[t], current, rewards[t], f"step {t} of the rollout")
 
-    to_device = partial(torch.as_tensor, device=agent.device)  # one transfer for all steps
+    to_device = partial(torch.as_tensor, device=device)  # one transfer for all steps
     rollout = Rollout(
         obs=to_device(obs), next_obs=to_device(next_obs), actions=torch.stack(actions),
         params=torch.stack(params), rewards=to_device(rewards), terminated=to_device(terminated),
@@ -943,8 +957,6 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     # 1. distributions of the return from every s_t and every true successor s'_t
     obs, next_obs = agent.normalize_obs(rollout.obs), agent.normalize_obs(rollout.next_obs)
     outputs, next_outputs = run_critics(agent, rollout, obs, next_obs)
-    outputs = outputs.double()  # returns may be large beside what they vary by
-    next_outputs = next_outputs.double()
     reduced, next_reduced = dist.reduce_twins(outputs), dist.reduce_twins(next_outputs)
     values, next_values = dist.value(reduced), dist.value(next_reduced)  # (T, N)
     twins = dist.value(outputs)  # (C, T, N)

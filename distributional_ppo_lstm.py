@@ -28,7 +28,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -252,10 +252,10 @@ def gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor
     unbroken = (~(terminated | truncated)).to(values.dtype).view(shape)
     delta = rewards + gamma * alive * next_values - values  # (T, N)
     decay = gamma * gae_lambda * unbroken
-    advantages = torch.zeros_like(delta)
-    last = torch.zeros_like(delta[0])
-    for t in reversed(range(len(delta))):
-        last = advantages[t] = delta[t] + decay[t] * last
+    sums = [torch.zeros_like(delta[0])]  # from the end
+    for d, c in zip(delta.flip(0), decay.flip(0)):
+        sums.append(torch.addcmul(d, c, sums[-1]))
+    advantages = torch.stack(sums[1:]).flip(0)
     return advantages, advantages + values
 
 
@@ -533,8 +533,11 @@ class ValueDistribution(nn.Module):
     def split(self, outputs: Tensor) -> Tensors:  # into (..., K) and (..., 0 or 1)
         return outputs.tensor_split([len(self.support)], -1)
 
+    def decode(self, x: Tensor) -> Tensor:  # float64: returns may be large beside their spread
+        return self.moments.denormalize(x.double())
+
     def quantiles(self, outputs: Tensor) -> Tensor:  # (..., K) in the task's units
-        return self.moments.denormalize(self.split(outputs)[0])
+        return self.decode(self.split(outputs)[0])
 
     def mean(self, outputs: Tensor) -> Tensor:  # (...) of the distribution
         return self.quantiles(outputs).mean(-1)
@@ -542,15 +545,16 @@ class ValueDistribution(nn.Module):
     def value(self, outputs: Tensor) -> Tensor:  # (...) V, by `value_from`
         if self.args.value_from == "distribution":
             return self.mean(outputs)
-        return self.moments.denormalize(outputs[..., -1])
+        return self.decode(outputs[..., -1])
 
     def describe(self, outputs: Tensor) -> dict[str, Tensor]:
         """Deciles 1, 5 and 9, standard deviation, VaR and CVaR of the distribution, each (...)."""
-        z = self.quantiles(outputs)
+        quantiles, _ = self.split(outputs)
         levels = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "value_at_risk": self.args.cvar_alpha}
-        stats = {name: value_at_risk(z, level) for name, level in levels.items()}
-        stats["cvar"] = cvar(z, self.args.cvar_alpha)
-        return stats | {"std": z.std(-1, correction=0)}
+        stats = {name: value_at_risk(quantiles, level) for name, level in levels.items()}
+        stats["cvar"] = cvar(quantiles, self.args.cvar_alpha)
+        stats = {name: self.decode(x) for name, x in stats.items()}
+        return stats | {"std": quantiles.std(-1, correction=0) * self.moments.std}
 
     def reduce_twins(self, outputs: Tensor) -> Tensor:
         """Outputs of one critic from those of C, (C, ..., K or K + 1), by `twin_reduce`.
@@ -614,7 +618,7 @@ class ValueDistribution(nn.Module):
         clip around."""
         old_mean = self.moments.mean
         old_std = self.moments.std
-        decoded = self.moments.denormalize(outputs)
+        decoded = self.decode(outputs)
         if self.args.norm_returns:
             self.moments.update(returns)
         for head in heads:
@@ -802,8 +806,16 @@ class Agent(nn.Module):
     def device(self) -> torch.device:
         return self.obs_moments.mean.device
 
-    def normalize_obs(self, obs: Tensor) -> Tensor:  # as the networks see them
-        return self.obs_moments.normalize(obs).clamp(-10, 10) if self.args.norm_obs else obs
+    def obs_normalizer(self) -> Callable[[Tensor], Tensor]:
+        """Raw observations -> what the networks see, by the present statistics, rounded once."""
+        if not self.args.norm_obs:
+            return lambda obs: obs
+        mean = self.obs_moments.mean.float()
+        scale = (1 / self.obs_moments.std).float()
+        return lambda obs: ((obs - mean) * scale).clamp(-10, 10)
+
+    def normalize_obs(self, obs: Tensor) -> Tensor:
+        return self.obs_normalizer()(obs)
 
     def initial_state(self, num_envs: int) -> Tensor:  # (2, N, H), of actor or critic
         return torch.zeros(2, num_envs, self.args.lstm_hidden_size, device=self.device)
@@ -893,13 +905,15 @@ def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, carry: Carry,
     actions, params, states, episodes = [], [], [], []
 
     current, starts, state, critic_state = carry  # `current` is acted on next
+    normalize = agent.obs_normalizer()
+    device = agent.device
     with torch.inference_mode():
         for t in range(args.num_steps):
             if t % args.sequence_length == 0:
                 states.append(state)
             obs[t] = current
             episode_start[t] = starts
-            seen = agent.normalize_obs(torch.as_tensor(obs[t], device=agent.device))
+            seen = normalize(torch.as_tensor(obs[t], device=device))
             param, state = agent.policy_params_step(seen, state)
             action = agent.action_dist.sample(param)
             params.append(param)
@@ -911,14 +925,14 @@ def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, carry: Carry,
             ended = terminated[t] | truncated[t]
             if ended.any():  # `current` already belongs to the next episode there
                 next_obs[t, ended] = np.stack(info["final_obs"][ended])
-                state = state * ~torch.as_tensor(ended, device=agent.device)[:, None]
+                state = state * ~torch.as_tensor(ended, device=device)[:, None]
                 stats = info["final_info"][STATS]
                 for i in ended.nonzero()[0]:
                     episodes.append((t, float(stats["r"][i]), int(stats["l"][i])))
             starts = ended
             check_finite(next_obs[t], current, rewards[t], f"step {t} of the rollout")
 
-    to_device = partial(torch.as_tensor, device=agent.device)  # one transfer for all steps
+    to_device = partial(torch.as_tensor, device=device)  # one transfer for all steps
     rollout = Rollout(
         obs=to_device(obs), next_obs=to_device(next_obs), episode_start=to_device(episode_start),
         actions=torch.stack(actions), params=torch.stack(params), rewards=to_device(rewards),
@@ -1027,8 +1041,6 @@ def prepare_batch(agent: Agent, rollout: Rollout, carry: Carry,
     outputs, next_outputs, critic_states, critic_state = run_critics(
         agent, rollout, obs, next_obs, carry.critic_state, args
     )
-    outputs = outputs.double()  # returns may be large beside what they vary by
-    next_outputs = next_outputs.double()
     reduced, next_reduced = dist.reduce_twins(outputs), dist.reduce_twins(next_outputs)
     values, next_values = dist.value(reduced), dist.value(next_reduced)  # (T, N)
     twins = dist.value(outputs)  # (C, T, N)
