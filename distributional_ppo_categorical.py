@@ -536,7 +536,7 @@ class ValueDistribution(nn.Module):
         stats["cvar"] = cvar_categorical(probs, z, self.args.cvar_alpha)
         stats = {name: self.decode(x) for name, x in stats.items()}
         squares = (z - (probs @ z)[..., None]).square()
-        return stats | {"std": (probs * squares).sum(-1).sqrt() * self.moments.std}
+        return stats | {"std": (probs * squares).sum(-1).sqrt().double() * self.moments.std}
 
     def reduce_twins(self, outputs: Tensor) -> Tensor:
         """Outputs of one critic from those of C, (C, ..., K or K + 1), by `twin_reduce`.
@@ -559,7 +559,7 @@ class ValueDistribution(nn.Module):
     def sample_returns(self, rewards: Tensor, next_outputs: Tensor, terminated: Tensor,
                        truncated: Tensor, gamma: float, gae_lambda: float) -> Tensors:  # fmt: skip
         """SR(lambda) samples of the return and their weights, both (T, N, J)."""
-        probs = self.probs(next_outputs)
+        probs = self.probs(next_outputs).double()
         z = self.task_atoms()
         return sr_lambda_atoms(rewards, probs, z, terminated, truncated, gamma, gae_lambda)
 
@@ -567,8 +567,8 @@ class ValueDistribution(nn.Module):
         """`cvar_advantages_categorical` of weighted samples (T, N, J), outputs of s_t."""
         z = self.task_atoms()
         target_probs = project_categorical(weights, samples, z)
-        alpha = self.args.cvar_alpha
-        return cvar_advantages_categorical(target_probs, self.probs(outputs), z, alpha)
+        probs = self.probs(outputs).double()
+        return cvar_advantages_categorical(target_probs, probs, z, self.args.cvar_alpha)
 
     def encode_targets(self, samples: Tensor, weights: Tensor) -> Tensor:
         """Weighted samples (T, N, J) as `loss` wants them: here as probabilities (T, N, K)."""

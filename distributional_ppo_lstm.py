@@ -554,7 +554,7 @@ class ValueDistribution(nn.Module):
         stats = {name: value_at_risk(quantiles, level) for name, level in levels.items()}
         stats["cvar"] = cvar(quantiles, self.args.cvar_alpha)
         stats = {name: self.decode(x) for name, x in stats.items()}
-        return stats | {"std": quantiles.std(-1, correction=0) * self.moments.std}
+        return stats | {"std": quantiles.std(-1, correction=0).double() * self.moments.std}
 
     def reduce_twins(self, outputs: Tensor) -> Tensor:
         """Outputs of one critic from those of C, (C, ..., K or K + 1), by `twin_reduce`.
@@ -623,7 +623,7 @@ class ValueDistribution(nn.Module):
             self.moments.update(returns)
         for head in heads:
             rescale_head(head[-1], old_mean, old_std, self.moments.mean, self.moments.std)
-        moved = self.moments.normalize(decoded)
+        moved = self.moments.normalize(decoded).to(outputs)
         return moved, moved
 
 
