@@ -1043,6 +1043,12 @@ def update(agent: Agent, optimizer: optim.Adam, batch: Batch, args: Args, ent_co
     actor = [*agent.actor_body.parameters(), *agent.actor_head.parameters()]
     actor += agent.action_dist.parameters()
     critic = [*agent.critic_body.parameters(), *agent.critic_heads.parameters()]
+    parameters = [*actor, *critic]
+    sizes = [p.numel() for p in parameters]
+    gradient = parameters[0].new_zeros(sum(sizes))  # one vector, whose parts are those of `grad`
+    for p, part in zip(parameters, gradient.split(sizes)):
+        p.grad = part.view_as(p)
+    own = gradient.split((sum(sizes[: len(actor)]), sum(sizes[len(actor) :])))  # of actor and critic
     evaluated = []  # metrics of each minibatch
     norms = []  # (2,) of the gradients of actor and critic, at each step taken
     for mb in minibatches(batch, args):
@@ -1051,16 +1057,15 @@ def update(agent: Agent, optimizer: optim.Adam, batch: Batch, args: Args, ent_co
         if args.target_kl is not None and metrics["policy/kl_exact"] > args.target_kl:
             break
 
-        optimizer.zero_grad()
+        gradient.zero_()
         loss.backward()
-        grads = [[p.grad for p in net] for net in (actor, critic)]
-        norms.append(torch.stack([nn.utils.get_total_norm(part) for part in grads]))
+        norms.append(torch.stack([part.norm() for part in own]))
         norm = norms[-1].norm()
         if not (loss + norm).isfinite():
             what = f"loss {loss:g}, gradient {norm:g} of minibatch {len(norms) - 1} of the update"
             raise RuntimeError(f"{what}: not finite; try a smaller --learning-rate")
 
-        nn.utils.clip_grads_with_norm_([*actor, *critic], args.max_grad_norm, norm)
+        gradient *= (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)
         optimizer.step()
         agent.action_dist.project()
 
