@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -72,6 +72,7 @@ class Args:
     torch_deterministic: bool = True  # deterministic cuDNN kernels (CPU runs always repeat exactly)
     cuda: bool = False  # run the networks on the GPU; small ones are faster on the CPU
     torch_threads: int = 1  # CPU threads of torch, integer >= 1; 1 is fastest for small networks
+    compile: bool = False  # torch.compile the losses: takes up to a minute, then updates are faster
     run_dir: str = "runs"  # directory under which the run directory is created
     eval_episodes: int = 50  # episodes of an evaluation, integer >= 1
     eval_every: int = 0  # iterations between evaluations, integer >= 0; 0: only at the end
@@ -1035,6 +1036,12 @@ def losses(agent: Agent, mb: Batch, args: Args, ent_coef: float) -> tuple[Tensor
     return loss, metrics
 
 
+@cache
+def compiled_losses() -> Callable:
+    """`losses` by torch.compile, once in a process."""
+    return torch.compile(losses)
+
+
 def update(agent: Agent, optimizer: optim.Adam, batch: Batch, args: Args, ent_coef: float) -> dict:
     """Train on one rollout for `update_epochs` epochs, fewer where the policy moves too far.
     The exact KL(old || new) of a minibatch is tested ahead of its step; the first one larger than
@@ -1048,11 +1055,12 @@ def update(agent: Agent, optimizer: optim.Adam, batch: Batch, args: Args, ent_co
     gradient = parameters[0].new_zeros(sum(sizes))  # one vector, whose parts are those of `grad`
     for p, part in zip(parameters, gradient.split(sizes)):
         p.grad = part.view_as(p)
-    own = gradient.split((sum(sizes[: len(actor)]), sum(sizes[len(actor) :])))  # of actor and critic
+    own = gradient.tensor_split([sum(sizes[: len(actor)])])  # the actor's and the critics'
     evaluated = []  # metrics of each minibatch
     norms = []  # (2,) of the gradients of actor and critic, at each step taken
+    loss_of = compiled_losses() if args.compile else losses
     for mb in minibatches(batch, args):
-        loss, metrics = losses(agent, mb, args, ent_coef)
+        loss, metrics = loss_of(agent, mb, args, ent_coef)
         evaluated.append(metrics)
         if args.target_kl is not None and metrics["policy/kl_exact"] > args.target_kl:
             break
@@ -1097,12 +1105,19 @@ class Run:
 
 
 def set_up_process(args: Args) -> None:
-    """RNGs, torch's options, and gymnasium's pickling of environments."""
+    """RNGs, torch's options, and gymnasium's pickling of environments. Raises `UsageError` where
+    nothing can be compiled."""
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cudnn.allow_tf32 = False  # acting and training with the same precision
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(args.seed)
+    if args.compile:
+        try:
+            torch.compile(torch.neg)(torch.ones(1, device="cuda" if args.cuda else "cpu"))
+        except Exception as error:  # of torch, in many layers
+            text = "torch.compile finds no working compiler; install g++ or leave it out"
+            raise UsageError(f"--compile: {text}") from error
     # EzPickle builds a fresh environment when unpickled; checkpoints keep it as it stands
     gym.utils.EzPickle.__getstate__ = object.__getstate__
     gym.utils.EzPickle.__setstate__ = lambda env, state: vars(env).update(state)
