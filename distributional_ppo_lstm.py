@@ -1130,6 +1130,15 @@ def losses(agent: Agent, mb: Batch, args: Args, ent_coef: float) -> tuple[Tensor
     return loss, metrics
 
 
+def one_gradient(parameters: list[nn.Parameter]) -> Tensor:
+    """A vector, 0, that holds the gradients of all parameters from now on: `grad` are its parts."""
+    sizes = [p.numel() for p in parameters]
+    gradient = parameters[0].new_zeros(sum(sizes))
+    for p, part in zip(parameters, gradient.split(sizes)):
+        p.grad = part.view_as(p)
+    return gradient
+
+
 @cache
 def compiled_losses() -> Callable:
     """`losses` by torch.compile, once in a process."""
@@ -1144,12 +1153,8 @@ def update(agent: Agent, optimizer: optim.Adam, batch: Batch, args: Args, ent_co
     actor = [*agent.actor_body.parameters(), *agent.actor_head.parameters()]
     actor += agent.action_dist.parameters()
     critic = [*agent.critic_body.parameters(), *agent.critic_heads.parameters()]
-    parameters = [*actor, *critic]
-    sizes = [p.numel() for p in parameters]
-    gradient = parameters[0].new_zeros(sum(sizes))  # one vector, whose parts are those of `grad`
-    for p, part in zip(parameters, gradient.split(sizes)):
-        p.grad = part.view_as(p)
-    own = gradient.tensor_split([sum(sizes[: len(actor)])])  # the actor's and the critics'
+    gradient = one_gradient([*actor, *critic])
+    parts = gradient.tensor_split([sum(p.numel() for p in actor)])  # the actor's and the critics'
     evaluated = []  # metrics of each minibatch
     norms = []  # (2,) of the gradients of actor and critic, at each step taken
     loss_of = compiled_losses() if args.compile else losses
@@ -1161,7 +1166,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: Batch, args: Args, ent_co
 
         gradient.zero_()
         loss.backward()
-        norms.append(torch.stack([part.norm() for part in own]))
+        norms.append(torch.stack([part.norm() for part in parts]))
         norm = norms[-1].norm()
         if not (loss + norm).isfinite():
             what = f"loss {loss:g}, gradient {norm:g} of minibatch {len(norms) - 1} of the update"
