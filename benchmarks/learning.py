@@ -637,7 +637,8 @@ def report() -> None:
         return cell.script, cell.task
 
     changed = {panel(cell) for cell in ABLATIONS}
-    base = [cell for cell in GRID if cell.variant == "default" and panel(cell) in changed]
+    plain = ("default", "before")
+    base = [cell for cell in GRID if cell.variant in plain and panel(cell) in changed]
     beside = sorted([*base, *ABLATIONS], key=panel)
     common.publish(RESULTS / "ablations.md", table(beside))
 
