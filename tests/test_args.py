@@ -94,6 +94,19 @@ def test_bad_input_of_the_lstm_script(capsys, tmp_path, line, flag, bound):
     check_refused(script, capsys, tmp_path, line, (flag, bound))
 
 
+def test_without_a_compiler(script, monkeypatch, capsys, tmp_path):
+    """Torch tells it in its own ways, some pages long, when something is first compiled."""
+
+    def find_nothing(function):
+        def fail(x):
+            raise RuntimeError("InvalidCxxCompiler: no working C++ compiler found")
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", find_nothing)
+    check_refused(script, capsys, tmp_path, "--compile", ("--compile", "g++", "leave it out"))
+
+
 WRONG = [  # from Python, where no parser stands ahead of the flags
     ("twin_reduce", "maen", "must be one of min, mean, min_quantile"),
     ("value_target", "sr-lambda", "must be one of lambda_return, sr_lambda"),

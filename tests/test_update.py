@@ -244,6 +244,53 @@ def test_the_loss_is_the_sum_of_its_parts(run, floor):
     assert m["twin/loss_1"] != pytest.approx(m["twin/loss_2"], rel=1e-3)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+def test_compiled_losses_are_those_of_eager_mode(script, env, value_from):
+    """Loss, metrics and gradients to 1e-5; the entropy coefficient may change from call to call."""
+    run = make_run(script, env, value_from=value_from, vf_clip="mean_only")
+    mb, agent = moved(run)
+    compiled = torch.compile(script.losses)
+    for ent_coef in (0.01, 0.007):
+        found = [loss_of(agent, mb, run.args, ent_coef) for loss_of in (script.losses, compiled)]
+        eager, other = ((loss.detach(), *metrics.values()) for loss, metrics in found)
+        assert_close(other, eager, rtol=1e-5, atol=1e-5)
+        parameters = [*agent.parameters()]
+        eager, other = (torch.autograd.grad(loss, parameters) for loss, _ in found)
+        assert_close(other, eager, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_the_update_takes_compiled_losses_where_asked(script, monkeypatch, asked):
+    """Ours: what torch.compile makes of `losses`, made once; without the flag nothing is made."""
+    made = []
+
+    def compile_nothing(function):
+        made.append(function)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    script.compiled_losses.cache_clear()
+    run = make_run(script, "CartPole-v1", compile=asked)
+    for _ in range(2):
+        script.update(run.agent, run.optimizer, prepare(run), run.args, 0.01)
+    assert made == [script.losses] * asked
+    script.compiled_losses.cache_clear()
+
+
+def test_one_gradient_is_that_of_all_parameters(script):
+    """Ours: what backward adds up is found in the vector, part by part; 0 ahead of it."""
+    linear = torch.nn.Linear(3, 2)
+    linear.weight.grad = torch.ones(2, 3)  # of another update
+    gradient = script.one_gradient([linear.bias, linear.weight])
+    assert torch.equal(gradient, torch.zeros(8))
+    linear(torch.tensor([[1.0, 2.0, 4.0]])).sum().backward()
+    assert gradient.tolist() == [1, 1, 1, 2, 4, 1, 2, 4]
+    gradient *= 0.5
+    assert linear.weight.grad.tolist() == [[0.5, 1, 2]] * 2
+    assert not gradient.requires_grad
+
+
 def test_losses_is_pure(run):
     """The same result twice; parameters, buffers, gradients, minibatch and RNG as they were."""
     mb, agent = moved(run)
