@@ -15,7 +15,9 @@ actor and critic), SB3's PPO and, given the path of ppo_continuous_action.py in 
 environments stepped with random actions, resets as often as in the run; the actor's forward pass
 for every step, the critics' once; forward and backward of bare layers for every minibatch. Losses,
 optimizer, advantages and metrics are not in it. Peak memory is the largest resident set of the
-process, imports included. "kept" is ours with glibc told to keep freed memory (KEEP below).
+process, imports included. "kept" is ours with glibc told to keep freed memory (KEEP below),
+"compiled" ours with --compile: a run of one rollout with an empty cache of compiled code, whose
+seconds beyond those of a run that compiles nothing are the time to compile, then speed as above.
 
 Raw rows are appended to results/speed.csv; the next call measures what is missing for the scripts'
 last commit ("+": changed since then), and tables show each cell's newest commit.
@@ -51,7 +53,15 @@ from gymnasium.envs.classic_control import CartPoleEnv
 
 SECONDS = 4  # between the two lengths of a run, about
 # seconds of a measurement on idle cores
-ESTIMATE = {"ours": 11, "kept": 11, "sb3": 12, "cleanrl": 15, "floor": 6, "pass": 6}
+ESTIMATE = {
+    "ours": 11,
+    "kept": 11,
+    "compiled": 60,
+    "sb3": 12,
+    "cleanrl": 15,
+    "floor": 6,
+    "pass": 6,
+}
 KEEP = {"MALLOC_MMAP_THRESHOLD_": "1000000000", "MALLOC_TRIM_THRESHOLD_": "1000000000"}
 PACKAGES = ("torch", "gymnasium", "mujoco", "stable-baselines3", "sb3-contrib")
 COLUMNS = (  # value: steps per second, or milliseconds for pass-*; parts: milliseconds
@@ -59,6 +69,7 @@ COLUMNS = (  # value: steps per second, or milliseconds for pass-*; parts: milli
     "peak_mb parts load commit machine versions"
 ).split()
 PARTS = ("environments", "acting", "values", "update")  # of the floor
+COMPILED = ("recurrent", "cartpole", "cheetah-1x2048", "cheetah-8x256")  # cells with --compile, too
 
 
 # ----------------------------------------------------------------------------------------- the grid
@@ -138,9 +149,10 @@ class Job(NamedTuple):
     steps: int = 0  # of a run; timings need none
     task: str = ""  # of the floor, instead of the cell's
     peer: str = ""  # CleanRL's file
+    cache: str = ""  # folder of compiled code
 
 
-def ours(work: Work, steps: int) -> None:
+def ours(work: Work, steps: int, compiled: bool) -> None:
     """One of this repository's scripts: twin critics."""
     import torch
 
@@ -148,7 +160,8 @@ def ours(work: Work, steps: int) -> None:
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as top:
         options = {"torch_threads": threads, "total_timesteps": steps, "run_dir": top}
-        script.train(script.Args(**work.flags, **options, eval_episodes=1))
+        flags = {**work.flags, **options, "compile": compiled}
+        script.train(script.Args(**flags, eval_episodes=1))
 
 
 def sb3(work: Work, steps: int) -> None:
@@ -340,7 +353,7 @@ def child(job: Job) -> None:
     elif job.program == "sb3":
         sb3(work, job.steps)
     else:
-        ours(work, job.steps)
+        ours(work, job.steps, compiled=job.program == "compiled")
     inside = time.perf_counter() - began
 
     steps_per_reset = job.steps / len(resets) if resets else 1000  # HalfCheetah: always
@@ -356,6 +369,8 @@ def start(job: Job) -> dict:
     environment = {**os.environ, "OMP_NUM_THREADS": str(job.threads)}
     if job.program == "kept":
         environment |= KEEP
+    if job.cache:
+        environment["TORCHINDUCTOR_CACHE_DIR"] = job.cache
     options = {"env": environment, "text": True}
     options["cwd"] = tempfile.gettempdir()  # MuJoCo leaves a log where it runs
     began = time.perf_counter()
@@ -402,6 +417,15 @@ def measure_speed(job: Job, guess: float) -> dict[str, Any]:
     }
 
 
+def measure_compiled(job: Job, guess: float) -> dict[str, Any]:
+    """As `measure_speed`; `parts`: seconds of the `first` run, which finds no cache."""
+    with tempfile.TemporaryDirectory() as cache:
+        job = job._replace(cache=cache)
+        first = start(job._replace(steps=CELLS[job.cell].samples))["outside"]
+        row = measure_speed(job, guess)
+    return {**row, "parts": json.dumps({"first": round(first, 3)})}
+
+
 @dataclass(frozen=True)
 class Origin:
     """Where a row comes from."""
@@ -443,6 +467,8 @@ def programs_of(cell: str, peer: str) -> list[str]:
     if cell in PASSES:
         return ["pass"]
     programs = ["ours", "sb3", "floor"] if cell in GRID else ["ours"]
+    if cell in COMPILED:
+        programs.insert(1, "compiled")
     if cell.startswith("growth-num_envs"):
         programs.append("kept")
     if peer and cell.startswith("cheetah"):
@@ -472,7 +498,8 @@ def measure(one: Measurement, rows: list[Row], peer: str) -> dict[str, Any]:
         runs = earlier["ours"]
         return measure_timing(job, float(runs[-1]["steps_per_reset"]) if runs else math.nan)
     own = earlier[one.program]
-    return measure_speed(job, middle(own) if own else 0)
+    timing = measure_compiled if one.program == "compiled" else measure_speed
+    return timing(job, middle(own) if own else 0)
 
 
 def text(x: Any) -> str:
@@ -533,12 +560,12 @@ def markdown(names: str, lines: list[list]) -> list[str]:
     return [*common.markdown_head(names, rule=" --- "), *map(common.markdown_row, lines), ""]
 
 
-def compare(rows: Programs, program: str) -> str:
+def compare(rows: Programs, program: str, mine: str = "ours") -> str:
     """Ratio of the median speeds, and the lowest and highest ratio of a repeat."""
     peers = {row["repeat"]: float(row["value"]) for row in rows[program]}
-    pairs = [row for row in rows["ours"] if row["repeat"] in peers]
+    pairs = [row for row in rows[mine] if row["repeat"] in peers]
     ratios = [float(row["value"]) / peers[row["repeat"]] for row in pairs]
-    ratio = middle(rows["ours"]) / middle(rows[program])
+    ratio = middle(rows[mine]) / middle(rows[program])
     return f"{ratio:.1f} ({min(ratios):.1f}, {max(ratios):.1f})"
 
 
@@ -565,6 +592,23 @@ def grid_line(cell: str, rows: Programs) -> list:
         both("steps_per_reset"),
         both("peak_mb"),
         len(rows["ours"]),
+    ]
+
+
+def compiled_line(cell: str, rows: Programs) -> list:
+    """Speeds, ratios, seconds to compile without a cache and with one."""
+    compiled = rows["compiled"]
+    usual = middle(rows["ours"], "short_s")
+    return [
+        cell,
+        f"{middle(compiled):,.0f}",
+        compare(rows, "sb3", "compiled"),
+        compare(rows, "ours", "compiled"),
+        f"{middle(compiled) / middle(rows['floor']):.0%}",
+        f"{middle(compiled, 'parts', 'first') - usual:.0f}",
+        f"{middle(compiled, 'short_s') - usual:.0f}",
+        f"{middle(compiled, 'peak_mb'):.0f}",
+        len(compiled),
     ]
 
 
@@ -635,6 +679,10 @@ GRID_HEAD = (
     f"| ms of the floor: {' + '.join(PARTS)} | ms of ours "
     "| steps per reset, sb3 | peak MB, sb3 | repeats"
 )
+COMPILED_HEAD = (
+    "cell, with `--compile` | steps/s | ratio to sb3 (lowest, highest) | to ours without it "
+    "| share of the floor | seconds to compile | with a cache | peak MB | repeats"
+)
 CLEANRL_HEAD = "cell | steps/s | CleanRL | ratio (lowest, highest) | repeats"
 GROWTH_HEAD = (
     "axis | size | steps/s | seconds per iteration | exponent since the line above "
@@ -649,6 +697,7 @@ PASS_HEAD = (
 def tables(threads: str, picked: dict[str, Programs]) -> list[str]:
     """All tables of one number of threads."""
     ours = [cell for cell in GRID if picked[cell]["ours"]]
+    compiled = [cell for cell in GRID if picked[cell]["compiled"]]
     beside = [cell for cell in GRID if picked[cell]["cleanrl"]]
     passes = [cell for cell in PASSES if picked[cell]["pass"]]
     growth = [line for axis in AXES for line in growth_lines(axis, picked)]
@@ -657,6 +706,7 @@ def tables(threads: str, picked: dict[str, Programs]) -> list[str]:
         head,
         "",
         *markdown(GRID_HEAD, [grid_line(cell, picked[cell]) for cell in ours]),
+        *markdown(COMPILED_HEAD, [compiled_line(cell, picked[cell]) for cell in compiled]),
         *markdown(CLEANRL_HEAD, [cleanrl_line(cell, picked[cell]) for cell in beside]),
         *markdown(GROWTH_HEAD, growth),
         *markdown(PASS_HEAD, [pass_line(cell, picked[cell]["pass"]) for cell in passes]),
