@@ -996,12 +996,11 @@ def statistics_samples(samples: Tensor, weights: Tensor, twins: Tensor) -> Tenso
 
 
 def critic_metrics(dist: ValueDistribution, rollout: Rollout, twins: Tensor, reduced: Tensor,
-                   next_reduced: Tensor, returns: Tensor) -> dict:  # fmt: skip
+                   next_reduced: Tensor, values: Tensor, next_values: Tensor,
+                   returns: Tensor) -> dict:  # fmt: skip
     """What the critics predicted for a rollout against what came, before the update.
-    twins (C, T, N) values of each critic; reduced outputs of s_t and s'_t (T, N, ...); lambda-
-    returns (T, N)."""
-    values = dist.value(reduced)
-    next_values = dist.value(next_reduced)
+    twins (C, T, N) values of each critic; reduced outputs of s_t and s'_t (T, N, ...) and their
+    values; lambda-returns (T, N)."""
     stats = dist.describe(reduced)
     deciles = torch.stack((stats["p10"], stats["p50"], stats["p90"]))
     ends = (rollout.terminated, rollout.truncated)
@@ -1057,7 +1056,9 @@ def prepare_batch(agent: Agent, rollout: Rollout, carry: Carry,
     if args.cvar_weight > 0 and args.cvar_alpha < 1:
         raw = raw.lerp(dist.risk_advantages(samples, weights, reduced), args.cvar_weight)
     advantages = agent.scale_advantages(raw) if args.norm_adv else raw
-    metrics = critic_metrics(dist, rollout, twins, reduced, next_reduced, returns)
+    metrics = critic_metrics(
+        dist, rollout, twins, reduced, next_reduced, values, next_values, returns
+    )
 
     # 3. the return statistics move, and the value heads with them
     taken_in = statistics_samples(samples, weights, twins)
