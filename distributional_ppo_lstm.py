@@ -49,6 +49,7 @@ VELOCITIES = {  # entries that are zero in the velocity-free tasks of rl-baselin
     "PendulumNoVel": (2,), "LunarLanderNoVel": (2, 3, 5), "LunarLanderContinuousNoVel": (2, 3, 5),
 }  # fmt: skip
 LOG_STD_RANGE = (-5.0, 2.0)  # of Gaussian actions: std from 0.0067 to 7.4
+HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 STATS = "episode_statistics"  # key of a finished episode's return and length in `info`
 STOP: list[int] = []  # signals received: end after this iteration, with a checkpoint
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
@@ -555,7 +556,8 @@ class ValueDistribution(nn.Module):
         stats = {name: value_at_risk(quantiles, level) for name, level in levels.items()}
         stats["cvar"] = cvar(quantiles, self.args.cvar_alpha)
         stats = {name: self.decode(x) for name, x in stats.items()}
-        return stats | {"std": quantiles.std(-1, correction=0).double() * self.moments.std}
+        std = quantiles.std(-1, correction=0).double()
+        return stats | {"std": std * self.moments.std}
 
     def reduce_twins(self, outputs: Tensor) -> Tensor:
         """Outputs of one critic from those of C, (C, ..., K or K + 1), by `twin_reduce`.
@@ -669,18 +671,22 @@ class ActionDistribution(nn.Module):
     def forward(self, outputs: Tensor) -> Tensor:  # the actor's (..., num_outputs) -> params
         if self.continuous:
             return torch.stack((outputs, self.log_std.expand_as(outputs)), -2)
-        return (outputs.unflatten(-1, self.padding.shape) + self.padding).log_softmax(-1)
+        logits = outputs.unflatten(-1, self.padding.shape) + self.padding
+        return logits.log_softmax(-1)
 
     def log_prob(self, params: Tensor, actions: Tensor) -> Tensor:  # (...), of a density for Box
         if self.continuous:
             mean, log_std = params.unbind(-2)
             noise = (actions - mean) * (-log_std).exp()
-            return (-0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
-        return params.gather(-1, actions[..., None]).sum((-2, -1))
+            densities = -0.5 * noise.square() - log_std - HALF_LOG_2PI
+            return densities.sum(-1)
+        chosen = params.gather(-1, actions[..., None])
+        return chosen.sum((-2, -1))
 
     def entropy(self, params: Tensor) -> Tensor:  # (...), nats
         if self.continuous:
-            return (params[..., 1, :] + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
+            log_std = params[..., 1, :]
+            return (log_std + HALF_LOG_2PI + 0.5).sum(-1)
         return -(params.exp() * params).sum((-2, -1))
 
     def kl(self, old: Tensor, params: Tensor) -> Tensor:  # (...), KL(old || new), nats
