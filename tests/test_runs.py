@@ -88,6 +88,17 @@ def test_episodes_are_logged_at_the_step_they_ended(script, tmp_path):
     assert [(p.step, p.value) for p in points] == [(28 * (1 + i // 4), 7) for i in range(12)]
 
 
+def test_speed_counts_rollout_values_and_update_of_all_iterations(script, tmp_path):
+    """Steps so far by seconds so far, at each of four iterations of 48 steps."""
+    _, directory = run(script, tmp_path, "VectorDiscrete", total_timesteps=192)
+    found = events(directory)
+    parts = [found.Scalars(f"time/{part}") for part in ("rollout", "values", "update")]
+    seconds = np.cumsum([sum(p.value for p in points) for points in zip(*parts)])
+    speed = {p.step: p.value for p in found.Scalars("charts/SPS")}
+    steps = [48, 96, 144, 192]
+    assert speed == pytest.approx(dict(zip(steps, steps / seconds)), rel=1e-3)
+
+
 def test_returns_of_late_are_those_of_the_last_hundred_episodes(script, tmp_path):
     """384 episodes of ten steps: what is kept, and its CVaR, the mean of the five lowest."""
     metrics, directory = run(script, tmp_path, "RandomReward", num_steps=480, total_timesteps=3840)
