@@ -284,6 +284,8 @@ def entropy_loss(entropy: Tensor, ent_coef: float, min_entropy: float,
     entropy (B,) in nats; that of Gaussians may be negative, so that a floor of 0 is not neutral.
     Source: Schulman et al. 2017, eq. 9; the floor is ours."""
     mean = entropy.mean()
+    if ent_coef == penalty_coef == 0:
+        return torch.zeros_like(mean)  # no pass backward that gives 0
     return -ent_coef * mean + penalty_coef * torch.relu(min_entropy - mean)
 
 
@@ -603,7 +605,7 @@ class ValueDistribution(nn.Module):
         and its gradient is bounded."""
         args = self.args
         logits, excess = self.split(outputs)
-        mean = self.normalized_mean(outputs).detach()
+        mean = self.normalized_mean(outputs.detach())
         values = mean[..., None] + self.gain * excess
         loss = categorical_cross_entropy(targets, logits)
         v_loss = squared_error(values, returns)
@@ -678,7 +680,7 @@ class ActionDistribution(nn.Module):
     def forward(self, outputs: Tensor) -> Tensor:  # the actor's (..., num_outputs) -> params
         if self.continuous:
             return torch.stack((outputs, self.log_std.expand_as(outputs)), -2)
-        logits = outputs.unflatten(-1, self.padding.shape) + self.padding
+        logits = outputs.reshape(*outputs.shape[:-1], *self.padding.shape) + self.padding
         return logits.log_softmax(-1)
 
     def log_prob(self, params: Tensor, actions: Tensor) -> Tensor:  # (...), of a density for Box
@@ -1013,7 +1015,7 @@ def minibatches(batch: Batch, args: Args) -> Iterator[Batch]:
 
 
 def losses(agent: Agent, mb: Batch, args: Args, ent_coef: float) -> tuple[Tensor, dict]:
-    """The loss of a minibatch, a scalar with its graph, and its metrics, scalars without.
+    """The loss of a minibatch, a scalar with its graph, and its metrics, whose means count.
         clipped policy loss + entropy loss + vf_coef * mean over critics of their value losses
     A pure function of parameters and minibatch. Source: Schulman et al. 2017, eq. 9."""
     params = agent.policy_params(mb.obs)
@@ -1025,22 +1027,16 @@ def losses(agent: Agent, mb: Batch, args: Args, ent_coef: float) -> tuple[Tensor
     outputs = agent.value_outputs(mb.obs)  # (C, B, K)
     old_values = mb.old_values.movedim(1, 0)
     value_losses, clipped = agent.value_dist.loss(outputs, mb.targets, mb.returns, old_values)
-    v_loss = value_losses.mean(1)  # (C,)
-    loss = pg_loss + h_loss + args.vf_coef * v_loss.mean()
+    loss = pg_loss + h_loss + args.vf_coef * value_losses.mean()
 
-    with torch.no_grad():
-        ratio = log_ratio.exp()
-        kl = agent.action_dist.kl(mb.params, params)
-        metrics = {
-            "losses/policy_loss": pg_loss.detach(), "losses/value_loss": v_loss.mean(),
-            "losses/entropy": entropy.mean(),
-            "losses/approx_kl": approx_kl, "losses/clipfrac": clipfrac,
-            "twin/loss_1": v_loss[0].detach(), "twin/loss_2": v_loss[-1].detach(),
-            "value/clip_fraction": clipped.mean(), "policy/kl_exact": kl.mean(),
-            "policy/ratio_mean": ratio.mean(), "policy/ratio_std": ratio.std(correction=0),
-            "policy/ratio_error": (ratio - 1).abs().max(),
-        }  # fmt: skip
-    return loss, metrics
+    metrics = {
+        "losses/policy_loss": pg_loss, "losses/value_loss": value_losses,
+        "losses/entropy": entropy, "losses/approx_kl": approx_kl, "losses/clipfrac": clipfrac,
+        "twin/loss_1": value_losses[0], "twin/loss_2": value_losses[-1],
+        "value/clip_fraction": clipped, "policy/log_ratio": log_ratio,
+        "policy/kl_exact": agent.action_dist.kl(mb.params, params.detach()),
+    }  # fmt: skip
+    return loss, {tag: x.detach() for tag, x in metrics.items()}
 
 
 def one_gradient(parameters: list[nn.Parameter]) -> Tensor:
@@ -1069,32 +1065,34 @@ def update(agent: Agent, optimizer: optim.Adam, batch: Batch, args: Args, ent_co
     gradient = one_gradient([*actor, *critic])
     parts = gradient.tensor_split([sum(p.numel() for p in actor)])  # the actor's and the critics'
     evaluated = []  # metrics of each minibatch
-    norms = []  # (2,) of the gradients of actor and critic, at each step taken
+    norms = []  # of the gradients of actor and critics, at each step taken
     loss_of = compiled_losses() if args.compile else losses
     for mb in minibatches(batch, args):
         loss, metrics = loss_of(agent, mb, args, ent_coef)
         evaluated.append(metrics)
-        if args.target_kl is not None and metrics["policy/kl_exact"] > args.target_kl:
+        if args.target_kl is not None and metrics["policy/kl_exact"].mean() > args.target_kl:
             break
 
         gradient.zero_()
         loss.backward()
-        norms.append(torch.stack([part.norm() for part in parts]))
-        norm = norms[-1].norm()
-        if not (loss + norm).isfinite():
+        numbers = torch.stack([loss.detach(), *(part.norm() for part in parts)]).tolist()
+        norms.append(numbers[1:])
+        norm = math.hypot(*norms[-1])
+        if not math.isfinite(numbers[0] + norm):
             what = f"loss {loss:g}, gradient {norm:g} of minibatch {len(norms) - 1} of the update"
             raise RuntimeError(f"{what}: not finite; try a smaller --learning-rate")
 
-        gradient *= (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)
+        gradient *= min(1, args.max_grad_norm / (norm + 1e-6))
         optimizer.step()
         agent.action_dist.project()
 
     columns = {tag: torch.stack([row[tag] for row in evaluated]) for tag in evaluated[0]}
-    error = columns.pop("policy/ratio_error")
-    grad_norms = torch.stack(norms) if norms else error.new_zeros(1, 2)
+    ratio = columns.pop("policy/log_ratio").exp()
+    grad_norms = torch.tensor(norms or [[0.0, 0.0]])
     columns |= {
-        "policy/kl_max": columns["policy/kl_exact"].max(),
-        "policy/ratio_first_minibatch_error": error[0],  # 0 but for rounding
+        "policy/kl_max": columns["policy/kl_exact"].flatten(1).mean(1).max(),
+        "policy/ratio_mean": ratio, "policy/ratio_std": ratio.std(1, correction=0),
+        "policy/ratio_first_minibatch_error": (ratio[0] - 1).abs().max(),  # 0 but for rounding
         "grad/norm": grad_norms.norm(dim=1),
         "grad/actor": grad_norms[:, 0], "grad/critic": grad_norms[:, 1],
     }  # fmt: skip
