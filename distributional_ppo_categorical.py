@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -707,14 +708,19 @@ class ActionDistribution(nn.Module):
             return 0.5 * (log_ratio.exp() - 1 - log_ratio + difference).sum(-1)
         return (old.exp() * (old - params)).sum((-2, -1))
 
-    def sample(self, params: Tensor, deterministic: bool = False) -> Tensor:
-        """A random action, (..., P) or (..., A), or the mode."""
+    def noise(self, *size: int) -> Tensor:
+        """What makes samples of so many modes: standard Gaussian, or of Gumbel's distribution."""
+        if self.continuous:
+            return torch.randn(*size, self.num_outputs, device=self.log_std.device)
+        exponential = torch.empty(*size, *self.padding.shape, device=self.padding.device)
+        return -exponential.exponential_().log()
+
+    def sample(self, params: Tensor, noise: Tensor | float) -> Tensor:
+        """A random action, (..., P) or (..., A), by `noise`; the mode where that is 0."""
         if self.continuous:
             mean, log_std = params.unbind(-2)
-            return mean if deterministic else mean + log_std.exp() * torch.randn_like(mean)
-        # Gumbel noise, minus the log of an exponential, makes the argmax a sample
-        noise = 0 if deterministic else torch.empty_like(params).exponential_().log()
-        return (params - noise).argmax(-1)
+            return mean + log_std.exp() * noise
+        return (params + noise).argmax(-1)
 
     def to_env(self, actions: Tensor) -> np.ndarray:  # clipped, or counted from `start`
         array = actions.cpu().numpy().reshape(-1, *self.space.shape)
@@ -761,6 +767,12 @@ class Agent(nn.Module):
             self.critic_heads.append(nn.Sequential(hidden, ACTIVATIONS[args.activation](), output))
         self.to("cuda" if args.cuda else "cpu")
 
+    def parts(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Parameters of the actor and of the critics."""
+        actor = [self.action_dist, self.actor_body, self.actor_head]
+        critics = [self.critic_body, self.critic_heads]
+        return tuple([p for net in nets for p in net.parameters()] for nets in (actor, critics))
+
     def scale_advantages(self, advantages: Tensor) -> Tensor:
         """Centred advantages over the larger of their std and its running value. Where all returns
         are alike the std is rounding noise, which its own std would blow up to 1."""
@@ -799,7 +811,8 @@ class Agent(nn.Module):
         deterministic: the mode of the policy, otherwise a sample."""
         batch = torch.as_tensor(np.atleast_2d(obs), device=self.device).float()
         params = self.policy_params(self.normalize_obs(batch))
-        actions = self.action_dist.to_env(self.action_dist.sample(params, deterministic))
+        noise = 0.0 if deterministic else self.action_dist.noise(len(batch))
+        actions = self.action_dist.to_env(self.action_dist.sample(params, noise))
         return actions[0] if np.ndim(obs) == 1 else actions
 
 
@@ -859,11 +872,12 @@ def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, current: np.ndarra
     normalize = agent.obs_normalizer()
     device = agent.device
     with torch.inference_mode():
+        noise = agent.action_dist.noise(*size)
         for t in range(args.num_steps):
             obs[t] = current
             seen = normalize(torch.as_tensor(obs[t], device=device))
             param = agent.policy_params(seen)
-            action = agent.action_dist.sample(param)
+            action = agent.action_dist.sample(param, noise[t])
             params.append(param)
             actions.append(action)
 
@@ -924,23 +938,22 @@ def statistics_samples(samples: Tensor, weights: Tensor, twins: Tensor) -> Tenso
 
 
 def critic_metrics(dist: ValueDistribution, rollout: Rollout, twins: Tensor, reduced: Tensor,
-                   next_reduced: Tensor, values: Tensor, next_values: Tensor,
-                   returns: Tensor) -> dict:  # fmt: skip
+                   next_reduced: Tensor, values: Tensor, returns: Tensor) -> dict:  # fmt: skip
     """What the critics predicted for a rollout against what came, before the update.
-    twins (C, T, N) values of each critic; reduced outputs of s_t and s'_t (T, N, ...) and their
-    values; lambda-returns (T, N)."""
+    twins (C, T, N) values of each critic; reduced outputs of s_t and s'_t (T, N, ...); values and
+    lambda-returns (T, N)."""
     stats = dist.describe(reduced)
     deciles = torch.stack((stats["p10"], stats["p50"], stats["p90"]))
     ends = (rollout.terminated, rollout.truncated)
-    gamma = dist.args.gamma
-    _, realised = gae(rollout.rewards, values, next_values, *ends, gamma, 1.0)
-    samples, weights = dist.sample_returns(rollout.rewards, next_reduced, *ends, gamma, 1.0)
+    samples, weights = dist.sample_returns(
+        rollout.rewards, next_reduced, *ends, dist.args.gamma, gae_lambda=1.0
+    )
     below = samples < stats["value_at_risk"][..., None]
 
     return {
         "value/p10": deciles[0].mean(), "value/p50": deciles[1].mean(),
         "value/p90": deciles[2].mean(), "value/predicted_returns": deciles,
-        "value/realised_returns": realised,  # with a value at limits and at the last step
+        "value/realised_returns": (weights * samples).sum(-1),  # predicted where they are cut
         "value/bias": (values - returns).mean(), "value/std_target": returns.std(correction=0),
         "value/std_predicted": stats["std"].mean(),
         "value/distribution_gap": (dist.mean(reduced) - values).abs().mean(),
@@ -980,9 +993,7 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     if args.cvar_weight > 0 and args.cvar_alpha < 1:
         raw = raw.lerp(dist.risk_advantages(samples, weights, reduced), args.cvar_weight)
     advantages = agent.scale_advantages(raw) if args.norm_adv else raw
-    metrics = critic_metrics(
-        dist, rollout, twins, reduced, next_reduced, values, next_values, returns
-    )
+    metrics = critic_metrics(dist, rollout, twins, reduced, next_reduced, values, returns)
 
     # 3. the return statistics move
     taken_in = statistics_samples(samples, weights, twins)
@@ -1010,8 +1021,8 @@ def minibatches(batch: Batch, args: Args) -> Iterator[Batch]:
     """In every epoch, random parts of the rows, each row once."""
     orders = [torch.randperm(len(batch.obs)) for _ in range(args.update_epochs)]
     for order in torch.stack(orders).to(batch.obs.device):
-        for chosen in order.chunk(args.num_minibatches):
-            yield Batch(*(x.index_select(0, chosen) for x in batch))
+        shuffled = [x.index_select(0, order).chunk(args.num_minibatches) for x in batch]
+        yield from map(Batch, *shuffled)
 
 
 def losses(agent: Agent, mb: Batch, args: Args, ent_coef: float) -> tuple[Tensor, dict]:
@@ -1039,13 +1050,14 @@ def losses(agent: Agent, mb: Batch, args: Args, ent_coef: float) -> tuple[Tensor
     return loss, {tag: x.detach() for tag, x in metrics.items()}
 
 
-def one_gradient(parameters: list[nn.Parameter]) -> Tensor:
-    """A vector, 0, that holds the gradients of all parameters from now on: `grad` are its parts."""
-    sizes = [p.numel() for p in parameters]
-    gradient = parameters[0].new_zeros(sum(sizes))
-    for p, part in zip(parameters, gradient.split(sizes)):
-        p.grad = part.view_as(p)
-    return gradient
+def one_vector(agent: Agent) -> nn.Parameter:
+    """All parameters, the actor's ahead of the critics', as a vector whose parts they are from now
+    on: an optimizer's step costs time for each of its parameters, however small."""
+    parameters = [*chain(*agent.parts())]
+    vector = nn.Parameter(torch.cat([p.detach().flatten() for p in parameters]))
+    for p, part in zip(parameters, vector.detach().split([p.numel() for p in parameters])):
+        p.data = part.view_as(p)
+    return vector
 
 
 @cache
@@ -1058,12 +1070,11 @@ def update(agent: Agent, optimizer: optim.Adam, batch: Batch, args: Args, ent_co
     """Train on one rollout for `update_epochs` epochs, fewer where the policy moves too far.
     The exact KL(old || new) of a minibatch is tested ahead of its step; the first one larger than
     `target_kl` ends the update. Gives means over the minibatches evaluated, that one included, and
-    of `grad/*` over the steps taken. Raises RuntimeError for what is not finite."""
-    actor = [*agent.actor_body.parameters(), *agent.actor_head.parameters()]
-    actor += agent.action_dist.parameters()
-    critic = [*agent.critic_body.parameters(), *agent.critic_heads.parameters()]
-    gradient = one_gradient([*actor, *critic])
-    parts = gradient.tensor_split([sum(p.numel() for p in actor)])  # the actor's and the critics'
+    of `grad/*` over the steps taken. The optimizer's one parameter is `one_vector` of the agent.
+    Raises RuntimeError for what is not finite."""
+    actor, critics = agent.parts()
+    actor_size = sum(p.numel() for p in actor)
+    [vector] = optimizer.param_groups[0]["params"]
     evaluated = []  # metrics of each minibatch
     norms = []  # of the gradients of actor and critics, at each step taken
     loss_of = compiled_losses() if args.compile else losses
@@ -1073,8 +1084,9 @@ def update(agent: Agent, optimizer: optim.Adam, batch: Batch, args: Args, ent_co
         if args.target_kl is not None and metrics["policy/kl_exact"].mean() > args.target_kl:
             break
 
-        gradient.zero_()
-        loss.backward()
+        gradients = torch.autograd.grad(loss, [*actor, *critics])
+        vector.grad = torch.cat([g.flatten() for g in gradients])
+        parts = vector.grad.tensor_split([actor_size])
         numbers = torch.stack([loss.detach(), *(part.norm() for part in parts)]).tolist()
         norms.append(numbers[1:])
         norm = math.hypot(*norms[-1])
@@ -1082,7 +1094,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: Batch, args: Args, ent_co
             what = f"loss {loss:g}, gradient {norm:g} of minibatch {len(norms) - 1} of the update"
             raise RuntimeError(f"{what}: not finite; try a smaller --learning-rate")
 
-        gradient *= min(1, args.max_grad_norm / (norm + 1e-6))
+        vector.grad *= min(1, args.max_grad_norm / (norm + 1e-6))
         optimizer.step()
         agent.action_dist.project()
 
@@ -1317,7 +1329,7 @@ def train(args: Args) -> dict[str, Any]:
     checkpoint and KeyboardInterrupt. Sets RNGs, torch's options and how EzPickle copies."""
     set_up_process(args)
     agent = load_agent(args.resume)[0] if args.resume else Agent(args)
-    optimizer = optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
+    optimizer = optim.Adam([one_vector(agent)], args.learning_rate, eps=1e-5, fused=True)
     run_dir = Path(args.resume) if args.resume else make_run_dir(args)
     envs = make_envs(args, args.num_envs)
     run, obs = resume_run(args, optimizer, envs) if args.resume else (Run(), None)

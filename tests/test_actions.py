@@ -206,7 +206,8 @@ def test_every_action_of_a_discrete_space_is_reachable(script, space, outputs, v
     actions = actions_of(script, space)
     assert actions.num_outputs == outputs
     params = actions(torch.zeros(300, outputs))
-    assert set(actions.to_env(actions.sample(params)).flatten().tolist()) == values
+    sample = actions.sample(params, actions.noise(len(params)))
+    assert set(actions.to_env(sample).flatten().tolist()) == values
 
 
 def test_samples_of_parts_follow_their_probabilities(script):
@@ -214,8 +215,8 @@ def test_samples_of_parts_follow_their_probabilities(script):
     actions = actions_of(script, "MultiDiscrete")
     outputs = torch.randn(12)
     params = actions(outputs)
-    sample = actions.sample(params.expand(40_000, *params.shape))
-    mode = actions.sample(params, deterministic=True)
+    sample = actions.sample(params, actions.noise(40_000))
+    mode = actions.sample(params, 0.0)
     for part, size in enumerate(SIZES):
         p = outputs.view(3, 4)[part, :size].softmax(-1)
         share = torch.bincount(sample[:, part], minlength=size) / 40_000
@@ -230,8 +231,8 @@ def test_samples_of_gaussians_have_their_moments(script):
         actions.log_std.copy_(torch.tensor([-0.7, 0.4]))
     outputs = torch.randn(2)
     params = actions(outputs).detach()
-    sample = actions.sample(params.expand(40_000, *params.shape))
-    assert torch.equal(actions.sample(params, deterministic=True), outputs)
+    sample = actions.sample(params, actions.noise(40_000))
+    assert torch.equal(actions.sample(params, 0.0), outputs)
     std = torch.tensor([-0.7, 0.4]).exp()
     assert_close(sample.mean(0), outputs, rtol=0, atol=0.05)
     assert_close(sample.std(0), std, rtol=0.03, atol=0)

@@ -384,7 +384,7 @@ def test_one_update_on_another_device_is_that_of_the_cpu(script, device):
         torch.manual_seed(3)
         agent = copy.deepcopy(run.agent).to(place)
         moved = script.Batch(*(x.to(place) for x in batch))
-        optimizer = script.optim.Adam(agent.parameters(), 1e-3, eps=1e-5, fused=True)
+        optimizer = script.optim.Adam([script.one_vector(agent)], 1e-3, eps=1e-5, fused=True)
         script.update(agent, optimizer, moved, run.args, 0.0)
         assert agent.device.type == place
         updated.append([parameter.detach().cpu() for parameter in agent.parameters()])

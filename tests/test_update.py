@@ -30,7 +30,7 @@ def run_update(run, ent_coef=0.0, algorithm=torch.optim.Adam, **flags):
     for key, value in flags.items():
         setattr(args, key, value)
     agent.value_dist.args = args
-    optimizer = algorithm(agent.parameters(), args.learning_rate)
+    optimizer = algorithm([run.script.one_vector(agent)], args.learning_rate)
     torch.manual_seed(5)
     metrics = run.script.update(agent, optimizer, run.batch, args, ent_coef)
     return metrics, agent
@@ -281,17 +281,23 @@ def test_the_update_takes_compiled_losses_where_asked(script, monkeypatch, asked
     script.compiled_losses.cache_clear()
 
 
-def test_one_gradient_is_that_of_all_parameters(script):
-    """Ours: what backward adds up is found in the vector, part by part; 0 ahead of it."""
-    linear = torch.nn.Linear(3, 2)
-    linear.weight.grad = torch.ones(2, 3)  # of another update
-    gradient = script.one_gradient([linear.bias, linear.weight])
-    assert torch.equal(gradient, torch.zeros(8))
-    linear(torch.tensor([[1.0, 2.0, 4.0]])).sum().backward()
-    assert gradient.tolist() == [1, 1, 1, 2, 4, 1, 2, 4]
-    gradient *= 0.5
-    assert linear.weight.grad.tolist() == [[0.5, 1, 2]] * 2
-    assert not gradient.requires_grad
+@pytest.mark.parametrize("env", ["VectorBox", "VectorDiscrete"])
+def test_parameters_are_parts_of_one_vector(script, env):
+    """Ours: what moves the vector moves them, which keep their values; the actor's come first."""
+    agent = make_run(script, env).agent
+    before = {key: p.detach().clone() for key, p in agent.named_parameters()}
+    vector = script.one_vector(agent)
+    assert vector.requires_grad
+    assert len(vector) == sum(x.numel() for x in before.values())
+    assert all(torch.equal(p, before[key]) for key, p in agent.named_parameters())
+
+    actor = sum(x.numel() for key, x in before.items() if key.startswith("act"))
+    assert actor == sum(p.numel() for p in agent.parts()[0])
+    with torch.no_grad():
+        vector[:actor] += 1
+        vector[actor:] -= 1
+    for key, p in agent.named_parameters():
+        assert torch.equal(p, before[key] + (1 if key.startswith("act") else -1)), key
 
 
 def test_losses_is_pure(run):
@@ -345,8 +351,10 @@ def test_every_parameter_learns(script, env):
     prepare(run)
     before = {k: p.detach().clone() for k, p in run.agent.named_parameters()}
     script.update(run.agent, run.optimizer, run.batch, run.args, 0.01)
+    [vector] = run.optimizer.param_groups[0]["params"]
+    sizes = [p.numel() for part in run.agent.parts() for p in part]
+    assert all(gradient.abs().max() > 0 for gradient in vector.grad.split(sizes))
     for key, p in run.agent.named_parameters():
-        assert p.grad.abs().max() > 0, key
         assert (p - before[key]).abs().max() > 0, key
 
 
@@ -463,8 +471,8 @@ def test_gradient_norms_are_those_of_the_loss(script, value_from):
     assert metrics["grad/critic"] == pytest.approx(norm["critic"], rel=1e-3)
     both = (norm["actor"] ** 2 + norm["critic"] ** 2) ** 0.5
     assert metrics["grad/norm"] == pytest.approx(both, rel=1e-3)
-    total = sum(float(p.grad.square().sum()) for p in run.agent.parameters()) ** 0.5
-    assert total == pytest.approx(min(run.args.max_grad_norm, metrics["grad/norm"]), rel=1e-3)
+    [vector] = run.optimizer.param_groups[0]["params"]
+    assert float(vector.grad.norm()) == pytest.approx(min(run.args.max_grad_norm, metrics["grad/norm"]), rel=1e-3)
 
 
 def test_kl_stop_comes_ahead_of_the_step(run):
