@@ -550,8 +550,9 @@ class ValueDistribution(nn.Module):
         min_quantile: the elementwise maximum of the CDFs, which is more pessimistic. With the
         latter two what V exceeds the mean by is the critics' mean and minimum of it."""
         if self.args.twin_reduce == "min" or len(outputs) == 1:
-            lowest = self.value(outputs).argmin(0)[None, ..., None]
-            return outputs.take_along_dim(lowest, 0)[0]
+            values = self.value(outputs)
+            first = (values[0] <= values[-1])[..., None]
+            return torch.where(first, outputs[0], outputs[-1])
         probs = self.probs(outputs)
         excess = self.split(outputs)[1]
         if self.args.twin_reduce == "mean":

@@ -567,8 +567,9 @@ class ValueDistribution(nn.Module):
         averaged; min_quantile: elementwise, sorted, which is more pessimistic: mean(min q) <=
         min(mean). A V of its own is the mean or the minimum of the V's."""
         if self.args.twin_reduce == "min" or len(outputs) == 1:
-            lowest = self.value(outputs).argmin(0)[None, ..., None]
-            return outputs.take_along_dim(lowest, 0)[0]
+            values = self.value(outputs)
+            first = (values[0] <= values[-1])[..., None]
+            return torch.where(first, outputs[0], outputs[-1])
         quantiles, values = self.split(outputs)
         if self.args.twin_reduce == "mean":
             pooled = torch.cat((*quantiles,), -1).sort(-1).values  # (..., 2 K)
