@@ -682,7 +682,8 @@ class ActionDistribution(nn.Module):
     def forward(self, outputs: Tensor) -> Tensor:  # the actor's (..., num_outputs) -> params
         if self.continuous:
             return torch.stack((outputs, self.log_std.expand_as(outputs)), -2)
-        logits = outputs.reshape(*outputs.shape[:-1], *self.padding.shape) + self.padding
+        shape = (*outputs.shape[:-1], *self.padding.shape)
+        logits = outputs.reshape(shape) + self.padding
         return logits.log_softmax(-1)
 
     def log_prob(self, params: Tensor, actions: Tensor) -> Tensor:  # (...), of a density for Box
@@ -770,9 +771,9 @@ class Agent(nn.Module):
 
     def parts(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Parameters of the actor and of the critics."""
-        actor = [self.action_dist, self.actor_body, self.actor_head]
-        critics = [self.critic_body, self.critic_heads]
-        return tuple([p for net in nets for p in net.parameters()] for nets in (actor, critics))
+        actor = nn.ModuleList((self.action_dist, self.actor_body, self.actor_head))
+        critics = nn.ModuleList((self.critic_body, self.critic_heads))
+        return [*actor.parameters()], [*critics.parameters()]
 
     def scale_advantages(self, advantages: Tensor) -> Tensor:
         """Centred advantages over the larger of their std and its running value. Where all returns
@@ -1055,8 +1056,9 @@ def one_vector(agent: Agent) -> nn.Parameter:
     """All parameters, the actor's ahead of the critics', as a vector whose parts they are from now
     on: an optimizer's step costs time for each of its parameters, however small."""
     parameters = [*chain(*agent.parts())]
+    sizes = [p.numel() for p in parameters]
     vector = nn.Parameter(torch.cat([p.detach().flatten() for p in parameters]))
-    for p, part in zip(parameters, vector.detach().split([p.numel() for p in parameters])):
+    for p, part in zip(parameters, vector.detach().split(sizes)):
         p.data = part.view_as(p)
     return vector
 
@@ -1088,7 +1090,8 @@ def update(agent: Agent, optimizer: optim.Adam, batch: Batch, args: Args, ent_co
         gradients = torch.autograd.grad(loss, [*actor, *critics])
         vector.grad = torch.cat([g.flatten() for g in gradients])
         parts = vector.grad.tensor_split([actor_size])
-        numbers = torch.stack([loss.detach(), *(part.norm() for part in parts)]).tolist()
+        norms_of_parts = [part.norm() for part in parts]
+        numbers = torch.stack([loss.detach(), *norms_of_parts]).tolist()  # one transfer
         norms.append(numbers[1:])
         norm = math.hypot(*norms[-1])
         if not math.isfinite(numbers[0] + norm):

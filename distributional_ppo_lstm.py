@@ -674,7 +674,8 @@ class ActionDistribution(nn.Module):
     def forward(self, outputs: Tensor) -> Tensor:  # the actor's (..., num_outputs) -> params
         if self.continuous:
             return torch.stack((outputs, self.log_std.expand_as(outputs)), -2)
-        logits = outputs.reshape(*outputs.shape[:-1], *self.padding.shape) + self.padding
+        shape = (*outputs.shape[:-1], *self.padding.shape)
+        logits = outputs.reshape(shape) + self.padding
         return logits.log_softmax(-1)
 
     def log_prob(self, params: Tensor, actions: Tensor) -> Tensor:  # (...), of a density for Box
@@ -809,9 +810,9 @@ class Agent(nn.Module):
 
     def parts(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Parameters of the actor and of the critics."""
-        actor = [self.action_dist, self.actor_body, self.actor_head]
-        critics = [self.critic_body, self.critic_heads]
-        return tuple([p for net in nets for p in net.parameters()] for nets in (actor, critics))
+        actor = nn.ModuleList((self.action_dist, self.actor_body, self.actor_head))
+        critics = nn.ModuleList((self.critic_body, self.critic_heads))
+        return [*actor.parameters()], [*critics.parameters()]
 
     def scale_advantages(self, advantages: Tensor) -> Tensor:
         """Centred advantages over the larger of their std and its running value. Where all returns
@@ -841,14 +842,13 @@ class Agent(nn.Module):
     def initial_state(self, num_envs: int) -> Tensor:  # (2, N, H), of actor or critic
         return torch.zeros(2, num_envs, self.args.lstm_hidden_size, device=self.device)
 
-    def policy_params(self, obs: Tensor, state: Tensor, episode_start: Tensor) -> Tensor:
-        """Params of the action distributions of sequences (L, M, D)."""
-        return self.action_dist(self.actor_head(self.actor_body(obs, state, episode_start)))
+    def policy_params(self, features: Tensor) -> Tensor:  # (..., H) -> action distributions
+        return self.action_dist(self.actor_head(features))
 
     def policy_params_step(self, obs: Tensor, state: Tensor) -> Tensors:
-        """The same of one step (N, D), and the next state."""
+        """The same for observations (N, D) of one step, and the next state."""
         features, state = self.actor_body.step(obs, state)
-        return self.action_dist(self.actor_head(features)), state
+        return self.policy_params(features), state
 
     def value_outputs(self, features: Tensor) -> Tensor:  # (..., H) -> (C, ..., K), of all critics
         return torch.stack([head(features) for head in self.critic_heads])
@@ -1120,7 +1120,10 @@ def losses(agent: Agent, mb: Batch, args: Args, ent_coef: float) -> tuple[Tensor
     """The loss of a minibatch, a scalar with its graph, and its metrics, whose means count.
         clipped policy loss + entropy loss + vf_coef * mean over critics of their value losses
     A pure function of parameters and minibatch. Source: Schulman et al. 2017, eq. 9."""
-    params = agent.policy_params(mb.obs, mb.actor_state, mb.episode_start)
+    actor_features = agent.actor_body(mb.obs, mb.actor_state, mb.episode_start)
+    critic_features = agent.critic_body(mb.obs, mb.critic_state, mb.episode_start)
+
+    params = agent.policy_params(actor_features)
     log_probs = agent.action_dist.log_prob(params, mb.actions)
     log_ratio = (log_probs - mb.log_probs).flatten()  # (B,), B = L * M
     advantages = mb.advantages.flatten()
@@ -1128,8 +1131,7 @@ def losses(agent: Agent, mb: Batch, args: Args, ent_coef: float) -> tuple[Tensor
     pg_loss, approx_kl, clipfrac = clipped_policy_loss(log_ratio, advantages, args.clip_coef)
     h_loss = entropy_loss(entropy, ent_coef, args.min_entropy, args.min_entropy_penalty)
 
-    features = agent.critic_body(mb.obs, mb.critic_state, mb.episode_start)
-    outputs = agent.value_outputs(features)  # (C, L, M, K)
+    outputs = agent.value_outputs(critic_features)  # (C, L, M, K)
     old_values = mb.old_values.movedim(2, 0)
     value_losses, clipped = agent.value_dist.loss(outputs, mb.targets, mb.returns, old_values)
     loss = pg_loss + h_loss + args.vf_coef * value_losses.mean()
@@ -1148,15 +1150,17 @@ def one_vector(agent: Agent) -> nn.Parameter:
     """All parameters, the actor's ahead of the critics', as a vector whose parts they are from now
     on: an optimizer's step costs time for each of its parameters, however small."""
     parameters = [*chain(*agent.parts())]
+    sizes = [p.numel() for p in parameters]
     vector = nn.Parameter(torch.cat([p.detach().flatten() for p in parameters]))
-    for p, part in zip(parameters, vector.detach().split([p.numel() for p in parameters])):
+    for p, part in zip(parameters, vector.detach().split(sizes)):
         p.data = part.view_as(p)
     return vector
 
 
 @cache
 def compiled_losses() -> Callable:
-    """`losses` by torch.compile, once in a process."""
+    """`losses` by torch.compile, once in a process; LSTMs are as fast without it."""
+    Body.forward = torch.compiler.disable(Body.forward)
     return torch.compile(losses)
 
 
@@ -1181,7 +1185,8 @@ def update(agent: Agent, optimizer: optim.Adam, batch: Batch, args: Args, ent_co
         gradients = torch.autograd.grad(loss, [*actor, *critics])
         vector.grad = torch.cat([g.flatten() for g in gradients])
         parts = vector.grad.tensor_split([actor_size])
-        numbers = torch.stack([loss.detach(), *(part.norm() for part in parts)]).tolist()
+        norms_of_parts = [part.norm() for part in parts]
+        numbers = torch.stack([loss.detach(), *norms_of_parts]).tolist()  # one transfer
         norms.append(numbers[1:])
         norm = math.hypot(*norms[-1])
         if not math.isfinite(numbers[0] + norm):

@@ -135,7 +135,8 @@ def risky_probability(script: ModuleType, agent: Any) -> float:
     obs = agent.normalize_obs(torch.ones(1, 1))
     if script.__name__ == LSTM:
         opens = torch.ones(1, 1, dtype=torch.bool)
-        params = agent.policy_params(obs[None], agent.initial_state(1), opens)
+        features = agent.actor_body(obs[None], agent.initial_state(1), opens)
+        params = agent.policy_params(features)
     else:
         params = agent.policy_params(obs)
     return params.reshape(2).softmax(-1)[1].item()

@@ -206,7 +206,7 @@ def start_of(script: ModuleType, agent: Any, args: Any) -> Start:
         if script.__name__ == LSTM:
             state = agent.initial_state(1)
             opens = torch.ones(1, 1, dtype=torch.bool)
-            params = agent.policy_params(obs[None], state, opens)
+            params = agent.policy_params(agent.actor_body(obs[None], state, opens))
             outputs = agent.value_outputs(agent.critic_body(obs[None], state, opens))
         else:
             params = agent.policy_params(obs)

@@ -94,7 +94,7 @@ def prepare(run: SimpleNamespace) -> tuple:
 def policy_params(agent: Any, mb: tuple) -> Tensor:
     """Params of the agent's policy on a batch: a graph, in the layout of `mb.params`."""
     if hasattr(mb, "episode_start"):
-        return agent.policy_params(mb.obs, mb.actor_state, mb.episode_start)
+        return agent.policy_params(agent.actor_body(mb.obs, mb.actor_state, mb.episode_start))
     return agent.policy_params(mb.obs)
 
 
