@@ -1150,10 +1150,8 @@ def one_vector(agent: Agent) -> nn.Parameter:
     """All parameters, the actor's ahead of the critics', as a vector whose parts they are from now
     on: an optimizer's step costs time for each of its parameters, however small."""
     parameters = [*chain(*agent.parts())]
-    sizes = [p.numel() for p in parameters]
-    vector = nn.Parameter(torch.cat([p.detach().flatten() for p in parameters]))
-    for p, part in zip(parameters, vector.detach().split(sizes)):
-        p.data = part.view_as(p)
+    vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
+    nn.utils.vector_to_parameters(vector, parameters)
     return vector
 
 
