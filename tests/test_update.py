@@ -118,7 +118,7 @@ def value_losses(agent, mb, args):
 
 
 def reference(script, agent, mb, args, ent_coef):
-    """Loss and mean metrics of a minibatch, of what the networks give (Schulman et al. 2017, eq. 9)."""
+    """Loss and mean metrics of a minibatch, of what networks give. Schulman et al. 2017, eq. 9."""
     params = policy_params(agent, mb)
     log_prob, entropy = policy_terms(params, mb.actions)
     log_ratio, A = log_prob - mb.log_probs.double(), mb.advantages.double()
