@@ -16,7 +16,7 @@ environments stepped with random actions, resets as often as in the run; the act
 for every step, the critics' once; forward and backward of bare layers for every minibatch. Losses,
 optimizer, advantages and metrics are not in it. Peak memory is the largest resident set of the
 process, imports included. "kept" is ours with glibc told to keep freed memory (KEEP below),
-"compiled" ours with --compile: a run of one rollout with an empty cache of compiled code, whose
+"compiled" ours with --compile: a run of two rollouts with an empty cache of compiled code, whose
 seconds beyond those of a run that compiles nothing are the time to compile, then speed as above.
 
 Raw rows are appended to results/speed.csv; the next call measures what is missing for the scripts'
@@ -395,22 +395,26 @@ def measure_timing(job: Job, steps_per_reset: float) -> dict[str, Any]:
     return {**row, "value": 1e3 * work.samples / sum(parts.values())}
 
 
-def measure_speed(job: Job, guess: float) -> dict[str, Any]:
-    """A row's `value` and what it comes from; `guess`: of the steps per second, 0 for none."""
+def measure_speed(
+    job: Job, guess: float, rollouts: int = 1, seconds: float = SECONDS
+) -> dict[str, Any]:
+    """A row's `value` and what it comes from; `guess`: of the steps per second, 0 for none.
+    The short run has so many rollouts, the long one takes so many seconds more, about."""
     samples = CELLS[job.cell].samples
+    least = rollouts * samples
     speed = guess
     spent = 0.0
-    while spent < SECONDS / 2:  # again, longer, where the guess of the speed was too low
-        more = samples * max(1, round(SECONDS * speed / samples))
-        short = start(job._replace(steps=samples))
-        long = start(job._replace(steps=samples + more))
+    while spent < seconds / 2:  # again, longer, where the guess of the speed was too low
+        more = samples * max(1, round(seconds * speed / samples))
+        short = start(job._replace(steps=least))
+        long = start(job._replace(steps=least + more))
         spent = long["outside"] - short["outside"]
-        speed = more / max(long["inside"] - short["inside"], SECONDS / 20)
+        speed = more / max(long["inside"] - short["inside"], seconds / 20)
     return {
         "value": more / spent,
-        "short_steps": samples,
+        "short_steps": least,
         "short_s": short["outside"],
-        "long_steps": samples + more,
+        "long_steps": least + more,
         "long_s": long["outside"],
         "steps_per_reset": long["steps_per_reset"],
         "peak_mb": long["peak_mb"],
@@ -418,12 +422,16 @@ def measure_speed(job: Job, guess: float) -> dict[str, Any]:
 
 
 def measure_compiled(job: Job, guess: float) -> dict[str, Any]:
-    """As `measure_speed`; `parts`: seconds of the `first` run, which finds no cache."""
+    """As `measure_speed`, but longer, since starting takes longer: the second rollout, too, where a
+    schedule changes a coefficient. `parts`: seconds of the `first` such run, without a cache, and
+    of the same `eager`."""
     with tempfile.TemporaryDirectory() as cache:
         job = job._replace(cache=cache)
-        first = start(job._replace(steps=CELLS[job.cell].samples))["outside"]
-        row = measure_speed(job, guess)
-    return {**row, "parts": json.dumps({"first": round(first, 3)})}
+        few = job._replace(steps=2 * CELLS[job.cell].samples)
+        parts = {"first": start(few), "eager": start(few._replace(program="ours"))}
+        row = measure_speed(job, guess, rollouts=2, seconds=2 * SECONDS)
+    parts = {name: round(run["outside"], 3) for name, run in parts.items()}
+    return {**row, "parts": json.dumps(parts)}
 
 
 @dataclass(frozen=True)
@@ -497,7 +505,7 @@ def measure(one: Measurement, rows: list[Row], peer: str) -> dict[str, Any]:
     if one.program in ("floor", "pass"):
         runs = earlier["ours"]
         return measure_timing(job, float(runs[-1]["steps_per_reset"]) if runs else math.nan)
-    own = earlier[one.program]
+    own = earlier[one.program] or earlier["ours"]
     timing = measure_compiled if one.program == "compiled" else measure_speed
     return timing(job, middle(own) if own else 0)
 
@@ -598,7 +606,7 @@ def grid_line(cell: str, rows: Programs) -> list:
 def compiled_line(cell: str, rows: Programs) -> list:
     """Speeds, ratios, seconds to compile without a cache and with one."""
     compiled = rows["compiled"]
-    usual = middle(rows["ours"], "short_s")
+    usual = middle(compiled, "parts", "eager")
     return [
         cell,
         f"{middle(compiled):,.0f}",
