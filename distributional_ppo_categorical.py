@@ -40,6 +40,7 @@ import numpy as np
 import torch
 import tyro
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor, nn, optim
 from torch.utils.tensorboard import SummaryWriter, summary
 
@@ -430,7 +431,8 @@ def categorical_quantile(probs: Tensor, atoms: Tensor, level: float) -> Tensor:
     """F^-1(level) with each atom's mass spread evenly over its bin, (B, K) -> (B,)."""
     dz = (atoms[-1] - atoms[0]) / (len(atoms) - 1)
     cdf = probs.cumsum(-1)
-    k = (cdf < level).sum(-1, keepdim=True).clamp(max=len(atoms) - 1)  # the bin of the level
+    levels = torch.full_like(cdf[..., :1], level)
+    k = torch.searchsorted(cdf, levels).clamp(max=len(atoms) - 1)  # the bin of the level
     needed = level - (cdf - probs).gather(-1, k)  # mass up to the level in that bin
     inside = needed / probs.gather(-1, k).clamp(min=1e-12)
     return (atoms[k] + dz * (inside.clamp(0, 1) - 0.5))[..., 0]
@@ -1166,13 +1168,15 @@ def make_run_dir(args: Args) -> Path:
 
 
 def log(writer: SummaryWriter, run: Run, metrics: dict, step: int, histograms: bool = True) -> None:
-    """Write scalars, and tensors with axes as histograms; remember the scalars."""
+    """Write scalars, in one event, and tensors with axes as histograms; remember the scalars."""
+    scalars = Summary()
     for tag, value in metrics.items():
         if not isinstance(value, Tensor) or value.dim() == 0:
             run.logged[tag] = float(value)
-            writer.add_scalar(tag, run.logged[tag], step)
+            scalars.value.add(tag=tag, simple_value=run.logged[tag])
         elif histograms:
             writer.add_histogram(tag, value.clamp(-9e19, 9e19), step)  # its bins end at 1e20
+    writer.file_writer.add_summary(scalars, step)
 
 
 def log_flags(writer: SummaryWriter, args: Args) -> None:

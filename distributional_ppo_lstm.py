@@ -41,6 +41,7 @@ import numpy as np
 import torch
 import tyro
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor, nn, optim
 from torch.utils.tensorboard import SummaryWriter, summary
 
@@ -1261,13 +1262,15 @@ def make_run_dir(args: Args) -> Path:
 
 
 def log(writer: SummaryWriter, run: Run, metrics: dict, step: int, histograms: bool = True) -> None:
-    """Write scalars, and tensors with axes as histograms; remember the scalars."""
+    """Write scalars, in one event, and tensors with axes as histograms; remember the scalars."""
+    scalars = Summary()
     for tag, value in metrics.items():
         if not isinstance(value, Tensor) or value.dim() == 0:
             run.logged[tag] = float(value)
-            writer.add_scalar(tag, run.logged[tag], step)
+            scalars.value.add(tag=tag, simple_value=run.logged[tag])
         elif histograms:
             writer.add_histogram(tag, value.clamp(-9e19, 9e19), step)  # its bins end at 1e20
+    writer.file_writer.add_summary(scalars, step)
 
 
 def log_flags(writer: SummaryWriter, args: Args) -> None:

@@ -21,9 +21,10 @@ class Writer:
     def __init__(self):
         self.scalars = []
         self.histograms = []
+        self.file_writer = self
 
-    def add_scalar(self, tag, value, step):
-        self.scalars.append((tag, value, step))
+    def add_summary(self, summary, step):
+        self.scalars += [(x.tag, x.simple_value, step) for x in summary.value]
 
     def add_histogram(self, tag, value, step):
         self.histograms.append((tag, value.tolist(), step))
