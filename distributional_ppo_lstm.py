@@ -76,7 +76,7 @@ class Args:
     torch_deterministic: bool = True  # deterministic cuDNN kernels (CPU runs always repeat exactly)
     cuda: bool = False  # run the networks on the GPU; small ones are faster on the CPU
     torch_threads: int = 1  # CPU threads of torch, integer >= 1; 1 is fastest for small networks
-    compile: bool = False  # torch.compile the losses: takes up to a minute, then updates are faster
+    compile: bool = False  # torch.compile what is around the LSTMs: a minute, then a little faster
     run_dir: str = "runs"  # directory under which the run directory is created
     eval_episodes: int = 50  # episodes of an evaluation, integer >= 1
     eval_every: int = 0  # iterations between evaluations, integer >= 0; 0: only at the end
