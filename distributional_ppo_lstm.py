@@ -153,6 +153,7 @@ class Args:
 
         self.batch_size = self.num_envs * self.num_steps  # samples of a rollout
         self.num_iterations = self.total_timesteps // self.batch_size  # rollouts, and updates
+        self.is_atari = "ALE/" in self.env_id  # preprocessed, rewards clipped for learning
         self.sequence_length = self.seq_len or self.num_steps  # L, steps of a training sequence
         self.num_sequences = self.batch_size // self.sequence_length  # M, of a rollout
 
@@ -648,6 +649,31 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
     return layer
 
 
+class Convolutions(nn.Module):
+    """Images (..., C, H, W) of any type, over their bound, to features (..., F).
+    Sides of 36 and more: the layers of Mnih et al. 2015; small grids: two layers of 3 x 3."""
+
+    def __init__(self, space: Box, activation: type[nn.Module]) -> None:
+        super().__init__()
+        channels, *sides = space.shape
+        layers = [(16, 3, 1, 1), (32, 3, 1, 1)]  # channels, kernel, stride, padding
+        if min(sides) >= 36:
+            layers = [(32, 8, 4, 0), (64, 4, 2, 0), (64, 3, 1, 0)]
+        high = float(space.high.max())
+        self.scale = 1 / high if math.isfinite(high) else 1.0
+        self.layers = nn.Sequential()
+        for size, *geometry in layers:
+            self.layers.append(layer_init(nn.Conv2d(channels, size, *geometry)))
+            self.layers.append(activation())
+            channels = size
+        self.num_features = self.layers(torch.zeros(1, *space.shape)).numel()
+
+    def forward(self, images: Tensor) -> Tensor:
+        pixels = images.flatten(0, -4).float() * self.scale
+        features = self.layers(pixels).flatten(1)
+        return features.unflatten(0, images.shape[:-3])
+
+
 class ActionDistribution(nn.Module):
     """Distribution of actions given the actor's outputs, for every supported action space.
     Box: diagonal Gaussian, log-std independent of the state; only what the environment receives is
@@ -762,13 +788,23 @@ def unroll_lstm(lstm: nn.LSTM, inputs: Tensor, state: Tensors, episode_start: Te
     return outputs, (outputs[-1:], c)
 
 
+def make_encoder(space: Box, args: Args) -> nn.Sequential:
+    """Observations to inputs of an LSTM, by a hidden layer, of images ahead of it convolutions."""
+    activation = ACTIVATIONS[args.activation]
+    modules: list[nn.Module] = []
+    size = space.shape[0]
+    if len(space.shape) == 3:
+        modules.append(Convolutions(space, activation))
+        size = modules[0].num_features
+    return nn.Sequential(*modules, layer_init(nn.Linear(size, args.hidden_size)), activation())
+
+
 class Body(nn.Module):
     """Observations to features, by an encoder and an LSTM. A state is h and c, (2, N, H)."""
 
-    def __init__(self, obs_dim: int, args: Args) -> None:
+    def __init__(self, space: Box, args: Args) -> None:
         super().__init__()
-        first = layer_init(nn.Linear(obs_dim, args.hidden_size))
-        self.encoder = nn.Sequential(first, ACTIVATIONS[args.activation]())
+        self.encoder = make_encoder(space, args)
         self.lstm = layer_init(nn.LSTM(args.hidden_size, args.lstm_hidden_size), 1.0)
 
     def forward(self, obs: Tensor, state: Tensor, episode_start: Tensor) -> Tensor:
@@ -791,15 +827,17 @@ class Agent(nn.Module):
         super().__init__()
         env = make_env(args)  # for its spaces
         env.close()
-        obs_dim = env.observation_space.shape[0]
+        space = env.observation_space
         self.args = args
+        self.obs_shape = space.shape  # (D,), or (C, H, W) of images
+        self.sees_images = len(space.shape) == 3
         self.action_dist = ActionDistribution(env.action_space, args.log_std_init)
         self.value_dist = ValueDistribution(args)
-        self.obs_moments = RunningMoments((obs_dim,))
+        self.obs_moments = RunningMoments(() if self.sees_images else space.shape)
         self.adv_moments = RunningMoments((), max_count=2 * args.norm_adv_memory)  # 2 a rollout
 
-        self.actor_body = Body(obs_dim, args)
-        self.critic_body = Body(obs_dim, args)
+        self.actor_body = Body(space, args)
+        self.critic_body = Body(space, args)
         actor_head = nn.Linear(args.lstm_hidden_size, self.action_dist.num_outputs)
         self.actor_head = layer_init(actor_head, 0.01)
         self.critic_heads = nn.ModuleList()
@@ -830,8 +868,9 @@ class Agent(nn.Module):
         return self.obs_moments.mean.device
 
     def obs_normalizer(self) -> Callable[[Tensor], Tensor]:
-        """Raw observations -> what the networks see, by the present statistics, rounded once."""
-        if not self.args.norm_obs:
+        """Raw observations -> what the networks see, by the present statistics, rounded once.
+        Images stay what they are: the networks scale their pixels."""
+        if self.sees_images or not self.args.norm_obs:
             return lambda obs: obs
         mean = self.obs_moments.mean.float()
         scale = (1 / self.obs_moments.std).float()
@@ -859,35 +898,84 @@ class Agent(nn.Module):
             deterministic: bool = True) -> tuple[np.ndarray, Tensor]:  # fmt: skip
         """Action(s) for `env.step` and the next state; obs (D,) or (N, D) as `make_env` gives them.
         state None opens an episode; deterministic: the mode of the policy, otherwise a sample."""
-        batch = torch.as_tensor(np.atleast_2d(obs), device=self.device).float()
+        alone = np.ndim(obs) == len(self.obs_shape)
+        batch = torch.as_tensor(np.stack([obs]) if alone else obs, device=self.device).float()
         state = self.initial_state(len(batch)) if state is None else state
         params, state = self.policy_params_step(self.normalize_obs(batch), state)
         noise = 0.0 if deterministic else self.action_dist.noise(len(batch))
         actions = self.action_dist.to_env(self.action_dist.sample(params, noise))
-        return (actions[0] if np.ndim(obs) == 1 else actions), state
+        return (actions[0] if alone else actions), state
 
 
 # ------------------------------------------------------------------------- environments and rollout
-def make_env(args: Args) -> gym.Env:
-    """One environment: flat float32 observations, masked; episode statistics.
-    Raises `UsageError` for an unknown task, a missing package, unflattenable spaces, a bad mask."""
-    hidden = VELOCITIES.get(args.env_id.split("-")[0], ())
-    try:
-        name = args.env_id.replace("NoVel-", "-") if hidden else args.env_id
-        env = gym.make(name, disable_env_checker=True)
-        space = env.observation_space
-        if not isinstance(space, Box) or len(space.shape) != 1:
-            env = gym.wrappers.FlattenObservation(env)
-        require(isinstance(env.observation_space, Box), f"{space} cannot be flattened")
-    except Exception as error:  # of gymnasium, a missing package, the task itself
-        raise UsageError(f"--env-id {args.env_id}: {str(error) or repr(error)}") from error
+def unfit_part(space: gym.Space, name: str) -> str:
+    """The first part of nested observations that no vector should hold, or nothing."""
+    inside = name != "the observation"
+    nested = {}
+    if isinstance(space, gym.spaces.Dict):
+        nested = space.spaces
+    elif isinstance(space, gym.spaces.Tuple):
+        nested = dict(enumerate(space.spaces))
+    found = [unfit_part(part, f"{name}[{key!r}]") for key, part in nested.items()]
+    if any(found):
+        return next(filter(None, found))
+    picture = inside and isinstance(space, Box) and len(space.shape) == 3
+    return f"{name} is {space}" if picture or not space.is_np_flattenable else ""
+
+
+def see_image(env: gym.Env) -> gym.Env:
+    """Images (C, H, W), whose channels may be last or missing; uint8, or float32 for floats."""
+    space = env.observation_space
+    dtype = np.float32 if np.issubdtype(space.dtype, np.floating) else np.uint8
+
+    def channels_first(image: np.ndarray) -> np.ndarray:
+        image = np.asarray(image, dtype)
+        if len(space.shape) == 2:
+            return image[None]
+        return image if space.shape[0] < space.shape[2] else np.moveaxis(image, 2, 0)
+
+    low, high = channels_first(space.low), channels_first(space.high)
+    return gym.wrappers.TransformObservation(env, channels_first, Box(low, high, dtype=dtype))
+
+
+def see_vector(env: gym.Env, zeroed: tuple[int, ...]) -> gym.Env:
+    """Flat float32 observations, of which these entries are zero."""
+    space = env.observation_space
+    part = unfit_part(space, "the observation")
+    require(not part, f"{part}, no vector; wrap the task in a module of yours: module:id")
+    if not isinstance(space, Box) or len(space.shape) != 1:
+        env = gym.wrappers.FlattenObservation(env)
     keep = np.ones(env.observation_space.shape, np.float32)
-    for index in (*args.masked_obs, *hidden):
+    for index in zeroed:
         require(0 <= index < len(keep), f"--masked-obs {index}: must be in 0..{len(keep) - 1}")
         keep[index] = 0
     vector = Box(-np.inf, np.inf, keep.shape, np.float32)
     transform = gym.wrappers.TransformObservation
-    env = transform(env, lambda obs: np.asarray(obs, np.float32) * keep, vector)
+    return transform(env, lambda obs: np.asarray(obs, np.float32) * keep, vector)
+
+
+def make_env(args: Args) -> gym.Env:
+    """One environment: float32 vectors, masked, or images, channels first; episode statistics.
+    Raises `UsageError` for an unknown task, a missing package, unfit observations, a bad mask."""
+    hidden = VELOCITIES.get(args.env_id.split("-")[0], ())
+    try:
+        name = args.env_id.replace("NoVel-", "-") if hidden else args.env_id
+        if args.is_atari:  # Machado et al. 2018: sticky actions, a lost life does not end
+            env = gym.make(name, frameskip=1, repeat_action_probability=0.25)
+            env = gym.wrappers.AtariPreprocessing(env, noop_max=0, frame_skip=4)
+            env = gym.wrappers.FrameStackObservation(env, 4)
+        else:
+            env = gym.make(name, disable_env_checker=True)
+        space = env.observation_space
+        if isinstance(space, Box) and len(space.shape) in (2, 3):
+            require(not args.masked_obs, f"--masked-obs {args.masked_obs}: images have no entries")
+            env = see_image(env)
+        else:
+            env = see_vector(env, (*args.masked_obs, *hidden))
+    except UsageError:
+        raise
+    except Exception as error:  # of gymnasium, a missing package, the task itself
+        raise UsageError(f"--env-id {args.env_id}: {str(error) or repr(error)}") from error
     return gym.wrappers.RecordEpisodeStatistics(env, stats_key=STATS)  # a task may say "episode"
 
 
@@ -909,8 +997,9 @@ def open_episodes(envs: gym.vector.VectorEnv, agent: Agent, seed: int) -> Carry:
 def check_finite(next_obs: np.ndarray, current: np.ndarray, rewards: np.ndarray,
                  when: str) -> None:  # fmt: skip
     """Raise RuntimeError that names environment and moment unless all, (N, ...), are finite."""
-    valid = np.isfinite(current).all(1) & np.isfinite(next_obs).all(1)
-    valid &= np.isfinite(rewards)
+    valid = np.isfinite(rewards)
+    for x in (current, next_obs):
+        valid &= np.isfinite(x).reshape(len(x), -1).all(1)
     if not valid.all():
         i = int(valid.argmin())
         bad = f"not finite: observation {next_obs[i]}, then {current[i]}, reward {rewards[i]}"
@@ -922,7 +1011,7 @@ def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, carry: Carry,
     """Act for `num_steps` steps. Only the actor runs; no statistics move.
     Raises RuntimeError for observations and rewards that are not finite."""
     size = (args.num_steps, args.num_envs)
-    obs, next_obs = np.empty((2, *size, carry.obs.shape[1]), np.float32)
+    obs, next_obs = np.empty((2, *size, *carry.obs.shape[1:]), carry.obs.dtype)
     rewards = np.empty(size)
     terminated, truncated, episode_start = np.empty((3, *size), bool)
     actions, params, states, episodes = [], [], [], []
@@ -956,6 +1045,8 @@ def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, carry: Carry,
             starts = ended
             check_finite(next_obs[t], current, rewards[t], f"step {t} of the rollout")
 
+    if args.is_atari:
+        rewards = rewards.clip(-1, 1)  # returns of episodes are of the rewards as they are
     to_device = partial(torch.as_tensor, device=device)  # one transfer for all steps
     rollout = Rollout(
         obs=to_device(obs), next_obs=to_device(next_obs), episode_start=to_device(episode_start),
@@ -1451,7 +1542,8 @@ def train(args: Args) -> dict[str, Any]:
             times.append(time.time())
             metrics |= update(agent, optimizer, batch, args, ent_coef)
             times.append(time.time())
-            agent.obs_moments.update(rollout.obs)  # last: acting and training saw the same inputs
+            if not agent.sees_images:  # last: acting and training saw the same inputs
+                agent.obs_moments.update(rollout.obs)
 
             log_episodes(writer, run, rollout)
             run.step += args.batch_size
