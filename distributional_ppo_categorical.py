@@ -31,7 +31,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -1115,8 +1114,9 @@ def minibatches(batch: Batch, args: Args) -> Iterator[Batch]:
 
 
 def losses(agent: Agent, mb: Batch, args: Args, ent_coef: float) -> tuple[Tensor, dict]:
-    """The loss of a minibatch, a scalar with its graph, and its metrics, whose means count.
+    """The loss of a minibatch, a scalar with its graph, and its metrics, without.
         clipped policy loss + entropy loss + vf_coef * mean over critics of their value losses
+    Metrics are scalars or one number a row: `update` takes their means, of all minibatches at once.
     A pure function of parameters and minibatch. Source: Schulman et al. 2017, eq. 9."""
     params = agent.policy_params(mb.obs)
     log_ratio = agent.action_dist.log_prob(params, mb.actions) - mb.log_probs  # (B,)
@@ -1142,7 +1142,8 @@ def losses(agent: Agent, mb: Batch, args: Args, ent_coef: float) -> tuple[Tensor
 def one_vector(agent: Agent) -> nn.Parameter:
     """All parameters, the actor's ahead of the critics', as a vector whose parts they are from now
     on: an optimizer's step costs time for each of its parameters, however small."""
-    parameters = [*chain(*agent.parts())]
+    actor, critics = agent.parts()
+    parameters = [*actor, *critics]
     vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
     nn.utils.vector_to_parameters(vector, parameters)
     return vector
