@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -80,6 +81,9 @@ class Args:
     eval_every: int = 0  # iterations between evaluations, integer >= 0; 0: only at the end
     checkpoint_every: int = 100  # iterations between checkpoints, integer >= 0; 0: at the end
     resume: str = ""  # run directory to continue, with its flags; total_timesteps may grow
+    init_from: str = ""  # run directory or checkpoint whose weights and statistics to start with
+    eval_sampled: bool = False  # evaluate the policy as it samples, not by its mode
+    capture_video: bool = False  # film the first 3 episodes of every evaluation; needs moviepy
     evaluate: str = ""  # run directory or checkpoint to evaluate with its flags; trains nothing
     env_id: str = "CartPole-v1"  # gymnasium id, module:id, or a velocity-free id of the zoo
     total_timesteps: int = 50_000  # environment steps of the run, rounded down to whole rollouts
@@ -650,36 +654,38 @@ class ValueDistribution(nn.Module):
 
 
 # ----------------------------------------------------------------------------------------- networks
-def layer_init(layer: nn.Linear, std: float = math.sqrt(2)) -> nn.Linear:
-    """Orthogonal weights of gain `std` and zero biases."""
+def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias_const: float = 0.0) -> nn.Module:
+    """Orthogonal weights of gain `std` and constant biases. The first layer's are above 0: an
+    observation that never changes, normalised 0, would leave all units of a ReLU network dead."""
     nn.init.orthogonal_(layer.weight, std)
-    nn.init.zeros_(layer.bias)
+    nn.init.constant_(layer.bias, bias_const)
     return layer
 
 
 class Convolutions(nn.Module):
-    """Images (..., C, H, W) of any type, over their bound, to features (..., F).
-    Sides of 36 and more: the layers of Mnih et al. 2015; small grids: two layers of 3 x 3."""
+    """Images (..., C, H, W), divided by their bound, to features (..., F). Sides of 36 and more:
+    the layers of Mnih et al. 2015; smaller grids: that of Young & Tian 2019 (MinAtar)."""
 
     def __init__(self, space: Box, activation: type[nn.Module]) -> None:
         super().__init__()
         channels, *sides = space.shape
-        layers = [(16, 3, 1, 1), (32, 3, 1, 1)]  # channels, kernel, stride, padding
+        layers = [(16, 3, 1)]  # channels, kernel, stride
         if min(sides) >= 36:
-            layers = [(32, 8, 4, 0), (64, 4, 2, 0), (64, 3, 1, 0)]
-        high = float(space.high.max())
-        self.scale = 1 / high if math.isfinite(high) else 1.0
+            layers = [(32, 8, 4), (64, 4, 2), (64, 3, 1)]
+        self.scale = 1 / float(np.abs([space.low, space.high]).max())
         self.layers = nn.Sequential()
         for size, *geometry in layers:
-            self.layers.append(layer_init(nn.Conv2d(channels, size, *geometry)))
+            self.layers.append(layer_init(nn.Conv2d(channels, size, *geometry), bias_const=0.1))
             self.layers.append(activation())
             channels = size
         self.num_features = self.layers(torch.zeros(1, *space.shape)).numel()
 
     def forward(self, images: Tensor) -> Tensor:
-        pixels = images.flatten(0, -4).float() * self.scale
-        features = self.layers(pixels).flatten(1)
-        return features.unflatten(0, images.shape[:-3])
+        features = []
+        for part in images.flatten(0, -4).split(256):  # floats take four times the memory
+            pixels = part.float() * self.scale
+            features.append(self.layers(pixels).flatten(1))
+        return torch.cat(features).unflatten(0, images.shape[:-3])
 
 
 class ActionDistribution(nn.Module):
@@ -769,7 +775,7 @@ def make_encoder(space: Box, args: Args) -> nn.Sequential:
         convolutions = Convolutions(space, activation)
         last = layer_init(nn.Linear(convolutions.num_features, args.hidden_size))
         return nn.Sequential(convolutions, last, activation())
-    first = layer_init(nn.Linear(space.shape[0], args.hidden_size))
+    first = layer_init(nn.Linear(space.shape[0], args.hidden_size), bias_const=0.1)
     second = layer_init(nn.Linear(args.hidden_size, args.hidden_size))
     return nn.Sequential(first, activation(), second, activation())
 
@@ -854,45 +860,49 @@ class Agent(nn.Module):
 
 
 # ------------------------------------------------------------------------- environments and rollout
-def unfit_part(space: gym.Space, name: str) -> str:
-    """The first part of nested observations that no vector should hold, or nothing."""
-    inside = name != "the observation"
-    nested = {}
-    if isinstance(space, gym.spaces.Dict):
-        nested = space.spaces
-    elif isinstance(space, gym.spaces.Tuple):
-        nested = dict(enumerate(space.spaces))
-    found = [unfit_part(part, f"{name}[{key!r}]") for key, part in nested.items()]
-    if any(found):
-        return next(filter(None, found))
-    picture = inside and isinstance(space, Box) and len(space.shape) == 3
-    return f"{name} is {space}" if picture or not space.is_np_flattenable else ""
+def is_image(space: gym.Space) -> bool:
+    """A bounded Box of two or three dimensions, two of them at least 3."""
+    bounded = isinstance(space, Box) and space.is_bounded()
+    return bounded and len(space.shape) in (2, 3) and sorted(space.shape)[-2] >= 3
 
 
-def see_image(env: gym.Env) -> gym.Env:
-    """Images (C, H, W), whose channels may be last or missing; uint8, or float32 for floats."""
+def see_images(env: gym.Env, args: Args) -> gym.Env:
+    """Images (C, H, W), whose channels may be last or missing: bytes, or float32 where they have
+    fractions or larger numbers."""
+    require(not args.masked_obs, f"--masked-obs {args.masked_obs}: {args.env_id} shows images")
     space = env.observation_space
-    dtype = np.float32 if np.issubdtype(space.dtype, np.floating) else np.uint8
+    dtype = np.uint8 if space.dtype in (np.uint8, np.bool_) else np.float32
+    a, b, c = (1, *space.shape)[-3:]
+    first = (b == c != a) or (a != b and a < c)  # two equal sides are height and width
 
     def channels_first(image: np.ndarray) -> np.ndarray:
-        image = np.asarray(image, dtype)
-        if len(space.shape) == 2:
-            return image[None]
-        return image if space.shape[0] < space.shape[2] else np.moveaxis(image, 2, 0)
+        image = np.asarray(image, dtype).reshape(a, b, c)
+        return image if first else np.moveaxis(image, 2, 0)
 
     low, high = channels_first(space.low), channels_first(space.high)
     return gym.wrappers.TransformObservation(env, channels_first, Box(low, high, dtype=dtype))
 
 
-def see_vector(env: gym.Env, zeroed: tuple[int, ...]) -> gym.Env:
-    """Flat float32 observations, of which these entries are zero."""
-    space = env.observation_space
-    part = unfit_part(space, "the observation")
-    require(not part, f"{part}, no vector; wrap the task in a module of yours: module:id")
-    if not isinstance(space, Box) or len(space.shape) != 1:
+def unfit_part(space: gym.Space, name: str = "observation") -> str:
+    """The first part of a nested space that cannot or should not become numbers of a vector."""
+    if isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
+        parts = space.items() if isinstance(space, gym.spaces.Dict) else enumerate(space)
+        found = [unfit_part(part, f"{name}[{key!r}]") for key, part in parts]
+        return next(filter(None, found), "")
+    picture = is_image(space) and len(space.shape) == 3
+    unfit = picture or isinstance(space, gym.spaces.Text) or not space.is_np_flattenable
+    return f"{name} is {space}" if unfit else ""
+
+
+def see_vectors(env: gym.Env, args: Args, hidden: tuple[int, ...]) -> gym.Env:
+    """Flat float32 observations, masked and without the hidden entries."""
+    part = unfit_part(env.observation_space)
+    remedy = "which has no place in a vector; wrap the task in a module of yours, module:id"
+    require(not part, f"--env-id {args.env_id}: {part}, {remedy}")
+    if not isinstance(env.observation_space, Box) or len(env.observation_space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)
     keep = np.ones(env.observation_space.shape, np.float32)
-    for index in zeroed:
+    for index in (*args.masked_obs, *hidden):
         require(0 <= index < len(keep), f"--masked-obs {index}: must be in 0..{len(keep) - 1}")
         keep[index] = 0
     vector = Box(-np.inf, np.inf, keep.shape, np.float32)
@@ -900,28 +910,25 @@ def see_vector(env: gym.Env, zeroed: tuple[int, ...]) -> gym.Env:
     return transform(env, lambda obs: np.asarray(obs, np.float32) * keep, vector)
 
 
-def make_env(args: Args) -> gym.Env:
-    """One environment: float32 vectors, masked, or images, channels first; episode statistics.
-    Raises `UsageError` for an unknown task, a missing package, unfit observations, a bad mask."""
+def make_env(args: Args, **options: Any) -> gym.Env:
+    """One environment: images, channels first, or float32 vectors, masked; episode statistics.
+    `options` are gymnasium's. Atari games come as Machado et al. 2018 ask. Raises `UsageError` for
+    an unknown task, a missing package, spaces without a vector, a bad mask."""
     hidden = VELOCITIES.get(args.env_id.split("-")[0], ())
+    name = args.env_id.replace("NoVel-", "-") if hidden else args.env_id
+    if args.is_atari:  # sticky actions; a lost life does not end the episode
+        options |= {"frameskip": 1, "repeat_action_probability": 0.25, "max_episode_steps": 108_000}
     try:
-        name = args.env_id.replace("NoVel-", "-") if hidden else args.env_id
-        if args.is_atari:  # Machado et al. 2018: sticky actions, a lost life does not end
-            env = gym.make(name, frameskip=1, repeat_action_probability=0.25)
-            env = gym.wrappers.AtariPreprocessing(env, noop_max=0, frame_skip=4)
+        env = gym.make(name, disable_env_checker=True, **options)
+        if args.is_atari:
+            env = gym.wrappers.AtariPreprocessing(env, noop_max=0)
             env = gym.wrappers.FrameStackObservation(env, 4)
-        else:
-            env = gym.make(name, disable_env_checker=True)
-        space = env.observation_space
-        if isinstance(space, Box) and len(space.shape) in (2, 3):
-            require(not args.masked_obs, f"--masked-obs {args.masked_obs}: images have no entries")
-            env = see_image(env)
-        else:
-            env = see_vector(env, (*args.masked_obs, *hidden))
-    except UsageError:
-        raise
     except Exception as error:  # of gymnasium, a missing package, the task itself
         raise UsageError(f"--env-id {args.env_id}: {str(error) or repr(error)}") from error
+    if is_image(env.observation_space):
+        env = see_images(env, args)
+    else:
+        env = see_vectors(env, args, hidden)
     return gym.wrappers.RecordEpisodeStatistics(env, stats_key=STATS)  # a task may say "episode"
 
 
@@ -979,7 +986,7 @@ def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, current: np.ndarra
             check_finite(next_obs[t], current, rewards[t], f"step {t} of the rollout")
 
     if args.is_atari:
-        rewards = rewards.clip(-1, 1)  # returns of episodes are of the rewards as they are
+        rewards = rewards.clip(-1, 1)  # episodes' returns are of what was paid
     to_device = partial(torch.as_tensor, device=device)  # one transfer for all steps
     rollout = Rollout(
         obs=to_device(obs), next_obs=to_device(next_obs), actions=torch.stack(actions),
@@ -1213,12 +1220,14 @@ class Run:
     recent: list[float] = field(default_factory=list)  # returns of the last 100 training episodes
     logged: dict[str, float] = field(default_factory=dict)  # last value of every metric
     evaluated: int | None = None  # step of the final evaluation
+    best_return: float = -math.inf  # of the evaluation that `best.pt` is of
+    best_step: int = 0  # when it was; 0: there is none
     shown: float = field(default_factory=time.time)  # time of the last line on the terminal
 
 
 def set_up_process(args: Args) -> None:
     """RNGs, torch's options, and gymnasium's pickling of environments. Raises `UsageError` where
-    nothing can be compiled."""
+    nothing can be compiled, or filmed."""
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cudnn.allow_tf32 = False  # acting and training with the same precision
@@ -1230,6 +1239,8 @@ def set_up_process(args: Args) -> None:
         except Exception as error:  # of torch, in many layers
             text = "torch.compile finds no working compiler; install g++ or leave it out"
             raise UsageError(f"--compile: {text}") from error
+    if args.capture_video:
+        check_video(args)
     # EzPickle builds a fresh environment when unpickled; checkpoints keep it as it stands
     gym.utils.EzPickle.__getstate__ = object.__getstate__
     gym.utils.EzPickle.__setstate__ = lambda env, state: vars(env).update(state)
@@ -1282,6 +1293,20 @@ def log_episodes(writer: SummaryWriter, run: Run, rollout: Rollout) -> None:
     del run.recent[:-100]
 
 
+def evaluate_run(writer: SummaryWriter, run: Run, agent: Agent, args: Args,
+                 save: Callable) -> None:  # fmt: skip
+    """Evaluate and log. With `eval_every` the best agent so far is kept in `best.pt`, by `save`."""
+    metrics = evaluate(agent, args, Path(writer.log_dir, "videos", f"step-{run.step}"))
+    log(writer, run, metrics, run.step)
+    if args.eval_every and metrics["eval/return_mean"] >= run.best_return:
+        run.best_return = metrics["eval/return_mean"]
+        run.best_step = run.step
+        save(name="best")
+    if run.best_step and run.step == args.num_iterations * args.batch_size:
+        best = f"return {run.best_return:.1f} after {run.best_step:,} steps"
+        print(f"best evaluation: {best}, in {writer.log_dir}/best.pt", flush=True)
+
+
 def show_progress(run: Run, total: int) -> None:
     """A line that a terminal rewrites in place; in a file, a line every five seconds."""
     terminal = sys.stdout.isatty()
@@ -1296,7 +1321,7 @@ def show_progress(run: Run, total: int) -> None:
 
 
 def load_agent(path: str | Path) -> tuple[Agent, Args]:
-    """Agent and flags of a saved run, given its directory or `checkpoint.pt`; runs no code from it.
+    """Agent and flags of a saved run, given its directory or a checkpoint; runs no code from it.
     Falls back to the CPU. Raises `UsageError` for what the script did not write."""
     path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
     try:
@@ -1312,11 +1337,27 @@ def load_agent(path: str | Path) -> tuple[Agent, Args]:
     return agent, args
 
 
+def make_agent(args: Args) -> Agent:
+    """A new agent, with weights and normalisers of `init_from` if that is given, or that of the run
+    to resume. Raises `UsageError` where shapes differ."""
+    if args.resume:
+        return load_agent(args.resume)[0]
+    agent = Agent(args)
+    if args.init_from:
+        old, new = load_agent(args.init_from)[0].state_dict(), agent.state_dict()
+        for name in old | new:
+            there, here = (tuple(d[name].shape) if name in d else None for d in (old, new))
+            args.rule("init_from", there == here, f"{name} is {there} there, {here} by these flags")
+        agent.load_state_dict(old)
+    return agent
+
+
 def save_checkpoint(writer: SummaryWriter, args: Args, agent: Agent, optimizer: optim.Adam,
-                    envs: gym.vector.VectorEnv, obs: np.ndarray, run: Run) -> None:  # fmt: skip
-    """Write `checkpoint.pt`: flags, weights and normalisers, readable without pickle, and, pickled
-    for --resume alone, what else an exact resume needs. Written beside the old one, synced and
-    renamed, after all events: a kill at any instant leaves the one or the other."""
+                    envs: gym.vector.VectorEnv, run: Run, obs: np.ndarray,
+                    name: str = "checkpoint") -> None:  # fmt: skip
+    """Write `checkpoint.pt`, or of another name: flags, weights and normalisers, readable without
+    pickle, and, pickled for --resume alone, what else an exact resume needs. Written beside the old
+    one, synced and renamed, after all events: a kill at any instant leaves the one or the other."""
     writer.flush()
     rngs = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
     if args.cuda:
@@ -1330,7 +1371,7 @@ def save_checkpoint(writer: SummaryWriter, args: Args, agent: Agent, optimizer: 
 
     content = {"args": {**asdict(args), "resume": ""}, "agent": agent.state_dict()}
     content |= {"global_step": run.step, "run": pickle.dumps(kept)}
-    path = Path(writer.log_dir, "checkpoint.tmp")
+    path = Path(writer.log_dir, f"{name}.tmp")
     with path.open("wb") as file:
         torch.save(content, file)
         file.flush()
@@ -1346,11 +1387,15 @@ def resume_run(args: Args, optimizer: optim.Adam,
     content = torch.load(path, map_location="cpu", weights_only=True)
     args.rule("resume", args.cuda or not content["args"]["cuda"], "needs the GPU it was run on")
     kept = pickle.loads(content["run"])
-    optimizer.load_state_dict(kept["optimizer"])
+    try:
+        optimizer.load_state_dict(kept["optimizer"])
+        run = Run(**{name: kept[name] for name in vars(Run())})
+    except (KeyError, ValueError) as error:
+        text = "is of another version of this script; start anew with --init-from"
+        raise UsageError(f"--resume {args.resume}: {text}") from error
     setters = (random.setstate, np.random.set_state, torch.set_rng_state)
     for set_state, rng in zip((*setters, torch.cuda.set_rng_state_all), kept["rngs"]):
         set_state(rng)
-    run = Run(**{name: kept[name] for name in vars(Run())})
     if kept["envs"] is None:
         if run.step < args.num_iterations * args.batch_size:
             print("environments could not be saved: the task's episodes start afresh")
@@ -1359,32 +1404,56 @@ def resume_run(args: Args, optimizer: optim.Adam,
     return run, kept["obs"]
 
 
-def evaluate(agent: Agent, args: Args) -> dict[str, float]:
-    """Metrics of `eval_episodes` fresh episodes with the mode of the policy, statistics frozen.
-    The first reset has seed + 1,000,000. Tasks without a time limit are cut at 10,000 steps."""
-    env = make_env(args)
-    returns, lengths = [], []
-    for episode in range(args.eval_episodes):
-        obs, _ = env.reset(seed=None if episode else args.seed + 1_000_000)
-        check_finite(obs[None], obs[None], np.zeros(1), f"reset of evaluation episode {episode}")
-        rewards, ended = [], False
-        while not ended and len(rewards) < (env.spec.max_episode_steps or 10_000):
-            obs, reward, terminated, truncated, _ = env.step(agent.act(obs))
-            when = f"step {len(rewards)} of evaluation episode {episode}"
-            check_finite(obs[None], obs[None], np.array([reward]), when)
-            rewards.append(reward)
-            ended = terminated or truncated
-        returns.append(sum(rewards))
-        lengths.append(len(rewards))
+def check_video(args: Args) -> None:
+    """Raise `UsageError` where nothing can be filmed."""
+    try:
+        import_module("moviepy")
+        env = make_env(args, render_mode="rgb_array")
+        env.reset(seed=0)
+        frame = env.render()
+        env.close()
+    except Exception as error:  # of the renderer, in many kinds
+        text = f"{error}; needs moviepy and a task that renders rgb_array"
+        raise UsageError(f"--capture-video: {text}") from error
+    args.rule("capture_video", isinstance(frame, np.ndarray), f"{args.env_id} gives no frames")
+
+
+def run_episode(env: gym.Env, agent: Agent, args: Args, episode: int) -> list[float]:
+    """Rewards of an episode by the policy's mode, or as it samples. The first one has a seed."""
+    obs, _ = env.reset(seed=None if episode else args.seed + 1_000_000)
+    check_finite(obs[None], obs[None], np.zeros(1), f"reset of evaluation episode {episode}")
+    rewards, ended = [], False
+    while not ended and len(rewards) < (env.spec.max_episode_steps or 10_000):
+        action = agent.act(obs, deterministic=not args.eval_sampled)
+        obs, reward, terminated, truncated, _ = env.step(action)
+        when = f"step {len(rewards)} of evaluation episode {episode}"
+        check_finite(obs[None], obs[None], np.array([reward]), when)
+        rewards.append(reward)
+        ended = terminated or truncated
+    return rewards
+
+
+def evaluate(agent: Agent, args: Args, video_dir: Path | None = None) -> dict[str, float]:
+    """Metrics of `eval_episodes` fresh episodes, statistics and RNGs of the run frozen.
+    The first reset has seed + 1,000,000. Tasks without a time limit are cut at 10,000 steps. With
+    `capture_video` the first 3 episodes are filmed into `video_dir`."""
+    if args.capture_video and video_dir:
+        env = make_env(args, render_mode="rgb_array")
+        env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: episode < 3)
+    else:
+        env = make_env(args)
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        torch.manual_seed(args.seed + 1_000_000)
+        episodes = [run_episode(env, agent, args, i) for i in range(args.eval_episodes)]
     env.close()
 
-    sample = torch.tensor(returns, dtype=torch.float64)
+    sample = torch.tensor([sum(rewards) for rewards in episodes], dtype=torch.float64)
     mean, std = float(sample.mean()), float(sample.std(correction=0))
     tail = empirical_cvar(sample, args.cvar_alpha)
     line = f"return {mean:.1f} +- {std:.1f}, CVaR_{args.cvar_alpha:g} {tail:.1f}"
-    print(f"evaluation of {len(returns)} episodes: {line:<50}", flush=True)  # hides the progress
+    print(f"evaluation of {len(episodes)} episodes: {line:<50}", flush=True)  # hides the progress
     result = {"eval/return_mean": mean, "eval/return_std": std, "eval/return_cvar": tail}
-    return result | {"eval/length_mean": float(np.mean(lengths))}
+    return result | {"eval/length_mean": float(np.mean([len(rewards) for rewards in episodes]))}
 
 
 # ----------------------------------------------------------------------------------------- training
@@ -1415,18 +1484,25 @@ def iteration_metrics(run: Run, times: list[float], args: Args) -> dict:
     return metrics
 
 
+def last_checkpoint(run_dir: Path) -> str:
+    """What a fault leaves, in words."""
+    path = run_dir / "checkpoint.pt"
+    return f"last checkpoint: {path}" if path.exists() else "no checkpoint yet"
+
+
 def train(args: Args) -> dict[str, Any]:
     """Train, save, evaluate. Returns the last value of every logged metric, and `run_dir`.
     A fault is raised with a note that names the last checkpoint; a signal in `STOP` ends in a
     checkpoint and KeyboardInterrupt. Sets RNGs, torch's options and how EzPickle copies."""
     set_up_process(args)
-    agent = load_agent(args.resume)[0] if args.resume else Agent(args)
+    agent = make_agent(args)
     optimizer = optim.Adam([one_vector(agent)], args.learning_rate, eps=1e-5, fused=True)
     run_dir = Path(args.resume) if args.resume else make_run_dir(args)
     envs = make_envs(args, args.num_envs)
     run, obs = resume_run(args, optimizer, envs) if args.resume else (Run(), None)
     total = args.num_iterations * args.batch_size
     writer = SummaryWriter(str(run_dir), purge_step=run.step + 1 if args.resume else None)
+    save = partial(save_checkpoint, writer, args, agent, optimizer, envs, run)
     print(f"{args.env_id}: logging to {run_dir}", flush=True)
 
     try:
@@ -1456,21 +1532,19 @@ def train(args: Args) -> dict[str, Any]:
             show_progress(run, total)
 
             if run.step < total and is_due(iteration, args.eval_every):
-                log(writer, run, evaluate(agent, args), run.step)
+                evaluate_run(writer, run, agent, args, partial(save, obs))
             if run.step == total or STOP or is_due(iteration, args.checkpoint_every):
-                save_checkpoint(writer, args, agent, optimizer, envs, obs, run)
+                save(obs)
             if STOP:
                 raise KeyboardInterrupt(f"stopped after {run.step:,} steps; --resume {run_dir}")
 
         if run.evaluated != total:  # else the run had ended
-            log(writer, run, evaluate(agent, args), total)
+            evaluate_run(writer, run, agent, args, partial(save, obs))
             run.evaluated = total
-            save_checkpoint(writer, args, agent, optimizer, envs, obs, run)
+            save(obs)
         log_flags(writer, args)
     except Exception as error:
-        saved = run_dir / "checkpoint.pt"
-        last = f"last checkpoint: {saved}" if saved.exists() else "no checkpoint yet"
-        error.add_note(f"after {run.step:,} steps; {last}")
+        error.add_note(f"after {run.step:,} steps; {last_checkpoint(run_dir)}")
         raise
     finally:
         envs.close()
@@ -1497,7 +1571,8 @@ def parse_args(argv: list[str]) -> tuple[Args, Agent | None]:
 
     agent, stored = load_agent(path)
     args = tyro.cli(Args, args=argv, default=stored)
-    free = "total_timesteps eval_episodes eval_every checkpoint_every torch_threads resume evaluate"
+    free = "total_timesteps eval_episodes eval_every eval_sampled capture_video checkpoint_every "
+    free += "torch_threads resume evaluate"
     before = asdict(stored)
     changed = {name for name, value in asdict(args).items() if value != before[name]}
     names = ", ".join(sorted(changed - set(free.split())))
@@ -1514,7 +1589,10 @@ def main(argv: list[str]) -> None:
         args, agent = parse_args(argv)
         if args.evaluate:
             torch.set_num_threads(args.torch_threads)
-            evaluate(agent, args)
+            if args.capture_video:
+                check_video(args)
+            path = Path(args.evaluate)
+            evaluate(agent, args, (path if path.is_dir() else path.parent) / "videos" / "evaluated")
             return
         signal.signal(signal.SIGINT, request_stop)
         signal.signal(signal.SIGTERM, request_stop)
