@@ -29,6 +29,8 @@ TASKS = {
     "sr_lambda": {"env_id": "CartPole-v1", "value_target": "sr_lambda", "num_steps": 24},
     "simulator": {"env_id": "probes:Simulated-v0"},
     "handlers": {"env_id": "probes:Handlers-v0"},
+    "image": {"env_id": "probes:Flicker-v0"},
+    "sampled": {"env_id": "probes:Walk-v0", "eval_sampled": True, "eval_every": 1},
     "weight": {"env_id": "probes:Walk-v0", "cvar_weight": 0.4, "vf_clip": "mean_only"},
 }
 AFRESH = "episodes start afresh"
