@@ -80,6 +80,22 @@ def load_script(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
+def peer_network(script: ModuleType, args: Any) -> dict[str, Any]:
+    """`policy_kwargs` of Stable-Baselines3: the script's encoder, one each for actor and critic."""
+    from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
+
+    class Encoder(BaseFeaturesExtractor):
+        def __init__(self, space: Any) -> None:
+            super().__init__(space, args.hidden_size)
+            self.layers = script.make_encoder(space, args)
+
+        def forward(self, obs: Any) -> Any:
+            return self.layers(obs)
+
+    own = {"features_extractor_class": Encoder, "share_features_extractor": False}
+    return {**own, "net_arch": []}
+
+
 Work = Callable[[Run], Any]  # what is done in a process of its own; a function of a module
 
 
