@@ -672,7 +672,8 @@ class Convolutions(nn.Module):
         layers = [(16, 3, 1)]  # channels, kernel, stride
         if min(sides) >= 36:
             layers = [(32, 8, 4), (64, 4, 2), (64, 3, 1)]
-        self.scale = 1 / float(np.abs([space.low, space.high]).max())
+        bound = np.abs([space.low, space.high]).max()
+        self.scale = 1 / float(bound)
         self.layers = nn.Sequential()
         for size, *geometry in layers:
             self.layers.append(layer_init(nn.Conv2d(channels, size, *geometry), bias_const=0.1))
@@ -852,7 +853,8 @@ class Agent(nn.Module):
         """Action(s) for `env.step`; obs (D,) or (N, D) as `make_env` gives them.
         deterministic: the mode of the policy, otherwise a sample."""
         alone = np.ndim(obs) == len(self.obs_shape)
-        batch = torch.as_tensor(np.stack([obs]) if alone else obs, device=self.device).float()
+        rows = np.stack([obs]) if alone else obs
+        batch = torch.as_tensor(rows, device=self.device).float()
         params = self.policy_params(self.normalize_obs(batch))
         noise = 0.0 if deterministic else self.action_dist.noise(len(batch))
         actions = self.action_dist.to_env(self.action_dist.sample(params, noise))
@@ -1337,6 +1339,11 @@ def load_agent(path: str | Path) -> tuple[Agent, Args]:
     return agent, args
 
 
+def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Of all that a checkpoint holds of a module, by name."""
+    return {name: tuple(x.shape) for name, x in module.state_dict().items()}
+
+
 def make_agent(args: Args) -> Agent:
     """A new agent, with weights and normalisers of `init_from` if that is given, or that of the run
     to resume. Raises `UsageError` where shapes differ."""
@@ -1344,11 +1351,12 @@ def make_agent(args: Args) -> Agent:
         return load_agent(args.resume)[0]
     agent = Agent(args)
     if args.init_from:
-        old, new = load_agent(args.init_from)[0].state_dict(), agent.state_dict()
-        for name in old | new:
-            there, here = (tuple(d[name].shape) if name in d else None for d in (old, new))
-            args.rule("init_from", there == here, f"{name} is {there} there, {here} by these flags")
-        agent.load_state_dict(old)
+        earlier, _ = load_agent(args.init_from)
+        there, here = shapes(earlier), shapes(agent)
+        for name in there | here:
+            differ = f"{name} is {there.get(name)} there, {here.get(name)} by these flags"
+            args.rule("init_from", there.get(name) == here.get(name), differ)
+        agent.load_state_dict(earlier.state_dict())
     return agent
 
 

@@ -479,6 +479,7 @@ for fault in (*FAULTS, "evaluation", "trial", "prize"):
 for probe in (*SIMPLE, ActionAndObservation, RandomReward, Memory, Counter, Staggered, *WALKS):
     gym.register(f"{probe.__name__}-v0", probe)
 gym.register("TimeLimit-v0", TimeLimit, max_episode_steps=5)
+gym.register("Unchanging-v0", TimeLimit, max_episode_steps=20)
 gym.register("RealEnd-v0", RealEnd, max_episode_steps=5)
 for obs_name, obs_space in OBSERVATIONS.items():
     for action_name, space in ACTIONS.items():
