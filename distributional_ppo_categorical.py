@@ -93,7 +93,7 @@ class Args:
     hidden_size: int = 64  # width of all hidden layers, integer >= 1
     activation: Literal["tanh", "relu"] = "relu"  # of all hidden layers
     log_std_init: float = 0.0  # initial log-std of Gaussian actions, in [-5, 2]
-    norm_obs: bool = True  # normalise observations by running moments, clipped to +-10
+    norm_obs: bool = True  # normalise observation vectors by running moments, clipped to +-10
     learning_rate: float = 1e-3  # of Adam, > 0
     anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
     gamma: float = 0.99  # discount per step, in [0, 1]
@@ -158,7 +158,7 @@ class Args:
 
         self.batch_size = self.num_envs * self.num_steps  # samples of a rollout
         self.num_iterations = self.total_timesteps // self.batch_size  # rollouts, and updates
-        self.is_atari = "ALE/" in self.env_id  # preprocessed, rewards clipped for learning
+        self.is_atari = self.env_id.split(":")[-1].startswith("ALE/")  # rewards are clipped
 
         size = "num_envs * num_steps"
         self.rule("num_steps", self.batch_size > 1, f"a rollout, {size}, needs 2 steps")
@@ -672,18 +672,18 @@ class Convolutions(nn.Module):
         layers = [(16, 3, 1)]  # channels, kernel, stride
         if min(sides) >= 36:
             layers = [(32, 8, 4), (64, 4, 2), (64, 3, 1)]
-        bound = np.abs([space.low, space.high]).max()
-        self.scale = 1 / float(bound)
+        self.scale = 1 / float(space.high.max())
         self.layers = nn.Sequential()
         for size, *geometry in layers:
-            self.layers.append(layer_init(nn.Conv2d(channels, size, *geometry), bias_const=0.1))
+            self.layers.append(layer_init(nn.Conv2d(channels, size, *geometry)))
             self.layers.append(activation())
             channels = size
+        nn.init.constant_(self.layers[0].bias, 0.1)
         self.num_features = self.layers(torch.zeros(1, *space.shape)).numel()
 
     def forward(self, images: Tensor) -> Tensor:
         features = []
-        for part in images.flatten(0, -4).split(256):  # floats take four times the memory
+        for part in images.flatten(0, -4).split(256):  # as floats, four times the memory
             pixels = part.float() * self.scale
             features.append(self.layers(pixels).flatten(1))
         return torch.cat(features).unflatten(0, images.shape[:-3])
@@ -770,7 +770,8 @@ class ActionDistribution(nn.Module):
 
 
 def make_encoder(space: Box, args: Args) -> nn.Sequential:
-    """Observations to features (..., H), by two hidden layers, or convolutions and one."""
+    """Observations to features (..., H), by two hidden layers, for images by convolutions and
+    one."""
     activation = ACTIVATIONS[args.activation]
     if len(space.shape) == 3:
         convolutions = Convolutions(space, activation)
@@ -841,6 +842,10 @@ class Agent(nn.Module):
     def normalize_obs(self, obs: Tensor) -> Tensor:
         return self.obs_normalizer()(obs)
 
+    def update_obs_moments(self, obs: Tensor) -> None:  # raw
+        if not self.sees_images:
+            self.obs_moments.update(obs)
+
     def policy_params(self, obs: Tensor) -> Tensor:  # (..., D) -> action distributions
         return self.action_dist(self.actor_head(self.actor_body(obs)))
 
@@ -853,7 +858,7 @@ class Agent(nn.Module):
         """Action(s) for `env.step`; obs (D,) or (N, D) as `make_env` gives them.
         deterministic: the mode of the policy, otherwise a sample."""
         alone = np.ndim(obs) == len(self.obs_shape)
-        rows = np.stack([obs]) if alone else obs
+        rows = np.reshape(obs, (-1, *self.obs_shape))
         batch = torch.as_tensor(rows, device=self.device).float()
         params = self.policy_params(self.normalize_obs(batch))
         noise = 0.0 if deterministic else self.action_dist.noise(len(batch))
@@ -862,60 +867,73 @@ class Agent(nn.Module):
 
 
 # ------------------------------------------------------------------------- environments and rollout
-def is_image(space: gym.Space) -> bool:
-    """A bounded Box of two or three dimensions, two of them at least 3."""
-    bounded = isinstance(space, Box) and space.is_bounded()
-    return bounded and len(space.shape) in (2, 3) and sorted(space.shape)[-2] >= 3
+def channel_axis(space: gym.Space) -> int | None:
+    """Where an image has its channels, 0 or 2, or would have them; None for what is no image.
+    An image is a Box of two or three dimensions whose numbers are bounded alike, by 65,535 at most.
+    Two equal sides are its height and width; otherwise channels are fewer than pixels in a row."""
+    if not isinstance(space, Box) or len(space.shape) not in (2, 3):
+        return None
+    a, b, c = (*space.shape, 1)[:3]
+    first = (b == c != a) or (a != b and a < c)
+    alike = space.low.min() == space.low.max() and space.high.min() == space.high.max()
+    bounded = space.is_bounded() and 0 < space.high.max() <= 65_535
+    large = min((b, c) if first else (a, b)) >= 3  # as the kernels of `Convolutions`
+    if not (alike and bounded and large):
+        return None
+    return 0 if first else 2
 
 
 def see_images(env: gym.Env, args: Args) -> gym.Env:
-    """Images (C, H, W), whose channels may be last or missing: bytes, or float32 where they have
-    fractions or larger numbers."""
+    """Images (C, H, W): bytes, or float32 where they have fractions or larger numbers."""
     require(not args.masked_obs, f"--masked-obs {args.masked_obs}: {args.env_id} shows images")
     space = env.observation_space
+    axis = channel_axis(space)
+    shape = (*space.shape, 1)[:3]
     dtype = np.uint8 if space.dtype in (np.uint8, np.bool_) else np.float32
-    a, b, c = (1, *space.shape)[-3:]
-    first = (b == c != a) or (a != b and a < c)  # two equal sides are height and width
 
     def channels_first(image: np.ndarray) -> np.ndarray:
-        image = np.asarray(image, dtype).reshape(a, b, c)
-        return image if first else np.moveaxis(image, 2, 0)
+        image = np.asarray(image, dtype).reshape(shape)
+        return np.moveaxis(image, axis, 0)
 
-    low, high = channels_first(space.low), channels_first(space.high)
-    return gym.wrappers.TransformObservation(env, channels_first, Box(low, high, dtype=dtype))
+    seen = Box(channels_first(space.low), channels_first(space.high), dtype=dtype)
+    return gym.wrappers.TransformObservation(env, channels_first, seen)
 
 
 def unfit_part(space: gym.Space, name: str = "observation") -> str:
-    """The first part of a nested space that cannot or should not become numbers of a vector."""
+    """The first part of a nested space that is no number for a vector, a picture among them."""
     if isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
         parts = space.items() if isinstance(space, gym.spaces.Dict) else enumerate(space)
         found = [unfit_part(part, f"{name}[{key!r}]") for key, part in parts]
         return next(filter(None, found), "")
-    picture = is_image(space) and len(space.shape) == 3
-    unfit = picture or isinstance(space, gym.spaces.Text) or not space.is_np_flattenable
-    return f"{name} is {space}" if unfit else ""
+    fit = isinstance(space, Discrete | MultiDiscrete | MultiBinary)
+    if isinstance(space, Box):
+        pixels = space.dtype == np.uint8 and len(space.shape) > 1
+        fit = not pixels and (channel_axis(space) is None or len(space.shape) == 2)
+    return "" if fit else f"{name} is {space}"
 
 
 def see_vectors(env: gym.Env, args: Args, hidden: tuple[int, ...]) -> gym.Env:
     """Flat float32 observations, masked and without the hidden entries."""
-    part = unfit_part(env.observation_space)
+    space = env.observation_space
+    part = unfit_part(space)
     remedy = "which has no place in a vector; wrap the task in a module of yours, module:id"
     require(not part, f"--env-id {args.env_id}: {part}, {remedy}")
-    if not isinstance(env.observation_space, Box) or len(env.observation_space.shape) != 1:
+    if not isinstance(space, Box) or len(space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)
     keep = np.ones(env.observation_space.shape, np.float32)
     for index in (*args.masked_obs, *hidden):
         require(0 <= index < len(keep), f"--masked-obs {index}: must be in 0..{len(keep) - 1}")
         keep[index] = 0
-    vector = Box(-np.inf, np.inf, keep.shape, np.float32)
+    seen = Box(-np.inf, np.inf, keep.shape, np.float32)
     transform = gym.wrappers.TransformObservation
-    return transform(env, lambda obs: np.asarray(obs, np.float32) * keep, vector)
+    return transform(env, lambda obs: np.asarray(obs, np.float32) * keep, seen)
 
 
 def make_env(args: Args, **options: Any) -> gym.Env:
     """One environment: images, channels first, or float32 vectors, masked; episode statistics.
-    `options` are gymnasium's. Atari games come as Machado et al. 2018 ask. Raises `UsageError` for
-    an unknown task, a missing package, spaces without a vector, a bad mask."""
+    `options` are gymnasium's. Atari games come as Machado et al. 2018 ask, but with the actions
+    that each game knows. Raises `UsageError` for an unknown task, a missing package, spaces that
+    are neither, a bad mask."""
     hidden = VELOCITIES.get(args.env_id.split("-")[0], ())
     name = args.env_id.replace("NoVel-", "-") if hidden else args.env_id
     if args.is_atari:  # sticky actions; a lost life does not end the episode
@@ -925,12 +943,14 @@ def make_env(args: Args, **options: Any) -> gym.Env:
         if args.is_atari:
             env = gym.wrappers.AtariPreprocessing(env, noop_max=0)
             env = gym.wrappers.FrameStackObservation(env, 4)
+        if channel_axis(env.observation_space) is None:
+            env = see_vectors(env, args, hidden)
+        else:
+            env = see_images(env, args)
+    except UsageError:
+        raise
     except Exception as error:  # of gymnasium, a missing package, the task itself
         raise UsageError(f"--env-id {args.env_id}: {str(error) or repr(error)}") from error
-    if is_image(env.observation_space):
-        env = see_images(env, args)
-    else:
-        env = see_vectors(env, args, hidden)
     return gym.wrappers.RecordEpisodeStatistics(env, stats_key=STATS)  # a task may say "episode"
 
 
@@ -1230,6 +1250,8 @@ class Run:
 def set_up_process(args: Args) -> None:
     """RNGs, torch's options, and gymnasium's pickling of environments. Raises `UsageError` where
     nothing can be compiled, or filmed."""
+    if args.capture_video:
+        check_video(args)  # ahead of the seeds: a task may draw from any RNG
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cudnn.allow_tf32 = False  # acting and training with the same precision
@@ -1241,8 +1263,6 @@ def set_up_process(args: Args) -> None:
         except Exception as error:  # of torch, in many layers
             text = "torch.compile finds no working compiler; install g++ or leave it out"
             raise UsageError(f"--compile: {text}") from error
-    if args.capture_video:
-        check_video(args)
     # EzPickle builds a fresh environment when unpickled; checkpoints keep it as it stands
     gym.utils.EzPickle.__getstate__ = object.__getstate__
     gym.utils.EzPickle.__setstate__ = lambda env, state: vars(env).update(state)
@@ -1304,9 +1324,7 @@ def evaluate_run(writer: SummaryWriter, run: Run, agent: Agent, args: Args,
         run.best_return = metrics["eval/return_mean"]
         run.best_step = run.step
         save(name="best")
-    if run.best_step and run.step == args.num_iterations * args.batch_size:
-        best = f"return {run.best_return:.1f} after {run.best_step:,} steps"
-        print(f"best evaluation: {best}, in {writer.log_dir}/best.pt", flush=True)
+        save()  # which knows of it
 
 
 def show_progress(run: Run, total: int) -> None:
@@ -1320,6 +1338,13 @@ def show_progress(run: Run, total: int) -> None:
     line += f"  {(total - run.step) / speed:,.0f} s left"
     line += f"  return {np.mean(run.recent):.1f}" if run.recent else ""
     print(line, end="   \r" if terminal and run.step < total else "\n", flush=True)
+
+
+def show_best(run: Run, run_dir: Path) -> None:
+    """Say which evaluation `best.pt` is of, if there is one."""
+    if run.best_step:
+        line = f"return {run.best_return:.1f} after {run.best_step:,} steps"
+        print(f"best evaluation: {line}, {run_dir / 'best.pt'}", flush=True)
 
 
 def load_agent(path: str | Path) -> tuple[Agent, Args]:
@@ -1345,8 +1370,8 @@ def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def make_agent(args: Args) -> Agent:
-    """A new agent, with weights and normalisers of `init_from` if that is given, or that of the run
-    to resume. Raises `UsageError` where shapes differ."""
+    """The agent to train: that of the run to resume, or a new one, with weights and normalisers of
+    `init_from`. Raises `UsageError` where shapes differ."""
     if args.resume:
         return load_agent(args.resume)[0]
     agent = Agent(args)
@@ -1397,8 +1422,8 @@ def resume_run(args: Args, optimizer: optim.Adam,
     kept = pickle.loads(content["run"])
     try:
         optimizer.load_state_dict(kept["optimizer"])
-        run = Run(**{name: kept[name] for name in vars(Run())})
-    except (KeyError, ValueError) as error:
+        run = Run(**{name: kept[name] for name in vars(Run()) if name in kept})
+    except ValueError as error:  # another number of parameters
         text = "is of another version of this script; start anew with --init-from"
         raise UsageError(f"--resume {args.resume}: {text}") from error
     setters = (random.setstate, np.random.set_state, torch.set_rng_state)
@@ -1414,16 +1439,18 @@ def resume_run(args: Args, optimizer: optim.Adam,
 
 def check_video(args: Args) -> None:
     """Raise `UsageError` where nothing can be filmed."""
+    make_env(args).close()  # whose errors are not the film's
     try:
         import_module("moviepy")
         env = make_env(args, render_mode="rgb_array")
         env.reset(seed=0)
-        frame = env.render()
+        frame = np.asarray(env.render())
         env.close()
+        require(env.render_mode == "rgb_array", "the task forgets its render_mode")
+        require(frame.dtype == np.uint8, f"frames are of {frame.dtype}, not bytes")
     except Exception as error:  # of the renderer, in many kinds
-        text = f"{error}; needs moviepy and a task that renders rgb_array"
+        text = f"{str(error) or repr(error)}; needs moviepy and a task that renders rgb_array"
         raise UsageError(f"--capture-video: {text}") from error
-    args.rule("capture_video", isinstance(frame, np.ndarray), f"{args.env_id} gives no frames")
 
 
 def run_episode(env: gym.Env, agent: Agent, args: Args, episode: int) -> list[float]:
@@ -1442,15 +1469,16 @@ def run_episode(env: gym.Env, agent: Agent, args: Args, episode: int) -> list[fl
 
 
 def evaluate(agent: Agent, args: Args, video_dir: Path | None = None) -> dict[str, float]:
-    """Metrics of `eval_episodes` fresh episodes, statistics and RNGs of the run frozen.
+    """Metrics of `eval_episodes` fresh episodes; statistics and torch's RNG stay as they are.
     The first reset has seed + 1,000,000. Tasks without a time limit are cut at 10,000 steps. With
-    `capture_video` the first 3 episodes are filmed into `video_dir`."""
+    `capture_video` the first 3 episodes are filmed into `video_dir`, each kept in memory to its
+    end."""
     if args.capture_video and video_dir:
         env = make_env(args, render_mode="rgb_array")
         env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: episode < 3)
     else:
         env = make_env(args)
-    with torch.random.fork_rng(range(torch.cuda.device_count())):
+    with torch.random.fork_rng([agent.device] if args.cuda else []):
         torch.manual_seed(args.seed + 1_000_000)
         episodes = [run_episode(env, agent, args, i) for i in range(args.eval_episodes)]
     env.close()
@@ -1528,8 +1556,7 @@ def train(args: Args) -> dict[str, Any]:
             times.append(time.time())
             metrics |= update(agent, optimizer, batch, args, ent_coef)
             times.append(time.time())
-            if not agent.sees_images:  # last: acting and training saw the same inputs
-                agent.obs_moments.update(rollout.obs)
+            agent.update_obs_moments(rollout.obs)  # last: acting and training saw the same inputs
 
             log_episodes(writer, run, rollout)
             run.step += args.batch_size
@@ -1550,6 +1577,7 @@ def train(args: Args) -> dict[str, Any]:
             evaluate_run(writer, run, agent, args, partial(save, obs))
             run.evaluated = total
             save(obs)
+        show_best(run, run_dir)
         log_flags(writer, args)
     except Exception as error:
         error.add_note(f"after {run.step:,} steps; {last_checkpoint(run_dir)}")
@@ -1579,8 +1607,10 @@ def parse_args(argv: list[str]) -> tuple[Args, Agent | None]:
 
     agent, stored = load_agent(path)
     args = tyro.cli(Args, args=argv, default=stored)
-    free = "total_timesteps eval_episodes eval_every eval_sampled capture_video checkpoint_every "
-    free += "torch_threads resume evaluate"
+    free = (
+        "total_timesteps eval_episodes eval_every eval_sampled capture_video checkpoint_every "
+        "torch_threads resume evaluate"
+    )
     before = asdict(stored)
     changed = {name for name, value in asdict(args).items() if value != before[name]}
     names = ", ".join(sorted(changed - set(free.split())))
@@ -1600,14 +1630,15 @@ def main(argv: list[str]) -> None:
             if args.capture_video:
                 check_video(args)
             path = Path(args.evaluate)
-            evaluate(agent, args, (path if path.is_dir() else path.parent) / "videos" / "evaluated")
+            path = path / "checkpoint.pt" if path.is_dir() else path
+            evaluate(agent, args, path.parent / "videos" / path.stem)
             return
         signal.signal(signal.SIGINT, request_stop)
         signal.signal(signal.SIGTERM, request_stop)
         train(args)
     except (UsageError, KeyboardInterrupt) as error:
         lines = [str(error) or "interrupted", *getattr(error, "__notes__", ())]
-        print("error:", "; ".join(lines), file=sys.stderr)
+        print("error:", " ".join("; ".join(lines).split()), file=sys.stderr)  # one line
         sys.exit(2 if isinstance(error, UsageError) else 130)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
+import dataclasses
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -153,9 +153,8 @@ def run_one(run: Run) -> dict[str, Any]:
     if cell.task == "lottery":
         row["risky"] = risky_probability(script, agent)
     row |= {name: done.metrics[f"eval/return_{name}"] for name in MEASURED}
-    agent.act = functools.partial(agent.act, deterministic=False)
     with contextlib.redirect_stdout(io.StringIO()):
-        sampled = script.evaluate(agent, args)
+        sampled = script.evaluate(agent, dataclasses.replace(args, eval_sampled=True))
     row |= {f"sampled_{name}": sampled[f"eval/return_{name}"] for name in MEASURED}
     return {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
 

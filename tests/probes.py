@@ -300,11 +300,29 @@ class Filmed(Walk):
     def __init__(self, render_mode=None):
         self.render_mode = render_mode
 
+    def reset(self, *, seed=None, options=None):
+        """With a draw from NumPy's own generator."""
+        answer = super().reset(seed=seed, options=options)
+        self.place = [0.1 * np.random.standard_normal()]
+        return answer
+
     def render(self):
         """A picture (32, 32, 3)."""
         frame = np.zeros((32, 32, 3), np.uint8)
         frame[:, : int(np.clip(16 + 8 * self.place[0], 0, 32))] = 255
         return frame
+
+
+class Words(gym.Space):
+    """A space of a package's own, of which gymnasium knows nothing."""
+
+    def sample(self, mask=None, probability=None):
+        """Always the same."""
+        return "go"
+
+    def contains(self, x):
+        """Anything."""
+        return True
 
 
 class Locked(Walk):
@@ -497,6 +515,8 @@ robot = {"joints": Box(-1, 1, (3,)), "camera": Box(0, 255, (8, 8, 3), np.uint8)}
 unusual = {
     "GraphObservation": (graph, Discrete(2)),
     "TextObservation": (Dict({"place": Discrete(3), "mission": Text(9)}), Discrete(2)),
+    "WordsObservation": (Dict({"place": Discrete(3), "mission": Words()}), Discrete(2)),
+    "StackObservation": (Box(0, 255, (4, 8, 8, 3), np.uint8), Discrete(2)),
     "SequenceObservation": (Tuple((Discrete(2), Sequence(Discrete(3)))), Discrete(2)),
     "CameraObservation": (Tuple((Discrete(2), Dict(robot))), Discrete(2)),
     "TextAction": (Discrete(2), Text(3)),

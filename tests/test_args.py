@@ -56,6 +56,8 @@ BAD = [
     ("--masked-obs -1", "masked-obs -1", "0..3"),
     ("--env-id probes:GraphObservation-v0", "GraphObservation", "observation is Graph"),
     ("--env-id probes:TextObservation-v0", "TextObs", "observation['mission'] is Text"),
+    ("--env-id probes:WordsObservation-v0", "WordsObs", "observation['mission'] is"),
+    ("--env-id probes:StackObservation-v0", "StackObs", "observation is Box(0, 255, (4, 8, 8, 3)"),
     ("--env-id probes:SequenceObservation-v0", "Sequence", "observation[1] is Sequence"),
     ("--env-id probes:CameraObservation-v0", "wrap the task", "observation[1]['camera'] is Box"),
     ("--env-id probes:ImageBox-v0 --masked-obs 1", "masked-obs", "shows images"),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from command import run_main, undisturbed, words
 from helpers import make_run
+from probes import Filmed
 from test_resume import assert_same, contents, flags_for, resumed, scalars, stopped, timeless
 
 
@@ -29,7 +30,7 @@ def films(directory):
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*.mp4"))
 
 
-def test_films_of_every_evaluation(script, tmp_path, capsys):
+def test_films_of_every_evaluation(script, tmp_path):
     """The first 3 of 4 episodes of each, named by the step; they hold what was rendered."""
     iio = pytest.importorskip("imageio_ffmpeg", reason="comes with moviepy")
     flags = {"env_id": "probes:Filmed-v0", "eval_every": 1, "eval_episodes": 4}
@@ -42,9 +43,10 @@ def test_films_of_every_evaluation(script, tmp_path, capsys):
     assert frames in (10, 11)  # the first observation and nine steps; encoders may repeat one
     assert seconds == pytest.approx(1, abs=0.15)  # 10 frames per second
 
-    capsys.readouterr()
-    script.main(["--evaluate", str(directory), "--eval-episodes", "1"])
-    assert films(directory) == [f"videos/evaluated/{names[0]}", *expected]
+    for name in ("checkpoint", "best"):
+        script.main(["--evaluate", f"{directory}/{name}.pt", "--eval-episodes", "1"])
+    later = [f"videos/{name}/{names[0]}" for name in ("best", "checkpoint")]
+    assert films(directory) == [*later, *expected]
 
 
 def test_films_change_no_bit_of_the_run(script, tmp_path):
@@ -58,21 +60,36 @@ def test_films_change_no_bit_of_the_run(script, tmp_path):
     assert_same(contents(plain["run_dir"]), contents(filmed["run_dir"]))
 
 
+def raise_nothing_but_the_kind(env):
+    """A renderer's error without a text."""
+    raise RuntimeError
+
+
 @pytest.mark.parametrize("command", ["train", "evaluate"])
 @pytest.mark.parametrize(
     ("task", "missing", "named"),
-    [("Filmed", "moviepy", "moviepy"), ("Walk", None, "render_mode"), ("Filmed", None, "frames")],
+    [
+        ("Filmed", "moviepy", "moviepy"),
+        ("Walk", None, "render_mode"),
+        ("Filmed", "picture", "frames are of"),
+        ("Filmed", "mode", "render_mode"),
+        ("Filmed", "renderer", "RuntimeError()"),
+    ],
 )
 def test_what_cannot_be_filmed_is_said_first(
     script, capsys, tmp_path, monkeypatch, task, missing, named, command
 ):
-    """No moviepy, no render mode, no picture: one line, and nothing is written."""
-    if missing:
+    """No moviepy, no render mode, no picture of bytes, no renderer: one line, nothing written."""
+    if missing == "moviepy":
         monkeypatch.setitem(sys.modules, missing, None)
     else:
         pytest.importorskip("moviepy", reason="the other reasons come after it")
-    if named == "frames":
-        monkeypatch.setattr("probes.Filmed.render", lambda env: None)
+    if missing == "picture":
+        monkeypatch.setattr(Filmed, "render", lambda env: None)
+    elif missing == "mode":
+        monkeypatch.setattr(Filmed, "__init__", lambda env, render_mode=None: None)
+    elif missing == "renderer":
+        monkeypatch.setattr(Filmed, "render", raise_nothing_but_the_kind)
     line = ["--env-id", f"probes:{task}-v0", "--run-dir", "runs"]
     if command == "evaluate":
         args = flags_for(script, tmp_path, 1, env_id=f"probes:{task}-v0")
@@ -84,6 +101,39 @@ def test_what_cannot_be_filmed_is_said_first(
     assert named in err
     assert err.count("\n") == 1
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_mistake_of_the_task_is_not_the_films(script, capsys):
+    """Its own line, as without the film."""
+    line = ["--env-id", "probes:Nothing-v0", "--capture-video"]
+    code, _, err = run_main(script, capsys, line)
+    assert code == 2
+    assert err.startswith("error: --env-id probes:Nothing-v0: ")
+
+
+def test_a_renderer_that_breaks_later(script, capsys, tmp_path, monkeypatch):
+    """In the first evaluation of two: a fault with the last checkpoint's name, which evaluates."""
+    pytest.importorskip("moviepy", reason="films need it")
+    render, calls = Filmed.render, []
+
+    def break_later(env):
+        calls.append(env)
+        if len(calls) > 5:
+            raise RuntimeError("the renderer broke")
+        return render(env)
+
+    monkeypatch.setattr(Filmed, "render", break_later)
+    flags = {"env_id": "probes:Filmed-v0", "eval_every": 2, "checkpoint_every": 1}
+    args = flags_for(script, tmp_path, 4, capture_video=True, **flags)
+    code, _, err = run_main(script, capsys, words(args))
+    assert code == 1
+    (path,) = (tmp_path / "runs").glob("*/checkpoint.pt")
+    assert "the renderer broke" in err
+    assert f"after {2 * args.batch_size} steps; last checkpoint: {path.relative_to(tmp_path)}" in (
+        err.replace(f"{tmp_path}/", "")
+    )
+    line = ["--evaluate", str(path), "--no-capture-video"]
+    assert run_main(script, capsys, line)[0] == 0
 
 
 # --------------------------------------------------------------------------------------- best agent
@@ -111,7 +161,7 @@ def test_the_best_agent_is_kept(script, tmp_path, monkeypatch, capsys, means, be
     saved = torch.load(directory / "best.pt", weights_only=True)
     assert saved["global_step"] == best * args.batch_size
     assert_same(saved["agent"], type(saved["agent"])(weights[best]))
-    line = f"return {max(means):.1f} after {best * args.batch_size:,} steps, in {directory}/best.pt"
+    line = f"return {max(means):.1f} after {best * args.batch_size:,} steps, {directory}/best.pt"
     assert line in capsys.readouterr().out
     assert torch.load(directory / "checkpoint.pt")["global_step"] == 4 * args.batch_size
     assert sorted(path.name for path in directory.glob("*.pt")) == ["best.pt", "checkpoint.pt"]
@@ -150,6 +200,28 @@ def test_a_resumed_run_remembers_its_best_agent(script, tmp_path, monkeypatch, c
     resumed(script, monkeypatch, directory)
     assert (directory / "best.pt").read_bytes() == before
     assert f"return 9.0 after {2 * args.batch_size} steps" in capsys.readouterr().out
+
+
+def test_a_full_disk_leaves_the_best_agent_before(script, tmp_path, monkeypatch, capsys):
+    """In the middle of the second best.pt: exit code 1, the first one stays whole."""
+    args = flags_for(script, tmp_path, 4, env_id="probes:Walk-v0", eval_every=1)
+    scripted(script, monkeypatch, (1, 2, 3, 4))
+    save, names = torch.save, []
+
+    def fill_the_disk(content, file, **options):
+        names.append(Path(getattr(file, "name", "")).name)
+        if names.count("best.tmp") == 2:
+            file.write(b"half of a checkpoint")
+            raise OSError(28, "No space left on device")
+        return save(content, file, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", fill_the_disk)
+        code, _, err = run_main(script, capsys, words(args))
+    assert code == 1
+    assert "No space left" in err
+    (path,) = (tmp_path / "runs").glob("*/best.pt")
+    assert torch.load(path, weights_only=True)["global_step"] == args.batch_size
 
 
 # ----------------------------------------------------------------------------------- sampled policy
@@ -265,7 +337,7 @@ def test_a_run_that_started_so_resumes_without_the_earlier_one(script, tmp_path,
     ("flags", "named"),
     [
         ({"hidden_size": 7}, "(6, 1) there, (7, 1) by these flags"),
-        ({"env_id": "probes:Memory-v0"}, "(6, 1) there, (6, 3) by these flags"),
+        ({"env_id": "probes:Memory-v0"}, "(1,) there, (3,) by these flags"),
         ({"num_critics": 1}, " there, None by these flags"),
         ({"value_from": "distribution"}, "critic_heads.0.2.weight is ("),
     ],
@@ -295,19 +367,13 @@ def test_only_a_new_run_starts_from_others(script, tmp_path, capsys):
         assert "init_from" in err
 
 
-@pytest.mark.parametrize("what", ["a parameter more", "an entry less"])
-def test_a_run_of_another_version_is_refused_in_one_line(
-    script, tmp_path, capsys, monkeypatch, what
-):
-    """It had other optimizers and kept other things; the remedy is named."""
+def test_a_run_of_another_version_is_refused_in_one_line(script, tmp_path, capsys, monkeypatch):
+    """Its optimizer had another number of parameters; the remedy is named."""
     args = flags_for(script, tmp_path, 3, env_id="probes:Walk-v0")
     directory = stopped(script, monkeypatch, args, 1)
     saved = torch.load(directory / "checkpoint.pt", weights_only=True)
     kept = pickle.loads(saved["run"])
-    if what == "an entry less":
-        del kept["best_step"]
-    else:
-        kept["optimizer"]["param_groups"][0]["params"].append(1)
+    kept["optimizer"]["param_groups"][0]["params"].append(1)
     torch.save(saved | {"run": pickle.dumps(kept)}, directory / "checkpoint.pt")
     code, _, err = run_main(script, capsys, ["--resume", str(directory)])
     assert code == 2

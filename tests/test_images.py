@@ -14,30 +14,40 @@ from test_probes import learn
 BYTES = {"low": 0, "high": 255, "dtype": np.uint8}
 
 
+LAST, FIRST = 2, 0
+
+
 @pytest.mark.parametrize(
-    ("space", "expected"),
+    ("space", "axis"),
     [
-        (Box(shape=(84, 84, 3), **BYTES), True),
-        (Box(shape=(4, 84, 84), **BYTES), True),
-        (Box(shape=(84, 84), **BYTES), True),
-        (Box(0, 1, (10, 10, 4), bool), True),
-        (Box(0, 1, (12, 12), np.float32), True),
-        (Box(-1, 1, (3, 3, 1), np.float64), True),
-        (Box(0, 9, (5, 5, 2), np.int64), True),
-        (Box(-np.inf, np.inf, (12, 12), np.float32), False),  # vectors in a stack: no bounds
-        (Box(0, np.inf, (12, 12, 3), np.float32), False),
-        (Box(shape=(4, 2), **BYTES), False),  # too narrow for a kernel of 3 x 3
-        (Box(shape=(9, 2, 2), **BYTES), False),
-        (Box(shape=(144,), **BYTES), False),
-        (Box(0, 1, (2, 4, 12, 12), np.float32), False),
-        (Discrete(5), False),
-        (MultiBinary((12, 12)), False),
-        (Dict(a=Box(shape=(84, 84, 3), **BYTES)), False),
+        (Box(shape=(84, 84, 3), **BYTES), LAST),
+        (Box(shape=(4, 84, 84), **BYTES), FIRST),
+        (Box(shape=(84, 84), **BYTES), LAST),  # one, which is missing
+        (Box(0, 1, (10, 10, 4), bool), LAST),
+        (Box(0, 1, (12, 12), np.float32), LAST),
+        (Box(-1, 1, (3, 3, 1), np.float64), LAST),
+        (Box(0, 9, (5, 5, 2), np.int64), LAST),
+        (Box(0, 65_535, (12, 12), np.uint16), LAST),
+        (Box(0, 65_536, (12, 12), np.int32), None),  # numbers, no pixels
+        (Box(-np.inf, np.inf, (12, 12), np.float32), None),  # vectors in a stack: no bounds
+        (Box(-3e38, 3e38, (12, 12), np.float32), None),
+        (Box(np.float32([[0] * 4] * 4), np.float32([[1, 2, 3, 4]] * 4)), None),  # not alike
+        (Box(0, 0, (12, 12), np.float32), None),
+        (Box(0, np.inf, (12, 12, 3), np.float32), None),
+        (Box(shape=(4, 2), **BYTES), None),  # too narrow for a kernel of 3 x 3
+        (Box(shape=(9, 2, 2), **BYTES), None),
+        (Box(shape=(84, 2, 3), **BYTES), None),
+        (Box(shape=(3, 2, 84), **BYTES), None),
+        (Box(shape=(144,), **BYTES), None),
+        (Box(0, 1, (2, 4, 12, 12), np.float32), None),
+        (Discrete(5), None),
+        (MultiBinary((12, 12)), None),
+        (Dict(a=Box(shape=(84, 84, 3), **BYTES)), None),
     ],
 )
-def test_what_an_image_is(script, space, expected):
-    """A bounded Box of two or three dimensions, large enough for the smallest convolution."""
-    assert script.is_image(space) == expected
+def test_what_an_image_is(script, space, axis):
+    """Numbers bounded alike in two or three dimensions, large enough for a convolution."""
+    assert script.channel_axis(space) == axis
 
 
 @pytest.mark.parametrize(
@@ -56,17 +66,17 @@ def test_what_an_image_is(script, space, expected):
 def test_channels_come_first(script, monkeypatch, shape, seen):
     """The number k of a pixel (row, column, channel) in memory is found where it belongs."""
     monkeypatch.setitem(gym.registry, "Pixels-v0", gym.envs.registration.EnvSpec(
-        "Pixels-v0", Pixels, kwargs={"shape": shape, "dtype": "float32", "high": 10**6},
+        "Pixels-v0", Pixels, kwargs={"shape": shape, "dtype": "float32", "high": 65_535},
     ))  # fmt: skip
     env = script.make_env(small_args(script, "", env_id="Pixels-v0"))
     obs, _ = env.reset(seed=0)
     assert obs.shape == env.observation_space.shape == seen
-    whole = (1, *shape)[-3:]
+    whole = (*shape, 1)[:3]
     first = seen == whole and shape != (10, 10, 10)
-    for place in [(0, 0, 0), (0, 1, 2), (whole[0] - 1, 1, whole[2] - 1)]:
+    a, b, c = (size - 1 for size in whole)
+    for place in [(0, 0, 0), (0, 1, c), (a, 1, c), (a, b, 0)]:
         number = np.ravel_multi_index(place, whole)
         assert obs[place if first else (place[2], *place[:2])] == number
-    assert env.observation_space.contains(obs.astype(np.float32))
 
 
 @pytest.mark.parametrize(
