@@ -81,8 +81,10 @@ def load_script(name: str) -> ModuleType:
 
 
 def peer_network(script: ModuleType, args: Any) -> dict[str, Any]:
-    """`policy_kwargs` of Stable-Baselines3: the script's encoder, one each for actor and critic."""
+    """`policy_kwargs` of Stable-Baselines3: layers as the script's, an encoder each for actor and
+    critic, a hidden layer ahead of the value; it sets all their weights its own way."""
     from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
+    from torch import nn
 
     class Encoder(BaseFeaturesExtractor):
         def __init__(self, space: Any) -> None:
@@ -92,8 +94,12 @@ def peer_network(script: ModuleType, args: Any) -> dict[str, Any]:
         def forward(self, obs: Any) -> Any:
             return self.layers(obs)
 
-    own = {"features_extractor_class": Encoder, "share_features_extractor": False}
-    return {**own, "net_arch": []}
+    return {
+        "features_extractor_class": Encoder,
+        "share_features_extractor": False,
+        "net_arch": {"pi": [], "vf": [args.hidden_size]},
+        "activation_fn": nn.ReLU,
+    }
 
 
 Work = Callable[[Run], Any]  # what is done in a process of its own; a function of a module

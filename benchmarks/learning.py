@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import common
+import gymnasium as gym
 import numpy as np
 from common import CATEGORICAL, LSTM, RESULTS, Cell, Point, Run
 
@@ -409,7 +410,10 @@ def run_peer(run: Run) -> Result:
     def make():
         return ours.make_env(args)
 
-    fresh = make_vec_env(make, 1, seed + 1_000_000)
+    def make_cut():
+        return gym.wrappers.TimeLimit(make(), 10_000)
+
+    fresh = make_vec_env(make_cut, 1, seed + 1_000_000)
     if zoo:
         options, net = zoo_options(task)
         envs = make_vec_env(make, options.pop("n_envs"), seed)

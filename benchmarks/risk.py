@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import io
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -154,7 +153,7 @@ def run_one(run: Run) -> dict[str, Any]:
         row["risky"] = risky_probability(script, agent)
     row |= {name: done.metrics[f"eval/return_{name}"] for name in MEASURED}
     with contextlib.redirect_stdout(io.StringIO()):
-        sampled = script.evaluate(agent, dataclasses.replace(args, eval_sampled=True))
+        sampled = script.evaluate(agent, replace(args, eval_sampled=True))
     row |= {f"sampled_{name}": sampled[f"eval/return_{name}"] for name in MEASURED}
     return {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
 
