@@ -13,9 +13,10 @@ One iteration of `train`:
     obs_moments       the observation statistics take in the rollout
 
 Shapes: T steps, N environments, B rows, D observation, P action parts, A action floats, K atoms, J
-target samples, C critics. Rewards, values and returns are in the task's units, what networks see
-and predict is normalised. Papers are cited at their formulas. The sibling,
-distributional_ppo_lstm.py, is recurrent, with quantile critics."""
+target samples, C critics. Where D is written images have three axes, channels first. Rewards,
+values and returns are in the task's units, what networks see and predict is normalised, images by
+their first layer. Papers are cited at their formulas. The sibling, distributional_ppo_lstm.py, is
+recurrent, with quantile critics."""
 
 import argparse
 import json

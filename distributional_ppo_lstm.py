@@ -14,9 +14,10 @@ One iteration of `train`:
 
 Shapes: T steps, N environments, B rows, D observation, P action parts, A action floats, K
 quantiles, J target samples, C critics, H LSTM width; training cuts the rollout into M sequences of
-L steps. Rewards, values and returns are in the task's units, what networks see and predict is
-normalised. Papers are cited at their formulas. The sibling, distributional_ppo_categorical.py, is
-feed-forward, with categorical critics."""
+L steps. Where D is written images have three axes, channels first. Rewards, values and returns are
+in the task's units, what networks see and predict is normalised, images by their first layer.
+Papers are cited at their formulas. The sibling, distributional_ppo_categorical.py, is feed-forward,
+with categorical critics."""
 
 import argparse
 import json
