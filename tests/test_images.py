@@ -202,11 +202,12 @@ def test_one_image_or_many(script):
 
 
 QUADRANTS = [
-    f"{size}Quadrant{dtype}{order}"
-    for size in ("", "Large")
-    for dtype in ("Uint8", "Float32")
-    for order in ("First", "Last")
+    f"Quadrant{kind}{order}" for kind in ("Uint8", "Float32") for order in ("First", "Last")
 ]
+LARGE = [f"Large{name}" for name in QUADRANTS]
+FOURTH = pytest.mark.slow  # two of four kinds are enough where each takes long
+QUADRANTS += [LARGE[0], pytest.param(LARGE[1], marks=FOURTH)]
+QUADRANTS += [pytest.param(LARGE[2], marks=FOURTH), LARGE[3]]
 SHORT = {"learning_rate": 1e-3, "gamma": 0.5, "hidden_size": 32, "lstm_hidden_size": 32}
 
 
