@@ -74,7 +74,7 @@ def test_a_second_look_gives_ratio_one_and_the_old_values(script, value_from, en
         means = (outputs[..., : len(support)].softmax(-1) @ support)[..., None]
         outputs = torch.cat((means, means + 0.1 * outputs[..., len(support) :]), -1)
     assert_close(outputs, old, rtol=1e-5, atol=1e-5)
-    assert (old[0] - old[1]).abs().mean() > 0.05  # of two critics, each its own
+    assert (old[0] - old[1]).abs().mean() > 1e-3  # of two critics, each its own
 
 
 def features_by_steps(body, obs, next_obs, start, state):
