@@ -663,8 +663,10 @@ class Convolutions(nn.Module):
         super().__init__()
         channels, *sides = space.shape
         layers = [(16, 3, 1)]  # channels, kernel, stride
+        self.memory_format = torch.contiguous_format  # the faster one on CPUs
         if min(sides) >= 36:
             layers = [(32, 8, 4), (64, 4, 2), (64, 3, 1)]
+            self.memory_format = torch.channels_last
         self.scale = 1 / float(space.high.max())
         self.layers = nn.Sequential()
         for size, *geometry in layers:
@@ -677,7 +679,7 @@ class Convolutions(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         features = []
         for part in images.flatten(0, -4).split(256):  # as floats, four times the memory
-            pixels = part.float() * self.scale
+            pixels = part.to(torch.float, memory_format=self.memory_format) * self.scale
             features.append(self.layers(pixels).flatten(1))
         return torch.cat(features).unflatten(0, images.shape[:-3])
 
