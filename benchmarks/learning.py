@@ -61,7 +61,7 @@ MUJOCO = (
     "--learning-rate 3e-4 --log-std-init -0.5 --target-kl 0.02"
 )
 MINATAR = (
-    "--total-timesteps 2000000 --num-envs 16 --num-steps 128 --num-minibatches 8 "
+    "--total-timesteps 2000000 --num-envs 16 --num-steps 128 --num-minibatches 16 "
     "--update-epochs 4 --learning-rate 1e-3 --ent-coef 0.01 --hidden-size 128"
 )
 GAMES = ("Breakout", "Asterix", "Freeway", "Seaquest", "SpaceInvaders")
