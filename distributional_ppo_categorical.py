@@ -685,11 +685,14 @@ class Convolutions(nn.Module):
         self.num_features = self.layers(torch.zeros(1, *space.shape)).numel()
 
     def forward(self, images: Tensor) -> Tensor:
-        features = []
-        for part in images.flatten(0, -4).split(256):  # as floats, four times the memory
-            pixels = part.to(torch.float, memory_format=self.memory_format) * self.scale
-            features.append(self.layers(pixels).flatten(1))
-        return torch.cat(features).unflatten(0, images.shape[:-3])
+        parts = images.flatten(0, -4).split(256)  # as floats they take four times the memory
+        features = [self.see(part) for part in parts]
+        joined = torch.cat(features) if len(parts) > 1 else features[0]
+        return joined.unflatten(0, images.shape[:-3])
+
+    def see(self, images: Tensor) -> Tensor:  # (B, C, H, W) -> (B, F)
+        pixels = images.contiguous(memory_format=self.memory_format) * self.scale  # float32
+        return self.layers(pixels).flatten(1)
 
 
 class ActionDistribution(nn.Module):
@@ -1143,6 +1146,7 @@ def minibatches(batch: Batch, args: Args) -> Iterator[Batch]:
     for order in torch.stack(orders).to(batch.obs.device):
         shuffled = [x.index_select(0, order).chunk(args.num_minibatches) for x in batch]
         yield from map(Batch, *shuffled)
+        del shuffled  # ahead of the next epoch's copy
 
 
 def losses(agent: Agent, mb: Batch, args: Args, ent_coef: float) -> tuple[Tensor, dict]:
