@@ -14,9 +14,10 @@ One iteration of `train`:
 
 Shapes: T steps, N environments, B rows, D observation, P action parts, A action floats, K
 quantiles, J target samples, C critics, H LSTM width; training cuts the rollout into M sequences of
-L steps. Rewards, values and returns are in the task's units, what networks see and predict is
-normalised. Papers are cited at their formulas. The sibling, distributional_ppo_categorical.py, is
-feed-forward, with categorical critics."""
+L steps. Where D is written images have three axes, channels first. Rewards, values and returns are
+in the task's units, what networks see and predict is normalised, images by their first layer.
+Papers are cited at their formulas. The sibling, distributional_ppo_categorical.py, is feed-forward,
+with categorical critics."""
 
 import argparse
 import json
@@ -32,6 +33,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -82,6 +84,9 @@ class Args:
     eval_every: int = 0  # iterations between evaluations, integer >= 0; 0: only at the end
     checkpoint_every: int = 100  # iterations between checkpoints, integer >= 0; 0: at the end
     resume: str = ""  # run directory to continue, with its flags; total_timesteps may grow
+    init_from: str = ""  # run directory or checkpoint whose weights and statistics to start with
+    eval_sampled: bool = False  # evaluate the policy as it samples, not by its mode
+    capture_video: bool = False  # film the first 3 episodes of every evaluation; needs moviepy
     evaluate: str = ""  # run directory or checkpoint to evaluate with its flags; trains nothing
     env_id: str = "CartPoleNoVel-v1"  # gymnasium id, module:id, or a velocity-free id of the zoo
     total_timesteps: int = 100_000  # environment steps of the run, rounded down to whole rollouts
@@ -92,7 +97,7 @@ class Args:
     lstm_hidden_size: int = 64  # width of the actor's and of the critic's LSTM, integer >= 1
     activation: Literal["tanh", "relu"] = "relu"  # of encoders and value heads
     log_std_init: float = 0.0  # initial log-std of Gaussian actions, in [-5, 2]
-    norm_obs: bool = True  # normalise observations by running moments, clipped to +-10
+    norm_obs: bool = True  # normalise observation vectors by running moments, clipped to +-10
     learning_rate: float = 1e-3  # of Adam, > 0
     anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
     gamma: float = 0.98  # discount per step, in [0, 1]
@@ -153,6 +158,7 @@ class Args:
 
         self.batch_size = self.num_envs * self.num_steps  # samples of a rollout
         self.num_iterations = self.total_timesteps // self.batch_size  # rollouts, and updates
+        self.is_atari = self.env_id.split(":")[-1].startswith("ALE/")  # rewards are clipped
         self.sequence_length = self.seq_len or self.num_steps  # L, steps of a training sequence
         self.num_sequences = self.batch_size // self.sequence_length  # M, of a rollout
 
@@ -638,14 +644,47 @@ class ValueDistribution(nn.Module):
 
 
 # ----------------------------------------------------------------------------------------- networks
-def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
-    """Orthogonal weights of gain `std` and zero biases, for a linear or an LSTM layer."""
-    for name, parameter in layer.named_parameters():
+def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias_const: float = 0.0) -> nn.Module:
+    """Orthogonal weights of gain `std` and constant biases. The first layer's are above 0: an
+    observation that never changes, normalised 0, would leave all units of a ReLU network dead."""
+    for name, parameter in layer.named_parameters():  # an LSTM has four
         if "bias" in name:
-            nn.init.zeros_(parameter)
+            nn.init.constant_(parameter, bias_const)
         else:
             nn.init.orthogonal_(parameter, std)
     return layer
+
+
+class Convolutions(nn.Module):
+    """Images (..., C, H, W), divided by their bound, to features (..., F). Sides of 36 and more:
+    the layers of Mnih et al. 2015; smaller grids: that of Young & Tian 2019 (MinAtar)."""
+
+    def __init__(self, space: Box, activation: type[nn.Module]) -> None:
+        super().__init__()
+        channels, *sides = space.shape
+        layers = [(16, 3, 1)]  # channels, kernel, stride
+        self.memory_format = torch.contiguous_format  # the faster one on CPUs
+        if min(sides) >= 36:
+            layers = [(32, 8, 4), (64, 4, 2), (64, 3, 1)]
+            self.memory_format = torch.channels_last
+        self.scale = 1 / float(space.high.max())
+        self.layers = nn.Sequential()
+        for size, *geometry in layers:
+            self.layers.append(layer_init(nn.Conv2d(channels, size, *geometry)))
+            self.layers.append(activation())
+            channels = size
+        nn.init.constant_(self.layers[0].bias, 0.1)
+        self.num_features = self.layers(torch.zeros(1, *space.shape)).numel()
+
+    def forward(self, images: Tensor) -> Tensor:
+        parts = images.flatten(0, -4).split(256)  # as floats they take four times the memory
+        features = [self.see(part) for part in parts]
+        joined = torch.cat(features) if len(parts) > 1 else features[0]
+        return joined.unflatten(0, images.shape[:-3])
+
+    def see(self, images: Tensor) -> Tensor:  # (B, C, H, W) -> (B, F)
+        pixels = images.contiguous(memory_format=self.memory_format) * self.scale  # float32
+        return self.layers(pixels).flatten(1)
 
 
 class ActionDistribution(nn.Module):
@@ -762,13 +801,24 @@ def unroll_lstm(lstm: nn.LSTM, inputs: Tensor, state: Tensors, episode_start: Te
     return outputs, (outputs[-1:], c)
 
 
+def make_encoder(space: Box, args: Args) -> nn.Sequential:
+    """Observations to inputs of the LSTM (..., H), by a hidden layer, for images behind
+    convolutions."""
+    activation = ACTIVATIONS[args.activation]
+    if len(space.shape) == 3:
+        convolutions = Convolutions(space, activation)
+        last = layer_init(nn.Linear(convolutions.num_features, args.hidden_size))
+        return nn.Sequential(convolutions, last, activation())
+    first = layer_init(nn.Linear(space.shape[0], args.hidden_size), bias_const=0.1)
+    return nn.Sequential(first, activation())
+
+
 class Body(nn.Module):
     """Observations to features, by an encoder and an LSTM. A state is h and c, (2, N, H)."""
 
-    def __init__(self, obs_dim: int, args: Args) -> None:
+    def __init__(self, space: Box, args: Args) -> None:
         super().__init__()
-        first = layer_init(nn.Linear(obs_dim, args.hidden_size))
-        self.encoder = nn.Sequential(first, ACTIVATIONS[args.activation]())
+        self.encoder = make_encoder(space, args)
         self.lstm = layer_init(nn.LSTM(args.hidden_size, args.lstm_hidden_size), 1.0)
 
     def forward(self, obs: Tensor, state: Tensor, episode_start: Tensor) -> Tensor:
@@ -791,15 +841,17 @@ class Agent(nn.Module):
         super().__init__()
         env = make_env(args)  # for its spaces
         env.close()
-        obs_dim = env.observation_space.shape[0]
+        space = env.observation_space
         self.args = args
+        self.obs_shape = space.shape  # (D,), or (C, H, W) of images
+        self.sees_images = len(space.shape) == 3
         self.action_dist = ActionDistribution(env.action_space, args.log_std_init)
         self.value_dist = ValueDistribution(args)
-        self.obs_moments = RunningMoments((obs_dim,))
+        self.obs_moments = RunningMoments(() if self.sees_images else space.shape)
         self.adv_moments = RunningMoments((), max_count=2 * args.norm_adv_memory)  # 2 a rollout
 
-        self.actor_body = Body(obs_dim, args)
-        self.critic_body = Body(obs_dim, args)
+        self.actor_body = Body(space, args)
+        self.critic_body = Body(space, args)
         actor_head = nn.Linear(args.lstm_hidden_size, self.action_dist.num_outputs)
         self.actor_head = layer_init(actor_head, 0.01)
         self.critic_heads = nn.ModuleList()
@@ -830,8 +882,9 @@ class Agent(nn.Module):
         return self.obs_moments.mean.device
 
     def obs_normalizer(self) -> Callable[[Tensor], Tensor]:
-        """Raw observations -> what the networks see, by the present statistics, rounded once."""
-        if not self.args.norm_obs:
+        """Raw observations -> what the networks see, by the present statistics, rounded once.
+        Images stay what they are: the networks scale their pixels."""
+        if self.sees_images or not self.args.norm_obs:
             return lambda obs: obs
         mean = self.obs_moments.mean.float()
         scale = (1 / self.obs_moments.std).float()
@@ -839,6 +892,10 @@ class Agent(nn.Module):
 
     def normalize_obs(self, obs: Tensor) -> Tensor:
         return self.obs_normalizer()(obs)
+
+    def update_obs_moments(self, obs: Tensor) -> None:  # raw
+        if not self.sees_images:
+            self.obs_moments.update(obs)
 
     def initial_state(self, num_envs: int) -> Tensor:  # (2, N, H), of actor or critic
         return torch.zeros(2, num_envs, self.args.lstm_hidden_size, device=self.device)
@@ -859,35 +916,101 @@ class Agent(nn.Module):
             deterministic: bool = True) -> tuple[np.ndarray, Tensor]:  # fmt: skip
         """Action(s) for `env.step` and the next state; obs (D,) or (N, D) as `make_env` gives them.
         state None opens an episode; deterministic: the mode of the policy, otherwise a sample."""
-        batch = torch.as_tensor(np.atleast_2d(obs), device=self.device).float()
+        alone = np.ndim(obs) == len(self.obs_shape)
+        rows = np.reshape(obs, (-1, *self.obs_shape))
+        batch = torch.as_tensor(rows, device=self.device).float()
         state = self.initial_state(len(batch)) if state is None else state
         params, state = self.policy_params_step(self.normalize_obs(batch), state)
         noise = 0.0 if deterministic else self.action_dist.noise(len(batch))
         actions = self.action_dist.to_env(self.action_dist.sample(params, noise))
-        return (actions[0] if np.ndim(obs) == 1 else actions), state
+        return (actions[0] if alone else actions), state
 
 
 # ------------------------------------------------------------------------- environments and rollout
-def make_env(args: Args) -> gym.Env:
-    """One environment: flat float32 observations, masked; episode statistics.
-    Raises `UsageError` for an unknown task, a missing package, unflattenable spaces, a bad mask."""
-    hidden = VELOCITIES.get(args.env_id.split("-")[0], ())
-    try:
-        name = args.env_id.replace("NoVel-", "-") if hidden else args.env_id
-        env = gym.make(name, disable_env_checker=True)
-        space = env.observation_space
-        if not isinstance(space, Box) or len(space.shape) != 1:
-            env = gym.wrappers.FlattenObservation(env)
-        require(isinstance(env.observation_space, Box), f"{space} cannot be flattened")
-    except Exception as error:  # of gymnasium, a missing package, the task itself
-        raise UsageError(f"--env-id {args.env_id}: {str(error) or repr(error)}") from error
+def channel_axis(space: gym.Space) -> int | None:
+    """Where an image has its channels, 0 or 2, or would have them; None for what is no image.
+    An image is a Box of two or three dimensions whose numbers are bounded alike, by 65,535 at most.
+    Two equal sides are its height and width; otherwise channels are fewer than pixels in a row."""
+    if not isinstance(space, Box) or len(space.shape) not in (2, 3):
+        return None
+    a, b, c = (*space.shape, 1)[:3]
+    first = (b == c != a) or (a != b and a < c)
+    alike = space.low.min() == space.low.max() and space.high.min() == space.high.max()
+    bounded = space.is_bounded() and 0 < space.high.max() <= 65_535
+    large = min((b, c) if first else (a, b)) >= 3  # as the kernels of `Convolutions`
+    if not (alike and bounded and large):
+        return None
+    return 0 if first else 2
+
+
+def see_images(env: gym.Env, args: Args) -> gym.Env:
+    """Images (C, H, W): bytes, or float32 where they have fractions or larger numbers."""
+    require(not args.masked_obs, f"--masked-obs {args.masked_obs}: {args.env_id} shows images")
+    space = env.observation_space
+    axis = channel_axis(space)
+    shape = (*space.shape, 1)[:3]
+    dtype = np.uint8 if space.dtype in (np.uint8, np.bool_) else np.float32
+
+    def channels_first(image: np.ndarray) -> np.ndarray:
+        image = np.asarray(image, dtype).reshape(shape)
+        return np.moveaxis(image, axis, 0)
+
+    seen = Box(channels_first(space.low), channels_first(space.high), dtype=dtype)
+    return gym.wrappers.TransformObservation(env, channels_first, seen)
+
+
+def unfit_part(space: gym.Space, name: str = "observation") -> str:
+    """The first part of a nested space that is no number for a vector, a picture among them."""
+    if isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
+        parts = space.items() if isinstance(space, gym.spaces.Dict) else enumerate(space)
+        found = [unfit_part(part, f"{name}[{key!r}]") for key, part in parts]
+        return next(filter(None, found), "")
+    fit = isinstance(space, Discrete | MultiDiscrete | MultiBinary)
+    if isinstance(space, Box):
+        pixels = space.dtype == np.uint8 and len(space.shape) > 1
+        fit = not pixels and (channel_axis(space) is None or len(space.shape) == 2)
+    return "" if fit else f"{name} is {space}"
+
+
+def see_vectors(env: gym.Env, args: Args, hidden: tuple[int, ...]) -> gym.Env:
+    """Flat float32 observations, masked and without the hidden entries."""
+    space = env.observation_space
+    part = unfit_part(space)
+    remedy = "which has no place in a vector; wrap the task in a module of yours, module:id"
+    require(not part, f"--env-id {args.env_id}: {part}, {remedy}")
+    if not isinstance(space, Box) or len(space.shape) != 1:
+        env = gym.wrappers.FlattenObservation(env)
     keep = np.ones(env.observation_space.shape, np.float32)
     for index in (*args.masked_obs, *hidden):
         require(0 <= index < len(keep), f"--masked-obs {index}: must be in 0..{len(keep) - 1}")
         keep[index] = 0
-    vector = Box(-np.inf, np.inf, keep.shape, np.float32)
+    seen = Box(-np.inf, np.inf, keep.shape, np.float32)
     transform = gym.wrappers.TransformObservation
-    env = transform(env, lambda obs: np.asarray(obs, np.float32) * keep, vector)
+    return transform(env, lambda obs: np.asarray(obs, np.float32) * keep, seen)
+
+
+def make_env(args: Args, **options: Any) -> gym.Env:
+    """One environment: images, channels first, or float32 vectors, masked; episode statistics.
+    `options` are gymnasium's. Atari games come as Machado et al. 2018 ask, but with the actions
+    that each game knows. Raises `UsageError` for an unknown task, a missing package, spaces that
+    are neither, a bad mask."""
+    hidden = VELOCITIES.get(args.env_id.split("-")[0], ())
+    name = args.env_id.replace("NoVel-", "-") if hidden else args.env_id
+    if args.is_atari:  # sticky actions; a lost life does not end the episode
+        options |= {"frameskip": 1, "repeat_action_probability": 0.25, "max_episode_steps": 108_000}
+    try:
+        env = gym.make(name, disable_env_checker=True, **options)
+        if args.is_atari:
+            env = gym.wrappers.AtariPreprocessing(env, noop_max=0)
+            env = gym.wrappers.FrameStackObservation(env, 4)
+        if channel_axis(env.observation_space) is None:
+            env = see_vectors(env, args, hidden)
+        else:
+            env = see_images(env, args)
+    except UsageError:
+        raise
+    except Exception as error:  # of gymnasium, a missing package, the task itself
+        raise UsageError(f"--env-id {args.env_id}: {str(error) or repr(error)}") from error
     return gym.wrappers.RecordEpisodeStatistics(env, stats_key=STATS)  # a task may say "episode"
 
 
@@ -909,8 +1032,9 @@ def open_episodes(envs: gym.vector.VectorEnv, agent: Agent, seed: int) -> Carry:
 def check_finite(next_obs: np.ndarray, current: np.ndarray, rewards: np.ndarray,
                  when: str) -> None:  # fmt: skip
     """Raise RuntimeError that names environment and moment unless all, (N, ...), are finite."""
-    valid = np.isfinite(current).all(1) & np.isfinite(next_obs).all(1)
-    valid &= np.isfinite(rewards)
+    valid = np.isfinite(rewards)
+    for x in (current, next_obs):
+        valid &= np.isfinite(x).reshape(len(x), -1).all(1)
     if not valid.all():
         i = int(valid.argmin())
         bad = f"not finite: observation {next_obs[i]}, then {current[i]}, reward {rewards[i]}"
@@ -922,7 +1046,7 @@ def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, carry: Carry,
     """Act for `num_steps` steps. Only the actor runs; no statistics move.
     Raises RuntimeError for observations and rewards that are not finite."""
     size = (args.num_steps, args.num_envs)
-    obs, next_obs = np.empty((2, *size, carry.obs.shape[1]), np.float32)
+    obs, next_obs = np.empty((2, *size, *carry.obs.shape[1:]), carry.obs.dtype)
     rewards = np.empty(size)
     terminated, truncated, episode_start = np.empty((3, *size), bool)
     actions, params, states, episodes = [], [], [], []
@@ -956,6 +1080,8 @@ def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, carry: Carry,
             starts = ended
             check_finite(next_obs[t], current, rewards[t], f"step {t} of the rollout")
 
+    if args.is_atari:
+        rewards = rewards.clip(-1, 1)  # episodes' returns are of what was paid
     to_device = partial(torch.as_tensor, device=device)  # one transfer for all steps
     rollout = Rollout(
         obs=to_device(obs), next_obs=to_device(next_obs), episode_start=to_device(episode_start),
@@ -1223,12 +1349,16 @@ class Run:
     recent: list[float] = field(default_factory=list)  # returns of the last 100 training episodes
     logged: dict[str, float] = field(default_factory=dict)  # last value of every metric
     evaluated: int | None = None  # step of the final evaluation
+    best_return: float = -math.inf  # of the evaluation that `best.pt` is of
+    best_step: int = 0  # when it was; 0: there is none
     shown: float = field(default_factory=time.time)  # time of the last line on the terminal
 
 
 def set_up_process(args: Args) -> None:
     """RNGs, torch's options, and gymnasium's pickling of environments. Raises `UsageError` where
-    nothing can be compiled."""
+    nothing can be compiled, or filmed."""
+    if args.capture_video:
+        check_video(args)  # ahead of the seeds: a task may draw from any RNG
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cudnn.allow_tf32 = False  # acting and training with the same precision
@@ -1292,6 +1422,18 @@ def log_episodes(writer: SummaryWriter, run: Run, rollout: Rollout) -> None:
     del run.recent[:-100]
 
 
+def evaluate_run(writer: SummaryWriter, run: Run, agent: Agent, args: Args,
+                 save: Callable) -> None:  # fmt: skip
+    """Evaluate and log. With `eval_every` the best agent so far is kept in `best.pt`, by `save`."""
+    metrics = evaluate(agent, args, Path(writer.log_dir, "videos", f"step-{run.step}"))
+    log(writer, run, metrics, run.step)
+    if args.eval_every and metrics["eval/return_mean"] >= run.best_return:
+        run.best_return = metrics["eval/return_mean"]
+        run.best_step = run.step
+        save(name="best")
+        save()  # which knows of it
+
+
 def show_progress(run: Run, total: int) -> None:
     """A line that a terminal rewrites in place; in a file, a line every five seconds."""
     terminal = sys.stdout.isatty()
@@ -1305,8 +1447,15 @@ def show_progress(run: Run, total: int) -> None:
     print(line, end="   \r" if terminal and run.step < total else "\n", flush=True)
 
 
+def show_best(run: Run, run_dir: Path) -> None:
+    """Say which evaluation `best.pt` is of, if there is one."""
+    if run.best_step:
+        line = f"return {run.best_return:.1f} after {run.best_step:,} steps"
+        print(f"best evaluation: {line}, {run_dir / 'best.pt'}", flush=True)
+
+
 def load_agent(path: str | Path) -> tuple[Agent, Args]:
-    """Agent and flags of a saved run, given its directory or `checkpoint.pt`; runs no code from it.
+    """Agent and flags of a saved run, given its directory or a checkpoint; runs no code from it.
     Falls back to the CPU. Raises `UsageError` for what the script did not write."""
     path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
     try:
@@ -1322,11 +1471,33 @@ def load_agent(path: str | Path) -> tuple[Agent, Args]:
     return agent, args
 
 
+def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Of all that a checkpoint holds of a module, by name."""
+    return {name: tuple(x.shape) for name, x in module.state_dict().items()}
+
+
+def make_agent(args: Args) -> Agent:
+    """The agent to train: that of the run to resume, or a new one, with weights and normalisers of
+    `init_from`. Raises `UsageError` where shapes differ."""
+    if args.resume:
+        return load_agent(args.resume)[0]
+    agent = Agent(args)
+    if args.init_from:
+        earlier, _ = load_agent(args.init_from)
+        there, here = shapes(earlier), shapes(agent)
+        for name in there | here:
+            differ = f"{name} is {there.get(name)} there, {here.get(name)} by these flags"
+            args.rule("init_from", there.get(name) == here.get(name), differ)
+        agent.load_state_dict(earlier.state_dict())
+    return agent
+
+
 def save_checkpoint(writer: SummaryWriter, args: Args, agent: Agent, optimizer: optim.Adam,
-                    envs: gym.vector.VectorEnv, carry: Carry, run: Run) -> None:  # fmt: skip
-    """Write `checkpoint.pt`: flags, weights and normalisers, readable without pickle, and, pickled
-    for --resume alone, what else an exact resume needs. Written beside the old one, synced and
-    renamed, after all events: a kill at any instant leaves the one or the other."""
+                    envs: gym.vector.VectorEnv, run: Run, carry: Carry,
+                    name: str = "checkpoint") -> None:  # fmt: skip
+    """Write `checkpoint.pt`, or of another name: flags, weights and normalisers, readable without
+    pickle, and, pickled for --resume alone, what else an exact resume needs. Written beside the old
+    one, synced and renamed, after all events: a kill at any instant leaves the one or the other."""
     writer.flush()
     rngs = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
     if args.cuda:
@@ -1340,7 +1511,7 @@ def save_checkpoint(writer: SummaryWriter, args: Args, agent: Agent, optimizer: 
 
     content = {"args": {**asdict(args), "resume": ""}, "agent": agent.state_dict()}
     content |= {"global_step": run.step, "run": pickle.dumps(kept)}
-    path = Path(writer.log_dir, "checkpoint.tmp")
+    path = Path(writer.log_dir, f"{name}.tmp")
     with path.open("wb") as file:
         torch.save(content, file)
         file.flush()
@@ -1356,11 +1527,15 @@ def resume_run(args: Args, optimizer: optim.Adam,
     content = torch.load(path, map_location="cpu", weights_only=True)
     args.rule("resume", args.cuda or not content["args"]["cuda"], "needs the GPU it was run on")
     kept = pickle.loads(content["run"])
-    optimizer.load_state_dict(kept["optimizer"])
+    try:
+        optimizer.load_state_dict(kept["optimizer"])
+        run = Run(**{name: kept[name] for name in vars(Run()) if name in kept})
+    except ValueError as error:  # another number of parameters
+        text = "is of another version of this script; start anew with --init-from"
+        raise UsageError(f"--resume {args.resume}: {text}") from error
     setters = (random.setstate, np.random.set_state, torch.set_rng_state)
     for set_state, rng in zip((*setters, torch.cuda.set_rng_state_all), kept["rngs"]):
         set_state(rng)
-    run = Run(**{name: kept[name] for name in vars(Run())})
     if kept["envs"] is None:
         if run.step < args.num_iterations * args.batch_size:
             print("environments could not be saved: the task's episodes start afresh")
@@ -1369,33 +1544,59 @@ def resume_run(args: Args, optimizer: optim.Adam,
     return run, Carry(*kept["carry"])
 
 
-def evaluate(agent: Agent, args: Args) -> dict[str, float]:
-    """Metrics of `eval_episodes` fresh episodes with the mode of the policy, statistics frozen.
-    The first reset has seed + 1,000,000. Tasks without a time limit are cut at 10,000 steps."""
-    env = make_env(args)
-    returns, lengths = [], []
-    for episode in range(args.eval_episodes):
-        obs, _ = env.reset(seed=None if episode else args.seed + 1_000_000)
-        check_finite(obs[None], obs[None], np.zeros(1), f"reset of evaluation episode {episode}")
-        state, rewards, ended = None, [], False
-        while not ended and len(rewards) < (env.spec.max_episode_steps or 10_000):
-            action, state = agent.act(obs, state)
-            obs, reward, terminated, truncated, _ = env.step(action)
-            when = f"step {len(rewards)} of evaluation episode {episode}"
-            check_finite(obs[None], obs[None], np.array([reward]), when)
-            rewards.append(reward)
-            ended = terminated or truncated
-        returns.append(sum(rewards))
-        lengths.append(len(rewards))
+def check_video(args: Args) -> None:
+    """Raise `UsageError` where nothing can be filmed."""
+    make_env(args).close()  # whose errors are not the film's
+    try:
+        import_module("moviepy")
+        env = make_env(args, render_mode="rgb_array")
+        env.reset(seed=0)
+        frame = np.asarray(env.render())
+        env.close()
+        require(env.render_mode == "rgb_array", "the task forgets its render_mode")
+        require(frame.dtype == np.uint8, f"frames are of {frame.dtype}, not bytes")
+    except Exception as error:  # of the renderer, in many kinds
+        text = f"{str(error) or repr(error)}; needs moviepy and a task that renders rgb_array"
+        raise UsageError(f"--capture-video: {text}") from error
+
+
+def run_episode(env: gym.Env, agent: Agent, args: Args, episode: int) -> list[float]:
+    """Rewards of an episode by the policy's mode, or as it samples. The first one has a seed."""
+    obs, _ = env.reset(seed=None if episode else args.seed + 1_000_000)
+    check_finite(obs[None], obs[None], np.zeros(1), f"reset of evaluation episode {episode}")
+    state, rewards, ended = None, [], False
+    while not ended and len(rewards) < (env.spec.max_episode_steps or 10_000):
+        action, state = agent.act(obs, state, deterministic=not args.eval_sampled)
+        obs, reward, terminated, truncated, _ = env.step(action)
+        when = f"step {len(rewards)} of evaluation episode {episode}"
+        check_finite(obs[None], obs[None], np.array([reward]), when)
+        rewards.append(reward)
+        ended = terminated or truncated
+    return rewards
+
+
+def evaluate(agent: Agent, args: Args, video_dir: Path | None = None) -> dict[str, float]:
+    """Metrics of `eval_episodes` fresh episodes; statistics and torch's RNG stay as they are.
+    The first reset has seed + 1,000,000. Tasks without a time limit are cut at 10,000 steps. With
+    `capture_video` the first 3 episodes are filmed into `video_dir`, each kept in memory to its
+    end."""
+    if args.capture_video and video_dir:
+        env = make_env(args, render_mode="rgb_array")
+        env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: episode < 3)
+    else:
+        env = make_env(args)
+    with torch.random.fork_rng([agent.device] if args.cuda else []):
+        torch.manual_seed(args.seed + 1_000_000)
+        episodes = [run_episode(env, agent, args, i) for i in range(args.eval_episodes)]
     env.close()
 
-    sample = torch.tensor(returns, dtype=torch.float64)
+    sample = torch.tensor([sum(rewards) for rewards in episodes], dtype=torch.float64)
     mean, std = float(sample.mean()), float(sample.std(correction=0))
     tail = empirical_cvar(sample, args.cvar_alpha)
     line = f"return {mean:.1f} +- {std:.1f}, CVaR_{args.cvar_alpha:g} {tail:.1f}"
-    print(f"evaluation of {len(returns)} episodes: {line:<50}", flush=True)  # hides the progress
+    print(f"evaluation of {len(episodes)} episodes: {line:<50}", flush=True)  # hides the progress
     result = {"eval/return_mean": mean, "eval/return_std": std, "eval/return_cvar": tail}
-    return result | {"eval/length_mean": float(np.mean(lengths))}
+    return result | {"eval/length_mean": float(np.mean([len(rewards) for rewards in episodes]))}
 
 
 # ----------------------------------------------------------------------------------------- training
@@ -1426,18 +1627,25 @@ def iteration_metrics(run: Run, times: list[float], args: Args) -> dict:
     return metrics
 
 
+def last_checkpoint(run_dir: Path) -> str:
+    """What a fault leaves, in words."""
+    path = run_dir / "checkpoint.pt"
+    return f"last checkpoint: {path}" if path.exists() else "no checkpoint yet"
+
+
 def train(args: Args) -> dict[str, Any]:
     """Train, save, evaluate. Returns the last value of every logged metric, and `run_dir`.
     A fault is raised with a note that names the last checkpoint; a signal in `STOP` ends in a
     checkpoint and KeyboardInterrupt. Sets RNGs, torch's options and how EzPickle copies."""
     set_up_process(args)
-    agent = load_agent(args.resume)[0] if args.resume else Agent(args)
+    agent = make_agent(args)
     optimizer = optim.Adam([one_vector(agent)], args.learning_rate, eps=1e-5, fused=True)
     run_dir = Path(args.resume) if args.resume else make_run_dir(args)
     envs = make_envs(args, args.num_envs)
     run, carry = resume_run(args, optimizer, envs) if args.resume else (Run(), None)
     total = args.num_iterations * args.batch_size
     writer = SummaryWriter(str(run_dir), purge_step=run.step + 1 if args.resume else None)
+    save = partial(save_checkpoint, writer, args, agent, optimizer, envs, run)
     print(f"{args.env_id}: logging to {run_dir}", flush=True)
 
     try:
@@ -1453,7 +1661,7 @@ def train(args: Args) -> dict[str, Any]:
             times.append(time.time())
             metrics |= update(agent, optimizer, batch, args, ent_coef)
             times.append(time.time())
-            agent.obs_moments.update(rollout.obs)  # last: acting and training saw the same inputs
+            agent.update_obs_moments(rollout.obs)  # last: acting and training saw the same inputs
 
             log_episodes(writer, run, rollout)
             run.step += args.batch_size
@@ -1464,21 +1672,20 @@ def train(args: Args) -> dict[str, Any]:
             show_progress(run, total)
 
             if run.step < total and is_due(iteration, args.eval_every):
-                log(writer, run, evaluate(agent, args), run.step)
+                evaluate_run(writer, run, agent, args, partial(save, carry))
             if run.step == total or STOP or is_due(iteration, args.checkpoint_every):
-                save_checkpoint(writer, args, agent, optimizer, envs, carry, run)
+                save(carry)
             if STOP:
                 raise KeyboardInterrupt(f"stopped after {run.step:,} steps; --resume {run_dir}")
 
         if run.evaluated != total:  # else the run had ended
-            log(writer, run, evaluate(agent, args), total)
+            evaluate_run(writer, run, agent, args, partial(save, carry))
             run.evaluated = total
-            save_checkpoint(writer, args, agent, optimizer, envs, carry, run)
+            save(carry)
+        show_best(run, run_dir)
         log_flags(writer, args)
     except Exception as error:
-        saved = run_dir / "checkpoint.pt"
-        last = f"last checkpoint: {saved}" if saved.exists() else "no checkpoint yet"
-        error.add_note(f"after {run.step:,} steps; {last}")
+        error.add_note(f"after {run.step:,} steps; {last_checkpoint(run_dir)}")
         raise
     finally:
         envs.close()
@@ -1505,7 +1712,10 @@ def parse_args(argv: list[str]) -> tuple[Args, Agent | None]:
 
     agent, stored = load_agent(path)
     args = tyro.cli(Args, args=argv, default=stored)
-    free = "total_timesteps eval_episodes eval_every checkpoint_every torch_threads resume evaluate"
+    free = (
+        "total_timesteps eval_episodes eval_every eval_sampled capture_video checkpoint_every "
+        "torch_threads resume evaluate"
+    )
     before = asdict(stored)
     changed = {name for name, value in asdict(args).items() if value != before[name]}
     names = ", ".join(sorted(changed - set(free.split())))
@@ -1522,14 +1732,18 @@ def main(argv: list[str]) -> None:
         args, agent = parse_args(argv)
         if args.evaluate:
             torch.set_num_threads(args.torch_threads)
-            evaluate(agent, args)
+            if args.capture_video:
+                check_video(args)
+            path = Path(args.evaluate)
+            path = path / "checkpoint.pt" if path.is_dir() else path
+            evaluate(agent, args, path.parent / "videos" / path.stem)
             return
         signal.signal(signal.SIGINT, request_stop)
         signal.signal(signal.SIGTERM, request_stop)
         train(args)
     except (UsageError, KeyboardInterrupt) as error:
         lines = [str(error) or "interrupted", *getattr(error, "__notes__", ())]
-        print("error:", "; ".join(lines), file=sys.stderr)
+        print("error:", " ".join("; ".join(lines).split()), file=sys.stderr)  # one line
         sys.exit(2 if isinstance(error, UsageError) else 130)
 
 

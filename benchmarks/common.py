@@ -80,6 +80,28 @@ def load_script(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
+def peer_network(script: ModuleType, args: Any) -> dict[str, Any]:
+    """`policy_kwargs` of Stable-Baselines3: layers as the script's, an encoder each for actor and
+    critic, a hidden layer ahead of the value; it sets all their weights its own way."""
+    from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
+    from torch import nn
+
+    class Encoder(BaseFeaturesExtractor):
+        def __init__(self, space: Any) -> None:
+            super().__init__(space, args.hidden_size)
+            self.layers = script.make_encoder(space, args)
+
+        def forward(self, obs: Any) -> Any:
+            return self.layers(obs)
+
+    return {
+        "features_extractor_class": Encoder,
+        "share_features_extractor": False,
+        "net_arch": {"pi": [], "vf": [args.hidden_size]},
+        "activation_fn": nn.ReLU,
+    }
+
+
 Work = Callable[[Run], Any]  # what is done in a process of its own; a function of a module
 
 

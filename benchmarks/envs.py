@@ -1,12 +1,19 @@
 """Tasks that need an id of their own: `--env-id envs:MiniGrid-MemoryS7-Image-v0`.
 
-MiniGrid's observation is a Dict with a mission text, which cannot be flattened to a vector; here it
-is the image alone, 7 x 7 cells of 3 numbers.
+MiniGrid's observation is a Dict with a mission text, which is no vector; here it is the image
+alone, 7 x 7 cells of 3 numbers. MinAtar's games, `envs:MinAtar/Breakout-v1`, have to be registered.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import gymnasium as gym
+
+with suppress(ImportError):
+    from minatar.gym import register_envs
+
+    register_envs()
 
 
 def memory_s7() -> gym.Env:

@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import common
+import gymnasium as gym
 import numpy as np
 from common import CATEGORICAL, LSTM, RESULTS, Cell, Point, Run
 
@@ -59,6 +60,11 @@ MUJOCO = (
     "--total-timesteps 1000000 --num-steps 256 --num-minibatches 32 --update-epochs 10 "
     "--learning-rate 3e-4 --log-std-init -0.5 --target-kl 0.02"
 )
+MINATAR = (
+    "--total-timesteps 2000000 --num-envs 16 --num-steps 128 --num-minibatches 16 "
+    "--update-epochs 4 --learning-rate 1e-3 --ent-coef 0.01 --hidden-size 128"
+)
+GAMES = ("Breakout", "Asterix", "Freeway", "Seaquest", "SpaceInvaders")
 # rl-baselines3-zoo, hyperparams/ppo_lstm.yml at 22e3ff2; all with VecNormalize
 NET = {
     "ortho_init": False,
@@ -136,6 +142,7 @@ PUBLISHED = {
 }
 LONG = "--total-timesteps 500000"
 MILLION = "--total-timesteps 1000000"
+SEEDS = range(1, 4)  # where a run takes long
 # flags: beyond --env-id and --seed
 GRID = [
     Cell("CartPoleNoVel-v1", LSTM, "default", "", range(1, 11)),
@@ -178,6 +185,9 @@ GRID = [
     Cell("Hopper-v5", SB3, "default", MILLION, range(1, 4)),
     Cell("Walker2d-v5", SB3, "default", MILLION, range(1, 4)),
     Cell("Ant-v5", SB3, "default", MILLION, range(1, 4)),
+    *[Cell(f"envs:MinAtar/{game}-v1", CATEGORICAL, "default", MINATAR, SEEDS) for game in GAMES],
+    Cell("envs:MinAtar/Breakout-v1", SB3, "same_flags", MINATAR, SEEDS),
+    Cell("envs:MinAtar/Asterix-v1", SB3, "same_flags", MINATAR, SEEDS),
 ]
 
 
@@ -244,8 +254,8 @@ def folder(cell: Cell) -> Path:
 
 
 def name_of(cell: Cell) -> str:
-    """The task without the module that registers it."""
-    return cell.task.split(":")[-1]
+    """The task without the module and the family that it is of."""
+    return cell.task.split(":")[-1].split("/")[-1]
 
 
 # --------------------------------------------------------------------------------------------- runs
@@ -362,9 +372,26 @@ def zoo_options(task: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return options, net
 
 
+def same_options(args: Any) -> dict[str, Any]:
+    """Arguments of SB3's PPO for flags of ours; returns and advantages are normalised its way."""
+    return {
+        "n_steps": args.num_steps,
+        "batch_size": args.batch_size // args.num_minibatches,
+        "n_epochs": args.update_epochs,
+        "learning_rate": lambda remaining: args.learning_rate * remaining,
+        "gamma": args.gamma,
+        "gae_lambda": args.gae_lambda,
+        "clip_range": args.clip_coef,
+        "ent_coef": args.ent_coef,
+        "vf_coef": args.vf_coef,
+        "max_grad_norm": args.max_grad_norm,
+    }
+
+
 def run_peer(run: Run) -> Result:
-    """SB3's PPO with its defaults or sb3-contrib's RecurrentPPO with the flags of the zoo.
-    The environments are ours; evaluated like ours: 50 episodes, mode of the policy."""
+    """SB3's PPO with its defaults or with flags and encoder of ours, or sb3-contrib's RecurrentPPO
+    with the flags of the zoo. The environments are ours; evaluated like ours: 50 episodes, mode of
+    the policy."""
     import sb3_contrib
     import stable_baselines3 as sb3
     import torch
@@ -374,21 +401,29 @@ def run_peer(run: Run) -> Result:
 
     task = run.cell.task
     seed = run.seed
-    steps = int(run.cell.flags.split()[-1])
     zoo = run.cell.script == CONTRIB
-    ours = common.load_script(LSTM)
+    ours = common.load_script(CATEGORICAL)
+    args = ours.tyro.cli(ours.Args, args=["--env-id", task, *run.cell.flags.split()])
+    steps = args.total_timesteps
     torch.set_num_threads(1)
 
     def make():
-        return ours.make_env(ours.Args(env_id=task))
+        return ours.make_env(args)
 
-    fresh = make_vec_env(make, 1, seed + 1_000_000)
+    def make_cut():
+        return gym.wrappers.TimeLimit(make(), 10_000)
+
+    fresh = make_vec_env(make_cut, 1, seed + 1_000_000)
     if zoo:
         options, net = zoo_options(task)
         envs = make_vec_env(make, options.pop("n_envs"), seed)
         envs = VecNormalize(envs, gamma=options["gamma"])
         recurrent = sb3_contrib.RecurrentPPO
         model = recurrent("MlpLstmPolicy", envs, seed=seed, policy_kwargs=net, **options)
+    elif run.cell.variant == "same_flags":
+        envs = make_vec_env(make, args.num_envs, seed)
+        net = common.peer_network(ours, args)
+        model = sb3.PPO("MlpPolicy", envs, seed=seed, policy_kwargs=net, **same_options(args))
     else:
         model = sb3.PPO("MlpPolicy", make_vec_env(make, 1, seed), seed=seed)
 

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import io
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -153,9 +152,8 @@ def run_one(run: Run) -> dict[str, Any]:
     if cell.task == "lottery":
         row["risky"] = risky_probability(script, agent)
     row |= {name: done.metrics[f"eval/return_{name}"] for name in MEASURED}
-    agent.act = functools.partial(agent.act, deterministic=False)
     with contextlib.redirect_stdout(io.StringIO()):
-        sampled = script.evaluate(agent, args)
+        sampled = script.evaluate(agent, replace(args, eval_sampled=True))
     row |= {f"sampled_{name}": sampled[f"eval/return_{name}"] for name in MEASURED}
     return {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
 

@@ -69,7 +69,8 @@ COLUMNS = (  # value: steps per second, or milliseconds for pass-*; parts: milli
     "peak_mb parts load commit machine versions"
 ).split()
 PARTS = ("environments", "acting", "values", "update")  # of the floor
-COMPILED = ("recurrent", "cartpole", "cheetah-1x2048", "cheetah-8x256")  # cells with --compile, too
+# cells with --compile, too
+COMPILED = ("recurrent", "cartpole", "cheetah-1x2048", "cheetah-8x256", "minatar")
 
 
 # ----------------------------------------------------------------------------------------- the grid
@@ -89,6 +90,9 @@ SMALL = {"num_envs": 8, "num_steps": 128, "update_epochs": 4, "num_minibatches":
 REFERENCE = {**SMALL, "env_id": "CartPoleNoVel-v1", "lstm_hidden_size": 128}
 CUT = {**REFERENCE, "env_id": "CartPoleCut60-v0", "masked_obs": (1, 3)}  # episodes of 60 steps
 CHEETAH = {"env_id": "HalfCheetah-v5", "update_epochs": 10, "num_minibatches": 32}
+MINATAR = {**SMALL, "env_id": "envs:MinAtar/Breakout-v1", "num_envs": 16, "num_minibatches": 16}
+MINATAR["hidden_size"] = 128
+PONG = {**SMALL, "env_id": "ale_py:ALE/Pong-v5", "hidden_size": 512}
 GRID = {
     "recurrent": Work(LSTM, REFERENCE),
     "recurrent-lstm64": Work(LSTM, {**REFERENCE, "lstm_hidden_size": 64}),
@@ -101,6 +105,9 @@ GRID = {
     "cartpole": Work(CATEGORICAL, {**SMALL, "env_id": "CartPole-v1"}),
     "cheetah-1x2048": Work(CATEGORICAL, {**CHEETAH, "num_envs": 1, "num_steps": 2048}),
     "cheetah-8x256": Work(CATEGORICAL, {**CHEETAH, "num_envs": 8, "num_steps": 256}),
+    "minatar": Work(CATEGORICAL, MINATAR),
+    "pong": Work(CATEGORICAL, PONG),
+    "pong-recurrent": Work(LSTM, {**PONG, "lstm_hidden_size": 128}),
 }
 AXES = {  # one size moves, the others are those of the reference
     "num_envs": (1, 4, 16, 64, 256),  # in sequences of 32 steps: one environment has 4 minibatches
@@ -153,28 +160,36 @@ class Job(NamedTuple):
 
 
 def ours(work: Work, steps: int, compiled: bool) -> None:
-    """One of this repository's scripts: twin critics."""
+    """One of this repository's scripts: twin critics. The peers have no evaluation at the end."""
     import torch
 
     script = common.load_script(work.script)
+    script.evaluate = lambda *_: {"eval/return_mean": 0.0}
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as top:
         options = {"torch_threads": threads, "total_timesteps": steps, "run_dir": top}
         flags = {**work.flags, **options, "compile": compiled}
-        script.train(script.Args(**flags, eval_episodes=1))
+        script.train(script.Args(**flags))
 
 
 def sb3(work: Work, steps: int) -> None:
-    """The peer; `batch_size` counts samples."""
+    """The peer; `batch_size` counts samples. Images it gets as our scripts do, with an encoder each
+    for actor and critic: its own of Mnih et al. 2015, or for MinAtar that of the scripts."""
     from sb3_contrib import RecurrentPPO
     from stable_baselines3 import PPO
     from stable_baselines3.common.env_util import make_vec_env
 
     recurrent = work.script == LSTM
     flags = work.flags
+    script = common.load_script(work.script)
+    args = script.Args(**flags)
+    atari = args.is_atari
+    minatar = "MinAtar/" in args.env_id
     keep = np.array([1, 0, 1, 0], np.float32)
 
     def make() -> gym.Env:
+        if atari or minatar:
+            return script.make_env(args)
         env = gym.make(flags["env_id"].replace("NoVel", ""), disable_env_checker=True)
         if not recurrent:
             return env
@@ -189,12 +204,16 @@ def sb3(work: Work, steps: int) -> None:
         "seed": 1,
     }
     envs = make_vec_env(make, flags["num_envs"])
+    kind = "Cnn" if atari else "Mlp"
+    network = {"share_features_extractor": False} if atari else {}
+    if minatar:
+        network = common.peer_network(script, args)
     if recurrent:
-        network = {"net_arch": [64], "enable_critic_lstm": True}
+        network |= {"net_arch": [64], "enable_critic_lstm": True}
         network["lstm_hidden_size"] = flags["lstm_hidden_size"]
-        model = RecurrentPPO("MlpLstmPolicy", envs, policy_kwargs=network, **options)
+        model = RecurrentPPO(f"{kind}LstmPolicy", envs, policy_kwargs=network, **options)
     else:
-        model = PPO("MlpPolicy", envs, **options)
+        model = PPO(f"{kind}Policy", envs, policy_kwargs=network, **options)
     model.learn(steps)
 
 
@@ -219,16 +238,6 @@ def milliseconds(call: Callable, seconds: float = 0.8) -> float:
     return 1e3 * spent / count
 
 
-def layers(*sizes: int) -> Any:
-    """Linear layers, each with a ReLU behind it."""
-    from torch import nn
-
-    modules = []
-    for inputs, outputs in itertools.pairwise(sizes):
-        modules += [nn.Linear(inputs, outputs), nn.ReLU()]
-    return nn.Sequential(*modules)
-
-
 def floor(work: Work) -> dict[str, float]:
     """Milliseconds of what one rollout and the training on it must do."""
     import torch
@@ -246,28 +255,37 @@ def floor(work: Work) -> dict[str, float]:
     envs = script.make_envs(args, N)
     envs.reset(seed=1)
     actions = itertools.cycle([envs.action_space.sample() for _ in range(1000)])
-    num_obs = envs.single_observation_space.shape[0]
+    space = envs.single_observation_space
     num_actions = gym.spaces.flatdim(envs.single_action_space)
 
-    last = nn.LSTM if recurrent else layers
-    actor = nn.Sequential(layers(num_obs, width), last(width, size))
-    critic = nn.Sequential(layers(num_obs, width), last(width, size))
+    def body() -> nn.Sequential:
+        last = [nn.LSTM(width, size)] if recurrent else []
+        return nn.Sequential(script.make_encoder(space, args), *last)
+
+    def head() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(size, width), nn.ReLU(), nn.Linear(width, num_values))
+
+    actor = body()
+    critic = body()
     policy = nn.Linear(size, num_actions)
     cell = nn.LSTMCell(width, size)
-    heads = [layers(size, width, num_values)[:-1] for _ in range(args.num_critics)]
+    heads = [head() for _ in range(args.num_critics)]
     parameters = [*nn.ModuleList((actor, critic, policy, *heads)).parameters()]
 
     def unroll(body: nn.Sequential, heads: list[nn.Module], obs: torch.Tensor) -> list:
         features = body(obs)[0] if recurrent else body(obs)
         return [head(features) for head in heads]
 
-    obs = torch.randn(N, num_obs)
-    rollout = torch.randn(T, N, num_obs)
+    def draw(*rows: int) -> torch.Tensor:
+        return torch.randn(*rows, *space.shape)
+
+    obs = draw(N)
+    rollout = draw(T, N)
     zero = torch.zeros(N, size)
     length = (args.seq_len or T) if recurrent else 1
     columns = T * N // length // args.num_minibatches
     rows = (length, columns) if recurrent else (columns,)
-    minibatch = torch.randn(*rows, num_obs)
+    minibatch = draw(*rows)
 
     def update() -> None:
         outputs = unroll(actor, [policy], minibatch) + unroll(critic, heads, minibatch)

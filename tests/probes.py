@@ -6,10 +6,21 @@ Run one with `env_id="probes:ConstantReward-v0"`: gymnasium imports this module 
 from __future__ import annotations
 
 import threading
+from typing import ClassVar
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.spaces import Box, Dict, Discrete, Graph, MultiBinary, MultiDiscrete, Text, Tuple
+from gymnasium.spaces import (
+    Box,
+    Dict,
+    Discrete,
+    Graph,
+    MultiBinary,
+    MultiDiscrete,
+    Sequence,
+    Text,
+    Tuple,
+)
 
 
 class Probe(gym.Env):
@@ -141,6 +152,79 @@ class Memory(Probe):
         return float(self.t == 10 and int(action) == self.cue)
 
 
+class Quadrant(Probe):
+    """An image whose lit quarter names the action that pays 1, others pay 0. One-step episodes."""
+
+    action_space = Discrete(4)
+
+    def __init__(self, side=12, dtype="uint8", channels_first=True):
+        shape = (2, side, side) if channels_first else (side, side, 2)
+        high = 255 if dtype == "uint8" else 1
+        self.observation_space = Box(0, high, shape, dtype)
+        self.side, self.channels_first = side, channels_first
+
+    def observe(self):
+        """A quarter of the second channel is lit; from the quarter's number, 0 to 3."""
+        self.cue = int(self.np_random.integers(4))
+        return self.picture(self.cue)
+
+    def picture(self, cue):
+        """The image of that quarter."""
+        image = np.zeros(self.observation_space.shape, self.observation_space.dtype)
+        half = self.side // 2
+        row, column = half * (cue // 2), half * (cue % 2)
+        view = image if self.channels_first else np.moveaxis(image, 2, 0)
+        view[1, row : row + half, column : column + half] = self.observation_space.high.max()
+        return image
+
+    def step(self, action):
+        """Pay, then show the next image."""
+        reward = float(int(action) == self.cue)
+        self.t += 1
+        return self.observe(), reward, self.t == self.length, False, {}
+
+
+class Flicker(Quadrant):
+    """Every second frame is black; 1 for naming there the quarter lit before. 8 frames, 4 pay."""
+
+    length = 8
+
+    def observe(self):
+        """A lit quarter at even steps, nothing at odd ones."""
+        return 0 * self.picture(0) if self.t % 2 else super().observe()
+
+    def step(self, action):
+        """Lit frames do not pay."""
+        lit = self.t % 2 == 0
+        obs, reward, *rest = super().step(action)
+        return obs, 0.0 if lit else reward, *rest
+
+
+class Pixels(gym.Env):
+    """Every pixel of an image is its number, so that its place can be told. 5-step episodes."""
+
+    action_space = Discrete(2)
+
+    def __init__(self, shape, dtype="uint8", high=255):
+        self.observation_space = Box(0, high, shape, np.dtype(dtype))
+
+    def reset(self, *, seed=None, options=None):
+        """Open an episode."""
+        super().reset(seed=seed)
+        self.t = 0
+        return self.image(), {}
+
+    def step(self, action):
+        """Advance by one."""
+        self.t += 1
+        return self.image(), float(action), self.t == 5, False, {}
+
+    def image(self):
+        """0, 1, 2, ... in the order of the memory."""
+        shape, dtype = self.observation_space.shape, self.observation_space.dtype
+        return np.arange(np.prod(shape)).reshape(shape).astype(dtype)
+
+
 class Counter(gym.Env):
     """Observation (environment, episode, step); ends as told. For checking the bookkeeping.
 
@@ -206,6 +290,39 @@ class Walk(Probe):
         """Push and drift; the place."""
         self.place[0] += 0.3 * int(action) - 0.15 + 0.1 * self.np_random.standard_normal()
         return self.place[0]
+
+
+class Filmed(Walk):
+    """Draws where it stands: a bar of 32 x 32 pixels."""
+
+    metadata: ClassVar[dict] = {"render_modes": ["rgb_array"], "render_fps": 10}
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    def reset(self, *, seed=None, options=None):
+        """With a draw from NumPy's own generator."""
+        answer = super().reset(seed=seed, options=options)
+        self.place = [0.1 * np.random.standard_normal()]
+        return answer
+
+    def render(self):
+        """A picture (32, 32, 3)."""
+        frame = np.zeros((32, 32, 3), np.uint8)
+        frame[:, : int(np.clip(16 + 8 * self.place[0], 0, 32))] = 255
+        return frame
+
+
+class Words(gym.Space):
+    """A space of a package's own, of which gymnasium knows nothing."""
+
+    def sample(self, mask=None, probability=None):
+        """Always the same."""
+        return "go"
+
+    def contains(self, x):
+        """Anything."""
+        return True
 
 
 class Locked(Walk):
@@ -373,20 +490,37 @@ ACTIONS = {
 }
 SIMPLE = (ConstantReward, RareReward, ObservationValue, Discounting, ActionReward)
 gym.register("Endless-v0", TimeLimit)
-WALKS = (Walk, Locked, Simulated, Handlers, Adapter, Wordless)
+WALKS = (Walk, Filmed, Locked, Simulated, Handlers, Adapter, Wordless)
 FAULTS = ("observation", "reward", "error", "reset", "start", "opening", "construction")
 for fault in (*FAULTS, "evaluation", "trial", "prize"):
     gym.register(f"Faulty{fault.title()}-v0", Faulty, kwargs={"fault": fault})
 for probe in (*SIMPLE, ActionAndObservation, RandomReward, Memory, Counter, Staggered, *WALKS):
     gym.register(f"{probe.__name__}-v0", probe)
 gym.register("TimeLimit-v0", TimeLimit, max_episode_steps=5)
+gym.register("Unchanging-v0", TimeLimit, max_episode_steps=20)
 gym.register("RealEnd-v0", RealEnd, max_episode_steps=5)
 for obs_name, obs_space in OBSERVATIONS.items():
     for action_name, space in ACTIONS.items():
         spaces = {"observation_space": obs_space, "action_space": space}
         gym.register(f"{obs_name}{action_name}-v0", Spaces, kwargs=spaces)
+for side, letter in ((12, ""), (84, "Large")):
+    for dtype in ("uint8", "float32"):
+        for order in ("First", "Last"):
+            spaces = {"side": side, "dtype": dtype, "channels_first": order == "First"}
+            name = f"{letter}Quadrant{dtype.title()}{order}-v0"
+            gym.register(name, Quadrant, kwargs=spaces)
+gym.register("Flicker-v0", Flicker)
 graph = Graph(Box(-1, 1, (2,)), None)
-unusual = {"GraphObservation": (graph, Discrete(2)), "TextAction": (Discrete(2), Text(3))}
+robot = {"joints": Box(-1, 1, (3,)), "camera": Box(0, 255, (8, 8, 3), np.uint8)}
+unusual = {
+    "GraphObservation": (graph, Discrete(2)),
+    "TextObservation": (Dict({"place": Discrete(3), "mission": Text(9)}), Discrete(2)),
+    "WordsObservation": (Dict({"place": Discrete(3), "mission": Words()}), Discrete(2)),
+    "StackObservation": (Box(0, 255, (4, 8, 8, 3), np.uint8), Discrete(2)),
+    "SequenceObservation": (Tuple((Discrete(2), Sequence(Discrete(3)))), Discrete(2)),
+    "CameraObservation": (Tuple((Discrete(2), Dict(robot))), Discrete(2)),
+    "TextAction": (Discrete(2), Text(3)),
+}
 for name, (obs_space, space) in unusual.items():
     spaces = {"observation_space": obs_space, "action_space": space}
     gym.register(f"{name}-v0", Spaces, kwargs=spaces)

@@ -74,7 +74,7 @@ def test_a_second_look_gives_ratio_one_and_the_old_values(script, value_from, en
         means = (outputs[..., : len(support)].softmax(-1) @ support)[..., None]
         outputs = torch.cat((means, means + 0.1 * outputs[..., len(support) :]), -1)
     assert_close(outputs, old, rtol=1e-5, atol=1e-5)
-    assert (old[0] - old[1]).abs().min() > 1e-5  # of two critics, each its own
+    assert (old[0] - old[1]).abs().mean() > 1e-3  # of two critics, each its own
 
 
 def features_by_steps(body, obs, next_obs, start, state):
@@ -405,7 +405,7 @@ def test_sr_lambda_gets_decoded_distributions_of_true_successors(lively, monkeyp
     for (rewards, found, *rest), gae_lambda in zip(calls, (0.8, 1.0)):
         if not recurrent:
             assert_close(rest.pop(0), torch.tensor(here.points[0, 0]))
-        assert_close(found, task_distribution(run, ahead))
+        assert_close(found, task_distribution(run, ahead), rtol=1e-6, atol=1e-6)  # of float32
         assert not torch.allclose(found, task_distribution(run, here), atol=1e-3)
         assert torch.equal(rewards, run.rollout.rewards)
         assert torch.equal(rest[0], run.rollout.terminated)

@@ -98,6 +98,17 @@ def test_time_limit_is_not_an_end(script, tmp_path, value_from):
         assert predicted(agent, [[0.0]] * 4) == pytest.approx([5] * 4, abs=0.25)
 
 
+def test_an_observation_that_never_changes(script, tmp_path):
+    """Normalised it is 0; reward 1 for ever: V = 1 / (1 - 0.95). A network whose biases are 0 is
+    dead there but for its last bias: 2.4 after 60,000 steps."""
+    flags = {"total_timesteps": 20_000, "gamma": 0.95, "eval_episodes": 1}
+    env = {"env_id": "probes:Unchanging-v0", "run_dir": str(tmp_path)}
+    metrics = script.train(script.Args(**env, **flags))
+    agent, _ = script.load_agent(metrics["run_dir"])
+    for predicted in (values, means):
+        assert predicted(agent, [[0.0]] * 20) == pytest.approx([20] * 20, abs=1)
+
+
 def test_real_end_is_an_end(script, tmp_path):
     """The same rewards with a real end at the time limit: discounted sums of what is left."""
     _, agent = learn(script, tmp_path, "RealEnd", gamma=0.8)

@@ -29,6 +29,8 @@ TASKS = {
     "sr_lambda": {"env_id": "CartPole-v1", "value_target": "sr_lambda", "num_steps": 24},
     "simulator": {"env_id": "probes:Simulated-v0"},
     "handlers": {"env_id": "probes:Handlers-v0"},
+    "image": {"env_id": "probes:Flicker-v0"},
+    "sampled": {"env_id": "probes:Walk-v0", "eval_sampled": True, "eval_every": 1},
     "weight": {"env_id": "probes:Walk-v0", "cvar_weight": 0.4, "vf_clip": "mean_only"},
 }
 AFRESH = "episodes start afresh"
@@ -87,7 +89,8 @@ def contents(directory):
     """All that a checkpoint holds but for clocks, flags and the environments' bytes."""
     saved = torch.load(Path(directory) / "checkpoint.pt", weights_only=True)
     run = pickle.loads(saved["run"])
-    keys = ("step", "recent", "optimizer", "rngs", "carry" if "carry" in run else "obs")
+    keys = ["step", "recent", "best_return", "best_step", "optimizer", "rngs"]
+    keys.append("carry" if "carry" in run else "obs")
     kept = {key: run[key] for key in keys} | {"logged": timeless(run["logged"])}
     kept["iteration"] = run["step"] // (saved["args"]["num_envs"] * saved["args"]["num_steps"])
     return {"agent": saved["agent"], "step": saved["global_step"], "run": kept}

@@ -161,7 +161,7 @@ def test_evaluation_cuts_a_task_without_end(script):
     args = small_args(script, "Endless", num_envs=1, num_minibatches=1, eval_episodes=1)
     agent = script.Agent(args)
     decide, patience = agent.act, iter(range(10_100))
-    agent.act = lambda *seen: (decide(*seen), next(patience))[0]
+    agent.act = lambda *seen, **how: (decide(*seen, **how), next(patience))[0]
     result = script.evaluate(agent, args)
     assert result["eval/length_mean"] == 10_000
 

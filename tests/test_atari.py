@@ -1,0 +1,60 @@
+"""Atari games by the protocol of Machado et al. 2018: what is seen, paid and when it ends."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from helpers import make_run, roll, small_args
+
+pytest.importorskip("ale_py", reason="Atari games need ale-py")
+pytest.importorskip("cv2", reason="their preprocessing needs opencv-python-headless")
+PACMAN = {"env_id": "ale_py:ALE/MsPacman-v5", "num_steps": 24, "num_envs": 2}
+
+
+def test_the_protocol(script):
+    """Sticky actions of 0.25, four frames a step and in a stack, lost lives go on, 30 minutes."""
+    env = script.make_env(small_args(script, "", **PACMAN))
+    obs, info = env.reset(seed=1)
+    assert obs.shape == (4, 84, 84)
+    assert obs.dtype == np.uint8
+    ale = env.unwrapped.ale
+    assert ale.getFloat("repeat_action_probability") == 0.25
+    assert env.spec.max_episode_steps == 108_000  # frames of 1/60 s; each step is four of them
+    before = ale.getFrameNumber()
+    env.step(0)
+    assert ale.getFrameNumber() - before == 4
+    lives = {info["lives"]}
+    ended = False
+    while not ended:
+        obs, _, ended, _, info = env.step(3)
+        lives.add(info["lives"])
+    assert lives == {0, 1, 2, 3}
+    assert not (obs[0] == obs[3]).all()
+
+
+def test_rewards_are_clipped_for_learning_alone(script):
+    """A dot pays 10 points: 1 in the rollout, 10 in the episode's return."""
+    run = make_run(script, "", num_minibatches=1, **PACMAN)
+    returns, total = [], 0.0
+    while not returns:
+        rollout = roll(run)
+        assert set(rollout.rewards.unique().tolist()) <= {0.0, 1.0}
+        total += float(rollout.rewards.sum())
+        returns += [episode[1] for episode in rollout.episodes]
+    assert total > 5
+    assert returns[0] >= 60
+    assert returns[0] % 10 == 0
+
+
+def test_an_evaluation_reports_what_was_paid(script):
+    """In points."""
+    args = small_args(script, "", eval_episodes=1, **PACMAN)
+    assert script.evaluate(script.Agent(args), args)["eval/return_mean"] >= 60
+
+
+def test_a_game_trains(script, tmp_path):
+    """From images of bytes to finite metrics; without a copy of the emulator a resume says so."""
+    flags = {"total_timesteps": 96, "eval_episodes": 1, "run_dir": str(tmp_path)}
+    metrics = script.train(small_args(script, "", **PACMAN, **flags))
+    assert all(np.isfinite(v) for k, v in metrics.items() if k != "run_dir")
+    assert metrics["grad/norm"] > 0

@@ -1,0 +1,382 @@
+"""Evaluations: films, the best agent, samples of the policy; and a start from earlier weights."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from command import run_main, undisturbed, words
+from helpers import make_run
+from probes import Filmed
+from test_resume import assert_same, contents, flags_for, resumed, scalars, stopped, timeless
+
+
+@pytest.fixture(autouse=True)
+def _undisturbed(tmp_path, monkeypatch):
+    """What a run leaves lands in the test's folder."""
+    monkeypatch.chdir(tmp_path)
+    with undisturbed():
+        yield
+
+
+# -------------------------------------------------------------------------------------------- films
+def films(directory):
+    """Paths below the run directory, in order."""
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*.mp4"))
+
+
+def test_films_of_every_evaluation(script, tmp_path):
+    """The first 3 of 4 episodes of each, named by the step; they hold what was rendered."""
+    iio = pytest.importorskip("imageio_ffmpeg", reason="comes with moviepy")
+    flags = {"env_id": "probes:Filmed-v0", "eval_every": 1, "eval_episodes": 4}
+    args = flags_for(script, tmp_path, 2, capture_video=True, **flags)
+    directory = Path(script.train(args)["run_dir"])
+    names = [f"rl-video-episode-{i}.mp4" for i in range(3)]
+    expected = [f"videos/step-{step}/{name}" for step in (48, 96) for name in names]
+    assert films(directory) == expected
+    frames, seconds = iio.count_frames_and_secs(directory / expected[0])
+    assert frames in (9, 10)  # the first observation and nine steps; encoders may drop one
+    assert seconds == pytest.approx(1, abs=0.15)  # 10 frames per second
+
+    for name in ("checkpoint", "best"):
+        script.main(["--evaluate", f"{directory}/{name}.pt", "--eval-episodes", "1"])
+    later = [f"videos/{name}/{names[0]}" for name in ("best", "checkpoint")]
+    assert films(directory) == [*later, *expected]
+
+
+def test_films_change_no_bit_of_the_run(script, tmp_path):
+    """Metrics, evaluations included, weights and RNGs."""
+    pytest.importorskip("moviepy", reason="films need it")
+    flags = {"env_id": "probes:Filmed-v0", "eval_every": 1}
+    args = flags_for(script, tmp_path, 3, **flags)
+    plain = script.train(args)
+    filmed = script.train(replace(args, capture_video=True))
+    assert_same(timeless(plain), timeless(filmed))
+    assert_same(contents(plain["run_dir"]), contents(filmed["run_dir"]))
+
+
+def raise_nothing_but_the_kind(env):
+    """A renderer's error without a text."""
+    raise RuntimeError
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+@pytest.mark.parametrize(
+    ("task", "missing", "named"),
+    [
+        ("Filmed", "moviepy", "moviepy"),
+        ("Walk", None, "render_mode"),
+        ("Filmed", "picture", "frames are of"),
+        ("Filmed", "mode", "render_mode"),
+        ("Filmed", "renderer", "RuntimeError()"),
+    ],
+)
+def test_what_cannot_be_filmed_is_said_first(
+    script, capsys, tmp_path, monkeypatch, task, missing, named, command
+):
+    """No moviepy, no render mode, no picture of bytes, no renderer: one line, nothing written."""
+    if missing == "moviepy":
+        monkeypatch.setitem(sys.modules, missing, None)
+    else:
+        pytest.importorskip("moviepy", reason="the other reasons come after it")
+    if missing == "picture":
+        monkeypatch.setattr(Filmed, "render", lambda env: None)
+    elif missing == "mode":
+        monkeypatch.setattr(Filmed, "__init__", lambda env, render_mode=None: None)
+    elif missing == "renderer":
+        monkeypatch.setattr(Filmed, "render", raise_nothing_but_the_kind)
+    line = ["--env-id", f"probes:{task}-v0", "--run-dir", "runs"]
+    if command == "evaluate":
+        args = flags_for(script, tmp_path, 1, env_id=f"probes:{task}-v0")
+        line = ["--evaluate", script.train(args)["run_dir"]]
+    before = sorted(tmp_path.rglob("*"))
+    code, _, err = run_main(script, capsys, [*line, "--capture-video"])
+    assert code == 2
+    assert err.startswith("error: --capture-video")
+    assert named in err
+    assert err.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_mistake_of_the_task_is_not_the_films(script, capsys):
+    """Its own line, as without the film."""
+    line = ["--env-id", "probes:Nothing-v0", "--capture-video"]
+    code, _, err = run_main(script, capsys, line)
+    assert code == 2
+    assert err.startswith("error: --env-id probes:Nothing-v0: ")
+
+
+def test_a_renderer_that_breaks_later(script, capsys, tmp_path, monkeypatch):
+    """In the first evaluation of two: a fault with the last checkpoint's name, which evaluates."""
+    pytest.importorskip("moviepy", reason="films need it")
+    render, calls = Filmed.render, []
+
+    def break_later(env):
+        calls.append(env)
+        if len(calls) > 5:
+            raise RuntimeError("the renderer broke")
+        return render(env)
+
+    monkeypatch.setattr(Filmed, "render", break_later)
+    flags = {"env_id": "probes:Filmed-v0", "eval_every": 2, "checkpoint_every": 1}
+    args = flags_for(script, tmp_path, 4, capture_video=True, **flags)
+    code, _, err = run_main(script, capsys, words(args))
+    assert code == 1
+    (path,) = (tmp_path / "runs").glob("*/checkpoint.pt")
+    assert "the renderer broke" in err
+    assert f"after {2 * args.batch_size} steps; last checkpoint: {path.relative_to(tmp_path)}" in (
+        err.replace(f"{tmp_path}/", "")
+    )
+    line = ["--evaluate", str(path), "--no-capture-video"]
+    assert run_main(script, capsys, line)[0] == 0
+
+
+# --------------------------------------------------------------------------------------- best agent
+def scripted(script, monkeypatch, means):
+    """Evaluations give these means, in turn."""
+    rest = iter(means)
+    monkeypatch.setattr(script, "evaluate", lambda *_: {"eval/return_mean": next(rest)})
+
+
+@pytest.mark.parametrize(
+    ("means", "best"), [((3, 5, 5, 4), 3), ((-9, -3, -2, -1), 4), ((7, 1, 2, 3), 1)]
+)
+def test_the_best_agent_is_kept(script, tmp_path, monkeypatch, capsys, means, best):
+    """The latest of the best evaluations, the last one among them; the end says which it was."""
+    args = flags_for(script, tmp_path, 4, env_id="probes:Walk-v0", eval_every=1)
+    weights, evaluate_run = {}, script.evaluate_run
+
+    def note(writer, run, agent, *rest):
+        weights[run.step // args.batch_size] = {k: v.clone() for k, v in agent.state_dict().items()}
+        return evaluate_run(writer, run, agent, *rest)
+
+    monkeypatch.setattr(script, "evaluate_run", note)
+    scripted(script, monkeypatch, means)
+    directory = Path(script.train(args)["run_dir"])
+    saved = torch.load(directory / "best.pt", weights_only=True)
+    assert saved["global_step"] == best * args.batch_size
+    assert_same(saved["agent"], type(saved["agent"])(weights[best]))
+    line = f"return {max(means):.1f} after {best * args.batch_size:,} steps, {directory}/best.pt"
+    assert line in capsys.readouterr().out
+    assert torch.load(directory / "checkpoint.pt")["global_step"] == 4 * args.batch_size
+    assert sorted(path.name for path in directory.glob("*.pt")) == ["best.pt", "checkpoint.pt"]
+
+
+def test_without_evaluations_in_between_there_is_no_best_agent(script, tmp_path, capsys):
+    """One evaluation is no choice."""
+    args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0")
+    directory = Path(script.train(args)["run_dir"])
+    assert [path.name for path in directory.glob("*.pt")] == ["checkpoint.pt"]
+    assert "best" not in capsys.readouterr().out
+
+
+def test_the_best_agent_scores_what_its_line_says(script, tmp_path, capsys):
+    """By --evaluate and by load_agent."""
+    args = flags_for(script, tmp_path, 4, env_id="probes:Walk-v0", eval_every=1)
+    directory = script.train(args)["run_dir"]
+    out = capsys.readouterr().out
+    best = out.split("best evaluation: ")[1].split(" after")[0]
+    assert out.count(f"episodes: {best} ") >= 1
+    code, again, _ = run_main(script, capsys, ["--evaluate", f"{directory}/best.pt"])
+    assert code == 0
+    assert f"episodes: {best} " in again
+    agent, stored = script.load_agent(f"{directory}/best.pt")
+    mean = script.evaluate(agent, stored)["eval/return_mean"]
+    assert f"return {mean:.1f}" == best
+
+
+def test_a_resumed_run_remembers_its_best_agent(script, tmp_path, monkeypatch, capsys):
+    """What comes after the resume is not better: the file stays, the last line names it."""
+    args = flags_for(script, tmp_path, 4, env_id="probes:Walk-v0", eval_every=1)
+    scripted(script, monkeypatch, (1, 9, 3, 4))
+    directory = stopped(script, monkeypatch, args, 2)
+    before = (directory / "best.pt").read_bytes()
+    capsys.readouterr()
+    resumed(script, monkeypatch, directory)
+    assert (directory / "best.pt").read_bytes() == before
+    assert f"return 9.0 after {2 * args.batch_size} steps" in capsys.readouterr().out
+
+
+def test_a_full_disk_leaves_the_best_agent_before(script, tmp_path, monkeypatch, capsys):
+    """In the middle of the second best.pt: exit code 1, the first one stays whole."""
+    args = flags_for(script, tmp_path, 4, env_id="probes:Walk-v0", eval_every=1)
+    scripted(script, monkeypatch, (1, 2, 3, 4))
+    save, names = torch.save, []
+
+    def fill_the_disk(content, file, **options):
+        names.append(Path(getattr(file, "name", "")).name)
+        if names.count("best.tmp") == 2:
+            file.write(b"half of a checkpoint")
+            raise OSError(28, "No space left on device")
+        return save(content, file, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", fill_the_disk)
+        code, _, err = run_main(script, capsys, words(args))
+    assert code == 1
+    assert "No space left" in err
+    (path,) = (tmp_path / "runs").glob("*/best.pt")
+    assert torch.load(path, weights_only=True)["global_step"] == args.batch_size
+
+
+# ----------------------------------------------------------------------------------- sampled policy
+def test_an_evaluation_by_samples(script):
+    """Other actions than the mode's, the same ones each time, and the run's RNG stands still."""
+    run = make_run(script, "Walk", eval_episodes=8)
+    state = torch.get_rng_state()
+    mode, sampled, again = (
+        script.evaluate(run.agent, replace(run.args, eval_sampled=flag))
+        for flag in (False, True, True)
+    )
+    assert sampled == again
+    assert sampled["eval/return_mean"] != mode["eval/return_mean"]
+    assert torch.equal(torch.get_rng_state(), state)
+    other = script.evaluate(run.agent, replace(run.args, eval_sampled=True, seed=2))
+    assert other != sampled
+
+
+def test_samples_have_the_return_of_the_policy(script):
+    """A policy of even chances on +-1: its mode always takes one arm, samples either."""
+    run = make_run(script, "ActionReward", eval_episodes=400)
+    with torch.no_grad():
+        run.agent.actor_head.weight.zero_()
+        run.agent.actor_head.bias.copy_(torch.tensor([0.0, 0.1]))
+    assert script.evaluate(run.agent, run.args)["eval/return_mean"] == 1
+    mean = script.evaluate(run.agent, replace(run.args, eval_sampled=True))["eval/return_mean"]
+    assert mean == pytest.approx(np.tanh(0.05), abs=0.15)  # 3 standard errors of 1 / 20
+
+
+def test_samples_in_between_change_nothing_else(script, tmp_path):
+    """The run draws from its own RNG."""
+    args = flags_for(script, tmp_path, 3, env_id="probes:Walk-v0")
+    plain = script.train(args)
+    sampled = script.train(replace(args, eval_sampled=True, eval_every=1))
+    plain, sampled = (
+        {tag: x for tag, x in timeless(run).items() if not tag.startswith("eval/")}
+        for run in (plain, sampled)
+    )
+    assert_same(plain, sampled)
+
+
+def test_how_to_evaluate_may_change_later(script, tmp_path, capsys):
+    """--evaluate with samples, of a run that was evaluated by its mode; and --resume."""
+    args = flags_for(script, tmp_path, 1, env_id="probes:Walk-v0")
+    directory = script.train(args)["run_dir"]
+    agent, stored = script.load_agent(directory)
+    mean = script.evaluate(agent, replace(stored, eval_sampled=True))["eval/return_mean"]
+    code, out, _ = run_main(script, capsys, ["--evaluate", directory, "--eval-sampled"])
+    assert code == 0
+    assert f"return {mean:.1f} " in out
+    longer = ["--total-timesteps", str(2 * args.batch_size)]
+    line = ["--resume", directory, "--eval-sampled", "--eval-every", "1", *longer]
+    assert run_main(script, capsys, line)[0] == 0
+
+
+# -------------------------------------------------------------------------------- earlier weights
+def test_a_run_starts_from_earlier_weights(script, tmp_path, monkeypatch):
+    """All weights and normalisers of the checkpoint; flags, steps and optimizer are its own."""
+    first = flags_for(script, tmp_path, 3, env_id="probes:Walk-v0", eval_every=1, norm_adv_memory=5)
+    earlier = Path(script.train(first)["run_dir"])
+    for path in (earlier, earlier / "checkpoint.pt", earlier / "best.pt"):
+        flags = {"env_id": "probes:Walk-v0", "init_from": str(path), "learning_rate": 1e-12}
+        args = flags_for(script, tmp_path, 1, seed=5, vf_coef=0.1, **flags)
+        seen, collect = [], script.collect_rollout
+
+        def note(envs, agent, *rest, seen=seen, collect=collect):
+            seen.append({name: x.clone() for name, x in agent.state_dict().items()})
+            return collect(envs, agent, *rest)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(script, "collect_rollout", note)
+            done = Path(script.train(args)["run_dir"])
+        agent, _ = script.load_agent(path)
+        assert_same(seen[0], dict(agent.state_dict()))
+        assert seen[0]["obs_moments.count"] > 0
+        assert seen[0]["value_dist.moments.count"] > 0
+        assert contents(done)["step"] == args.batch_size
+        after, stored = script.load_agent(done)
+        assert (stored.seed, stored.vf_coef, stored.init_from) == (5, 0.1, str(path))
+        old = dict(agent.named_parameters())
+        for name, p in after.named_parameters():  # Adam hardly moves them, PopArt the heads
+            if not name.startswith("critic_heads"):
+                assert torch.allclose(p, old[name], atol=1e-8), name
+
+
+def test_what_is_trained_goes_on_from_those_weights(script, tmp_path):
+    """The optimizer's vector is of them: training moves away from where they were, a little."""
+    first = flags_for(script, tmp_path, 3, env_id="probes:Walk-v0")
+    earlier = script.train(first)["run_dir"]
+    flags = {"env_id": "probes:Walk-v0", "init_from": earlier, "learning_rate": 1e-4}
+    later = script.train(flags_for(script, tmp_path, 1, **flags))["run_dir"]
+    old, _ = script.load_agent(earlier)
+    new, _ = script.load_agent(later)
+    for (name, p), q in zip(old.actor_body.named_parameters(), new.actor_body.parameters()):
+        distance = (p - q).abs().max()
+        assert 0 < distance < 1e-3, name
+
+
+def test_a_run_that_started_so_resumes_without_the_earlier_one(script, tmp_path, monkeypatch):
+    """Its checkpoint has all it needs; the flag stays on record."""
+    first = flags_for(script, tmp_path, 1, env_id="probes:Walk-v0")
+    earlier = Path(script.train(first)["run_dir"])
+    args = flags_for(script, tmp_path, 4, env_id="probes:Walk-v0", init_from=str(earlier))
+    whole = script.train(args)
+    directory = stopped(script, monkeypatch, args, 2)
+    (earlier / "checkpoint.pt").unlink()
+    again = resumed(script, monkeypatch, directory)
+    assert_same(timeless(again), timeless(whole))
+    assert scalars(directory).keys() == scalars(whole["run_dir"]).keys()
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"hidden_size": 7}, "(6, 1) there, (7, 1) by these flags"),
+        ({"env_id": "probes:Memory-v0"}, "(1,) there, (3,) by these flags"),
+        ({"num_critics": 1}, " there, None by these flags"),
+        ({"value_from": "distribution"}, "critic_heads.0.2.weight is ("),
+    ],
+)
+def test_shapes_that_differ_are_named(script, tmp_path, capsys, flags, named):
+    """One line with the flag, the run, the parameter; nothing is written."""
+    first = flags_for(script, tmp_path, 1, env_id="probes:Walk-v0")
+    earlier = script.train(first)["run_dir"]
+    flags = {"env_id": "probes:Walk-v0", "init_from": earlier} | flags
+    args = flags_for(script, tmp_path, 1, **flags)
+    before = sorted(tmp_path.rglob("*"))
+    code, _, err = run_main(script, capsys, words(args))
+    assert code == 2
+    assert err.startswith(f"error: --init-from {earlier}: ")
+    assert named in err
+    assert err.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_only_a_new_run_starts_from_others(script, tmp_path, capsys):
+    """With --resume and --evaluate it is refused by name."""
+    args = flags_for(script, tmp_path, 1, env_id="probes:Walk-v0")
+    directory = script.train(args)["run_dir"]
+    for command in ("--resume", "--evaluate"):
+        code, _, err = run_main(script, capsys, [command, directory, "--init-from", directory])
+        assert code == 2
+        assert "init_from" in err
+
+
+def test_a_run_of_another_version_is_refused_in_one_line(script, tmp_path, capsys, monkeypatch):
+    """Its optimizer had another number of parameters; the remedy is named."""
+    args = flags_for(script, tmp_path, 3, env_id="probes:Walk-v0")
+    directory = stopped(script, monkeypatch, args, 1)
+    saved = torch.load(directory / "checkpoint.pt", weights_only=True)
+    kept = pickle.loads(saved["run"])
+    kept["optimizer"]["param_groups"][0]["params"].append(1)
+    torch.save(saved | {"run": pickle.dumps(kept)}, directory / "checkpoint.pt")
+    code, _, err = run_main(script, capsys, ["--resume", str(directory)])
+    assert code == 2
+    assert err.startswith(f"error: --resume {directory}: ")
+    assert "--init-from" in err
+    assert err.count("\n") == 1
