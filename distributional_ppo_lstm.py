@@ -35,6 +35,8 @@ from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from importlib import import_module
 from itertools import pairwise
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -44,7 +46,7 @@ import torch
 import tyro
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 from tensorboard.compat.proto.summary_pb2 import Summary
-from torch import Tensor, nn, optim
+from torch import Tensor, distributed, nn, optim
 from torch.utils.tensorboard import SummaryWriter, summary
 
 VELOCITIES = {  # entries that are zero in the velocity-free tasks of rl-baselines3-zoo
@@ -54,6 +56,8 @@ VELOCITIES = {  # entries that are zero in the velocity-free tasks of rl-baselin
 LOG_STD_RANGE = (-5.0, 2.0)  # of Gaussian actions: std from 0.0067 to 7.4
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 STATS = "episode_statistics"  # key of a finished episode's return and length in `info`
+RANK = int(os.environ.get("RANK", "0"))  # number of this process, by torchrun
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))  # processes that share the environments
 STOP: list[int] = []  # signals received: end after this iteration, with a checkpoint
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
 Tensors = tuple[Tensor, ...]
@@ -156,11 +160,15 @@ class Args:
         self.bound(*LOG_STD_RANGE, "log_std_init")
         self.check_distribution()
 
+        equal = self.num_envs % WORLD_SIZE == 0
+        self.rule("num_envs", equal, f"must be a multiple of the {WORLD_SIZE} processes")
+        self.local_envs = self.num_envs // WORLD_SIZE  # of this process
         self.batch_size = self.num_envs * self.num_steps  # samples of a rollout
         self.num_iterations = self.total_timesteps // self.batch_size  # rollouts, and updates
         self.is_atari = self.env_id.split(":")[-1].startswith("ALE/")  # rewards are clipped
         self.sequence_length = self.seq_len or self.num_steps  # L, steps of a training sequence
-        self.num_sequences = self.batch_size // self.sequence_length  # M, of a rollout
+        local_size = self.local_envs * self.num_steps
+        self.num_sequences = local_size // self.sequence_length  # M, of a process's rollout
 
         size = "num_envs * num_steps"
         self.rule("num_steps", self.batch_size > 1, f"a rollout, {size}, needs 2 steps")
@@ -241,6 +249,45 @@ class Batch(NamedTuple):
     targets: Tensor  # (L, M, J) of the value distribution, normalised returns
     returns: Tensor  # (L, M) lambda-returns, normalised: of the mean outputs
     old_values: Tensor  # (L, M, C, K or K + 1) outputs of each critic, to clip around
+
+
+# ----------------------------------------------------------------------------------- many processes
+class OtherProcessEnded(RuntimeError):
+    """What the processes of a run find when one of them has ended."""
+
+
+def exchange(call: Callable, *args: Any) -> None:
+    """What all processes call at once."""
+    try:
+        call(*args)
+    except RuntimeError as error:  # of the connection
+        raise OtherProcessEnded("another process of the run ended") from error
+
+
+def average(x: Tensor) -> Tensor:
+    """Mean over all processes of tensors of one shape; x itself where there is one process."""
+    if WORLD_SIZE > 1:
+        x = x.detach() / WORLD_SIZE
+        exchange(distributed.all_reduce, x)
+    return x
+
+
+def of_all(thing: Any) -> list:
+    """A thing of every process, in their order."""
+    things = [thing] * WORLD_SIZE
+    if WORLD_SIZE > 1:
+        exchange(distributed.all_gather_object, things, thing)
+    return things
+
+
+def joined(x: Tensor) -> Tensor:
+    """Tensors (T, n, ...) of all processes along their environments, (T, N, ...)."""
+    return torch.cat(of_all(x), 1)
+
+
+def own(x: Tensor) -> Tensor:
+    """This process's part of what `joined` gives."""
+    return x.chunk(WORLD_SIZE, 1)[RANK]
 
 
 # ---------------------------------------------------------------------------- advantages and policy
@@ -346,15 +393,19 @@ class RunningMoments(nn.Module):
         return (self.var + (1e-7 * self.mean).square() + 1e-60).sqrt()
 
     @torch.no_grad()
-    def update(self, x: Tensor) -> None:
-        """Take in a batch; all axes ahead of `shape` are samples."""
+    def update(self, x: Tensor, parts: int = 1) -> None:
+        """Take in a batch; all axes ahead of `shape` are samples. Of a batch in equal `parts`, one
+        in each process, this is one."""
         x = x.double().reshape(-1, *self.mean.shape)
-        past = self.count / (self.count + len(x))  # its weight in the merged moments
-        delta = x.mean(0) - self.mean
+        size = parts * len(x)
+        mean = average(x.mean(0))
+        var = average((x - mean).square().mean(0))
+        past = self.count / (self.count + size)  # its weight in the merged moments
+        delta = mean - self.mean
         between = past * delta.square()
-        self.var = past * self.var + (1 - past) * (x.var(0, correction=0) + between)
+        self.var = past * self.var + (1 - past) * (var + between)
         self.mean = self.mean + (1 - past) * delta  # a new tensor: callers may hold the old one
-        self.count = (self.count + len(x)).clamp(max=self.max_count)
+        self.count = (self.count + size).clamp(max=self.max_count)
 
     def normalize(self, x: Tensor) -> Tensor:  # keeps the dtype
         return ((x - self.mean) / self.std).to(x.dtype)
@@ -895,7 +946,7 @@ class Agent(nn.Module):
 
     def update_obs_moments(self, obs: Tensor) -> None:  # raw
         if not self.sees_images:
-            self.obs_moments.update(obs)
+            self.obs_moments.update(obs, parts=WORLD_SIZE)
 
     def initial_state(self, num_envs: int) -> Tensor:  # (2, N, H), of actor or critic
         return torch.zeros(2, num_envs, self.args.lstm_hidden_size, device=self.device)
@@ -1045,7 +1096,7 @@ def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, carry: Carry,
                     args: Args) -> tuple[Rollout, Carry]:  # fmt: skip
     """Act for `num_steps` steps. Only the actor runs; no statistics move.
     Raises RuntimeError for observations and rewards that are not finite."""
-    size = (args.num_steps, args.num_envs)
+    size = (args.num_steps, args.local_envs)
     obs, next_obs = np.empty((2, *size, *carry.obs.shape[1:]), carry.obs.dtype)
     rewards = np.empty(size)
     terminated, truncated, episode_start = np.empty((3, *size), bool)
@@ -1055,7 +1106,7 @@ def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, carry: Carry,
     normalize = agent.obs_normalizer()
     device = agent.device
     with torch.inference_mode():
-        noise = agent.action_dist.noise(*size)
+        noise = own(agent.action_dist.noise(args.num_steps, args.num_envs))
         for t in range(args.num_steps):
             if t % args.sequence_length == 0:
                 states.append(state)
@@ -1082,6 +1133,7 @@ def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, carry: Carry,
 
     if args.is_atari:
         rewards = rewards.clip(-1, 1)  # episodes' returns are of what was paid
+    episodes = sorted(chain(*of_all(episodes)), key=itemgetter(0))  # by the step of their end
     to_device = partial(torch.as_tensor, device=device)  # one transfer for all steps
     rollout = Rollout(
         obs=to_device(obs), next_obs=to_device(next_obs), episode_start=to_device(episode_start),
@@ -1127,6 +1179,7 @@ def opening_samples(rollout: Rollout, args: Args) -> Tensor:
     ends = (rollout.terminated, rollout.truncated)
     zero = torch.zeros_like(rollout.rewards)
     _, sums = gae(rollout.rewards, zero, zero, *ends, args.gamma, 1.0)
+    sums = joined(sums)
     mean = sums.mean()
     std = sums.std(correction=0)
     return torch.stack((mean - std, mean + std))
@@ -1137,9 +1190,9 @@ def statistics_samples(samples: Tensor, weights: Tensor, twins: Tensor) -> Tenso
         scale = max(std of the targets, root mean square of V - mean)
     from targets (T, N, J) and values of each critic (C, T, N). With targets alone, constant returns
     would shrink the scale to its floor, thousands of which a critic may be off."""
-    mean = (weights * samples).sum(-1).mean()
-    variance = (weights * (samples - mean).square()).sum(-1).mean()
-    errors = (twins - mean).square().mean()
+    mean = average((weights * samples).sum(-1).mean())
+    variance = average((weights * (samples - mean).square()).sum(-1).mean())
+    errors = average((twins - mean).square().mean())
     scale = torch.maximum(variance, errors).sqrt()
     return torch.stack((mean - scale, mean + scale))
 
@@ -1156,15 +1209,16 @@ def critic_metrics(dist: ValueDistribution, rollout: Rollout, twins: Tensor, red
         rollout.rewards, next_reduced, *ends, dist.args.gamma, gae_lambda=1.0
     )
     below = samples < stats["value_at_risk"][..., None]
+    all_values, all_returns = joined(values), joined(returns)
 
     return {
         "value/p10": deciles[0].mean(), "value/p50": deciles[1].mean(),
         "value/p90": deciles[2].mean(), "value/predicted_returns": deciles,
         "value/realised_returns": (weights * samples).sum(-1),  # predicted where they are cut
-        "value/bias": (values - returns).mean(), "value/std_target": returns.std(correction=0),
+        "value/bias": (values - returns).mean(), "value/std_target": all_returns.std(correction=0),
         "value/std_predicted": stats["std"].mean(),
         "value/distribution_gap": (dist.mean(reduced) - values).abs().mean(),
-        "losses/explained_variance": explained_variance(values, returns),
+        "losses/explained_variance": explained_variance(all_values, all_returns),
         "cvar/predicted": stats["cvar"].mean(), "cvar/weight": dist.args.cvar_weight,
         "cvar/coverage": (weights * below).sum(-1).mean(),
         "twin/abs_difference": (twins[0] - twins[-1]).abs().mean(),
@@ -1203,6 +1257,7 @@ def prepare_batch(agent: Agent, rollout: Rollout, carry: Carry,
         )
     if args.cvar_weight > 0 and args.cvar_alpha < 1:
         raw = raw.lerp(dist.risk_advantages(samples, weights, reduced), args.cvar_weight)
+    raw = joined(raw)
     advantages = agent.scale_advantages(raw) if args.norm_adv else raw
     metrics = critic_metrics(dist, rollout, twins, reduced, next_reduced, values, returns)
 
@@ -1222,7 +1277,7 @@ def prepare_batch(agent: Agent, rollout: Rollout, carry: Carry,
         return parts.transpose(0, 1).flatten(1, 2)
 
     batch = Batch(
-        obs=cut(obs), episode_start=cut(rollout.episode_start), advantages=cut(advantages.float()),
+        obs=cut(obs), episode_start=cut(rollout.episode_start), advantages=cut(own(advantages).float()),
         actor_state=rollout.actor_state.transpose(0, 1).flatten(1, 2),  # (2, M, H)
         critic_state=critic_states.transpose(0, 1).flatten(1, 2),
         actions=cut(rollout.actions), params=cut(rollout.params),
@@ -1306,29 +1361,32 @@ def update(agent: Agent, optimizer: optim.Adam, batch: Batch, args: Args, ent_co
     for mb in minibatches(batch, args):
         loss, metrics = loss_of(agent, mb, args, ent_coef)
         evaluated.append(metrics)
-        if args.target_kl is not None and metrics["policy/kl_exact"].mean() > args.target_kl:
+        kl = metrics["policy/kl_exact"].mean()
+        if args.target_kl is not None and average(kl) > args.target_kl:
             break
 
         gradients = torch.autograd.grad(loss, [*actor, *critics])
-        vector.grad = torch.cat([g.flatten() for g in gradients])
+        flat = average(torch.cat([g.flatten() for g in (*gradients, loss.detach())]))
+        vector.grad, loss = flat.split([len(flat) - 1, 1])
         parts = vector.grad.tensor_split([actor_size])
         norms_of_parts = [part.norm() for part in parts]
-        numbers = torch.stack([loss.detach(), *norms_of_parts]).tolist()  # one transfer
+        numbers = torch.stack([loss[0], *norms_of_parts]).tolist()  # one transfer
         norms.append(numbers[1:])
         norm = math.hypot(*norms[-1])
-        if not math.isfinite(numbers[0] + norm):
-            what = f"loss {loss:g}, gradient {norm:g} of minibatch {len(norms) - 1} of the update"
-            raise RuntimeError(f"{what}: not finite; try a smaller --learning-rate")
+        if RANK == 0 and not math.isfinite(numbers[0] + norm):
+            what = f"loss {numbers[0]:g}, gradient {norm:g} of minibatch {len(norms) - 1}"
+            text = f"{what} of the update: not finite; try a smaller --learning-rate"
+            raise RuntimeError(text)
 
         vector.grad *= min(1, args.max_grad_norm / (norm + 1e-6))
         optimizer.step()
         agent.action_dist.project()
 
     columns = {tag: torch.stack([row[tag] for row in evaluated]) for tag in evaluated[0]}
-    ratio = columns.pop("policy/log_ratio").exp()
+    ratio = joined(columns.pop("policy/log_ratio").exp())
     grad_norms = torch.tensor(norms or [[0.0, 0.0]])
     columns |= {
-        "policy/kl_max": columns["policy/kl_exact"].flatten(1).mean(1).max(),
+        "policy/kl_max": average(columns["policy/kl_exact"].flatten(1).mean(1)).max(),
         "policy/ratio_mean": ratio, "policy/ratio_std": ratio.std(1, correction=0),
         "policy/ratio_first_minibatch_error": (ratio[0] - 1).abs().max(),  # 0 but for rounding
         "grad/norm": grad_norms.norm(dim=1),
@@ -1355,10 +1413,15 @@ class Run:
 
 
 def set_up_process(args: Args) -> None:
-    """RNGs, torch's options, and gymnasium's pickling of environments. Raises `UsageError` where
-    nothing can be compiled, or filmed."""
+    """The group of processes, RNGs, torch's options, and gymnasium's pickling of environments.
+    Raises `UsageError` where nothing can be compiled, or filmed."""
     if args.capture_video:
         check_video(args)  # ahead of the seeds: a task may draw from any RNG
+    if WORLD_SIZE > 1 and not distributed.is_initialized():
+        if args.cuda:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        distributed.init_process_group("cpu:gloo,cuda:nccl" if args.cuda else "gloo")
+        sys.stdout = sys.stdout if RANK == 0 else open(os.devnull, "w")  # noqa: SIM115
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cudnn.allow_tf32 = False  # acting and training with the same precision
@@ -1377,6 +1440,8 @@ def set_up_process(args: Args) -> None:
 
 def make_run_dir(args: Args) -> Path:
     """Create <run_dir>/<env_id>__<exp_name>__<seed>__<time> with flags, versions and source."""
+    if RANK > 0:  # another process does
+        return of_all(None)[0]
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
     path = Path(args.run_dir, name.replace("/", "_").replace(":", "_"))
     source = Path(__file__).resolve()
@@ -1390,11 +1455,13 @@ def make_run_dir(args: Args) -> Path:
         (path / "args.json").write_text(json.dumps(content, indent=2))
     except OSError as error:
         raise UsageError(f"--run-dir {args.run_dir}: {error}; choose another directory") from error
-    return path
+    return of_all(path)[0]
 
 
 def log(writer: SummaryWriter, run: Run, metrics: dict, step: int, histograms: bool = True) -> None:
     """Write scalars, in one event, and tensors with axes as histograms; remember the scalars."""
+    if RANK > 0:
+        return
     scalars = Summary()
     for tag, value in metrics.items():
         if not isinstance(value, Tensor) or value.dim() == 0:
@@ -1407,6 +1474,8 @@ def log(writer: SummaryWriter, run: Run, metrics: dict, step: int, histograms: b
 
 def log_flags(writer: SummaryWriter, args: Args) -> None:
     """Write the flags, for TensorBoard's table of runs."""
+    if RANK > 0:
+        return
     flags = asdict(args) | {"masked_obs": str(args.masked_obs)}
     for entry in summary.hparams(flags, {"eval/return_mean": 0}):
         writer.file_writer.add_summary(entry)
@@ -1414,7 +1483,7 @@ def log_flags(writer: SummaryWriter, args: Args) -> None:
 
 def log_episodes(writer: SummaryWriter, run: Run, rollout: Rollout) -> None:
     """Write return and length of every episode at the step it ended."""
-    num_envs = rollout.rewards.shape[1]
+    num_envs = rollout.rewards.shape[1] * WORLD_SIZE
     for t, episode_return, length in rollout.episodes:
         ended = {"charts/episodic_return": episode_return, "charts/episodic_length": length}
         log(writer, run, ended, run.step + (t + 1) * num_envs)
@@ -1425,13 +1494,21 @@ def log_episodes(writer: SummaryWriter, run: Run, rollout: Rollout) -> None:
 def evaluate_run(writer: SummaryWriter, run: Run, agent: Agent, args: Args,
                  save: Callable) -> None:  # fmt: skip
     """Evaluate and log. With `eval_every` the best agent so far is kept in `best.pt`, by `save`."""
-    metrics = evaluate(agent, args, Path(writer.log_dir, "videos", f"step-{run.step}"))
+    result = RANK == 0 and evaluate(agent, args, Path(writer.log_dir, "videos", f"step-{run.step}"))
+    metrics = of_all(result)[0]
     log(writer, run, metrics, run.step)
     if args.eval_every and metrics["eval/return_mean"] >= run.best_return:
         run.best_return = metrics["eval/return_mean"]
         run.best_step = run.step
         save(name="best")
         save()  # which knows of it
+
+
+def average_metrics(metrics: dict) -> dict:
+    """The scalars' means over all processes; histograms stay those of this one."""
+    tags = [tag for tag, x in metrics.items() if not isinstance(x, Tensor) or x.dim() == 0]
+    means = average(torch.tensor([float(metrics[tag]) for tag in tags], dtype=torch.float64))
+    return metrics | dict(zip(tags, means.tolist()))
 
 
 def show_progress(run: Run, total: int) -> None:
@@ -1498,17 +1575,20 @@ def save_checkpoint(writer: SummaryWriter, args: Args, agent: Agent, optimizer: 
     """Write `checkpoint.pt`, or of another name: flags, weights and normalisers, readable without
     pickle, and, pickled for --resume alone, what else an exact resume needs. Written beside the old
     one, synced and renamed, after all events: a kill at any instant leaves the one or the other."""
-    writer.flush()
     rngs = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
     if args.cuda:
         rngs.append(torch.cuda.get_rng_state_all())
-    kept = {**vars(run), "optimizer": optimizer.state_dict(), "carry": tuple(carry), "rngs": rngs}
-    kept["envs"] = None
+    part = {"carry": tuple(carry), "rngs": rngs, "envs": None}
     with suppress(Exception):  # each library raises its own, some when it is loaded
         pickled = pickle.dumps(gym.vector.utils.CloudpickleWrapper(envs.envs))
         pickle.loads(pickled)
-        kept["envs"] = pickled
+        part["envs"] = pickled
+    parts = of_all(part)
+    if RANK > 0:
+        return
 
+    writer.flush()
+    kept = {**vars(run), "optimizer": optimizer.state_dict(), "parts": parts}
     content = {"args": {**asdict(args), "resume": ""}, "agent": agent.state_dict()}
     content |= {"global_step": run.step, "run": pickle.dumps(kept)}
     path = Path(writer.log_dir, f"{name}.tmp")
@@ -1533,15 +1613,18 @@ def resume_run(args: Args, optimizer: optim.Adam,
     except ValueError as error:  # another number of parameters
         text = "is of another version of this script; start anew with --init-from"
         raise UsageError(f"--resume {args.resume}: {text}") from error
-    setters = (random.setstate, np.random.set_state, torch.set_rng_state)
-    for set_state, rng in zip((*setters, torch.cuda.set_rng_state_all), kept["rngs"]):
-        set_state(rng)
-    if kept["envs"] is None:
+    part = {"envs": None}  # with another number of processes
+    if len(kept["parts"]) == WORLD_SIZE:
+        part = kept["parts"][RANK]
+        setters = (random.setstate, np.random.set_state, torch.set_rng_state)
+        for set_state, rng in zip((*setters, torch.cuda.set_rng_state_all), part["rngs"]):
+            set_state(rng)
+    if part["envs"] is None:
         if run.step < args.num_iterations * args.batch_size:
             print("environments could not be saved: the task's episodes start afresh")
         return run, None
-    envs.envs = pickle.loads(kept["envs"]).fn
-    return run, Carry(*kept["carry"])
+    envs.envs = pickle.loads(part["envs"]).fn
+    return run, Carry(*part["carry"])
 
 
 def check_video(args: Args) -> None:
@@ -1641,20 +1724,23 @@ def train(args: Args) -> dict[str, Any]:
     agent = make_agent(args)
     optimizer = optim.Adam([one_vector(agent)], args.learning_rate, eps=1e-5, fused=True)
     run_dir = Path(args.resume) if args.resume else make_run_dir(args)
-    envs = make_envs(args, args.num_envs)
+    envs = make_envs(args, args.local_envs)
     run, carry = resume_run(args, optimizer, envs) if args.resume else (Run(), None)
     total = args.num_iterations * args.batch_size
-    writer = SummaryWriter(str(run_dir), purge_step=run.step + 1 if args.resume else None)
+    purge_step = run.step + 1 if args.resume else None
+    writer = SummaryWriter(str(run_dir), purge_step=purge_step) if RANK == 0 else None
     save = partial(save_checkpoint, writer, args, agent, optimizer, envs, run)
     print(f"{args.env_id}: logging to {run_dir}", flush=True)
 
     try:
-        carry = carry or open_episodes(envs, agent, args.seed + run.step)
+        first_seed = args.seed + run.step + RANK * args.local_envs
+        carry = carry or open_episodes(envs, agent, first_seed)
         for iteration in range(run.step // args.batch_size + 1, args.num_iterations + 1):
             lr, ent_coef = schedules(args, run.step / total)
             optimizer.param_groups[0]["lr"] = lr
 
             times = [time.time()]
+            torch.manual_seed(hash((args.seed, run.step)))  # the same noise in all processes
             rollout, carry = collect_rollout(envs, agent, carry, args)
             times.append(time.time())
             batch, carry, metrics = prepare_batch(agent, rollout, carry, args)
@@ -1663,6 +1749,7 @@ def train(args: Args) -> dict[str, Any]:
             times.append(time.time())
             agent.update_obs_moments(rollout.obs)  # last: acting and training saw the same inputs
 
+            metrics = average_metrics(metrics)
             log_episodes(writer, run, rollout)
             run.step += args.batch_size
             run.seconds += times[-1] - times[0]
@@ -1673,9 +1760,10 @@ def train(args: Args) -> dict[str, Any]:
 
             if run.step < total and is_due(iteration, args.eval_every):
                 evaluate_run(writer, run, agent, args, partial(save, carry))
-            if run.step == total or STOP or is_due(iteration, args.checkpoint_every):
+            stop = any(of_all(bool(STOP)))
+            if run.step == total or stop or is_due(iteration, args.checkpoint_every):
                 save(carry)
-            if STOP:
+            if stop:
                 raise KeyboardInterrupt(f"stopped after {run.step:,} steps; --resume {run_dir}")
 
         if run.evaluated != total:  # else the run had ended
@@ -1689,7 +1777,8 @@ def train(args: Args) -> dict[str, Any]:
         raise
     finally:
         envs.close()
-        writer.close()
+        if writer is not None:
+            writer.close()
     return run.logged | {"run_dir": str(run_dir)}
 
 
@@ -1741,10 +1830,11 @@ def main(argv: list[str]) -> None:
         signal.signal(signal.SIGINT, request_stop)
         signal.signal(signal.SIGTERM, request_stop)
         train(args)
-    except (UsageError, KeyboardInterrupt) as error:
+    except (UsageError, KeyboardInterrupt, OtherProcessEnded) as error:
         lines = [str(error) or "interrupted", *getattr(error, "__notes__", ())]
-        print("error:", " ".join("; ".join(lines).split()), file=sys.stderr)  # one line
-        sys.exit(2 if isinstance(error, UsageError) else 130)
+        if RANK == 0:
+            print("error:", " ".join("; ".join(lines).split()), file=sys.stderr)  # one line
+        sys.exit({UsageError: 2, OtherProcessEnded: 1}.get(type(error), 130))
 
 
 if __name__ == "__main__":
