@@ -34,8 +34,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from importlib import import_module
-from itertools import pairwise
-from itertools import chain
+from itertools import chain, pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -1276,8 +1275,9 @@ def prepare_batch(agent: Agent, rollout: Rollout, carry: Carry,
         parts = x.unflatten(0, (-1, args.sequence_length))  # (T / L, L, N, ...)
         return parts.transpose(0, 1).flatten(1, 2)
 
+    advantages = own(advantages).float()
     batch = Batch(
-        obs=cut(obs), episode_start=cut(rollout.episode_start), advantages=cut(own(advantages).float()),
+        obs=cut(obs), episode_start=cut(rollout.episode_start), advantages=cut(advantages),
         actor_state=rollout.actor_state.transpose(0, 1).flatten(1, 2),  # (2, M, H)
         critic_state=critic_states.transpose(0, 1).flatten(1, 2),
         actions=cut(rollout.actions), params=cut(rollout.params),
