@@ -20,6 +20,7 @@ Papers are cited at their formulas. The sibling, distributional_ppo_categorical.
 with categorical critics."""
 
 import argparse
+import io
 import json
 import math
 import os
@@ -30,7 +31,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from importlib import import_module
@@ -1818,7 +1819,8 @@ def main(argv: list[str]) -> None:
     """Command line. A user's mistake costs one line on stderr and exit code 2; a fault is raised;
     a signal ends the run with a checkpoint and exit code 130."""
     try:
-        args, agent = parse_args(argv)
+        with redirect_stderr(sys.stderr if RANK == 0 else io.StringIO()):
+            args, agent = parse_args(argv)
         if args.evaluate:
             torch.set_num_threads(args.torch_threads)
             if args.capture_video:

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from command import TESTS, await_end, words
+from command import TESTS, await_end, await_file, words
 from helpers import small_args
 
 BY_THE_CLOCK = ("time/", "charts/SPS")
 ROUNDING = "policy/ratio_first_minibatch_error"
 TASKS = {
-    "discrete": {"env_id": "probes:Staggered-v0", "target_kl": 1e-4, "update_epochs": 4, "learning_rate": 1e-2},
+    "discrete": {
+        "env_id": "probes:Staggered-v0",
+        "target_kl": 1e-4,
+        "update_epochs": 4,
+        "learning_rate": 1e-2,
+    },
     "continuous": {"env_id": "Pendulum-v1", "num_steps": 75},
 }
 
@@ -76,3 +85,110 @@ def test_processes_give_what_one_gives(script, tmp_path, task, processes):
     process = torchrun(script, many, processes, words(replace(args, run_dir=str(many))))
     assert await_end(process, 120) == 0, (many / "err").read_text()
     check_equal(run_of_one, checkpoint(many))
+
+
+def test_environments_are_shared_out_evenly(script, tmp_path):
+    """Once, in one line: the number of environments is a multiple of that of the processes."""
+    line = ["--num-envs", "3", "--run-dir", str(tmp_path / "runs")]
+    process = torchrun(script, tmp_path, 2, line)
+    assert await_end(process) != 0
+    text = (tmp_path / "err").read_text()
+    assert text.count("error: --num-envs 3: must be a multiple of the 2 processes") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def ranks(process):
+    """Process ids of the script's two processes, in the order of their ranks."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it may just have ended
+            parent = int(path.read_text().rsplit(")", 1)[1].split()[1])
+            if parent == process.pid:
+                variables = path.with_name("environ").read_bytes().decode().split("\0")
+                found |= {v: int(path.parent.name) for v in variables if v.startswith("RANK=")}
+    return [found["RANK=0"], found["RANK=1"]]
+
+
+def long_run(script, tmp_path, **flags):
+    """Two processes that would train for long, and their first checkpoint."""
+    flags = {"env_id": "probes:Walk-v0", "checkpoint_every": 1} | flags
+    args = flags_of(script, tmp_path, iterations=100_000, **flags)
+    process = torchrun(script, tmp_path, 2, words(args))
+    path = await_file(process, tmp_path, "runs/*/checkpoint.pt")
+    return process, path
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_process_ends_the_run(tmp_path, rank):
+    """All end soon, with a code and the last checkpoint's name, which goes on in two processes."""
+    import distributional_ppo_categorical as script
+
+    process, path = long_run(script, tmp_path)
+    os.kill(ranks(process)[rank], signal.SIGKILL)
+    assert await_end(process, 60) != 0
+    text = (tmp_path / "err").read_text()
+    assert text.count("error: another process of the run ended") == rank  # rank 0 tells it
+    assert 'File "' not in text.split("torch.distributed.elastic")[0]  # no traceback of ours
+    saved = torch.load(path, weights_only=True)
+    steps = saved["global_step"] + 96
+    line = ["--resume", str(path.parent), "--total-timesteps", str(10**8)]
+    again = torchrun(script, tmp_path / "again", 2, line)
+    while torch.load(path, weights_only=True)["global_step"] < steps:
+        assert again.poll() is None, (tmp_path / "again" / "err").read_text()
+        time.sleep(0.2)
+    os.killpg(again.pid, signal.SIGKILL)
+    assert "afresh" not in (tmp_path / "again" / "out").read_text()
+
+
+@pytest.mark.parametrize("fault", ["Error", "Observation"])
+def test_a_fault_in_one_process_ends_the_run(tmp_path, fault):
+    """Environment 1 is the second process's: its traceback, and the first one's line."""
+    import distributional_ppo_lstm as script
+
+    args = flags_of(script, tmp_path, num_envs=2, env_id=f"probes:Faulty{fault}-v0")
+    process = torchrun(script, tmp_path, 2, words(args))
+    assert await_end(process, 60) != 0
+    text = (tmp_path / "err").read_text()
+    told = "the simulator broke" if fault == "Error" else "not finite: observation"
+    assert text.count(f"RuntimeError: {told}") == 1
+    assert text.count("error: another process of the run ended; after 48 steps") == 1
+
+
+def test_sigterm_ends_all_processes_with_a_checkpoint(tmp_path):
+    """At the same iteration, as it does one process."""
+    import distributional_ppo_categorical as script
+
+    process, path = long_run(script, tmp_path, checkpoint_every=100)
+    os.kill(process.pid, signal.SIGTERM)
+    assert await_end(process, 60) != 0
+    text = (tmp_path / "err").read_text()
+    step = torch.load(path, weights_only=True)["global_step"]
+    assert text.count(f"error: stopped after {step:,} steps; --resume") == 1
+
+
+def test_many_processes_resume_exactly(script, tmp_path):
+    """Ten iterations in two processes equal five, and five after a resume, to the last bit."""
+    runs = {}
+    for name, iterations in (("whole", 10), ("half", 5)):
+        top = tmp_path / name
+        args = flags_of(script, top, iterations, env_id="probes:Walk-v0", num_minibatches=2)
+        process = torchrun(script, top, 2, words(args))
+        assert await_end(process) == 0, (top / "err").read_text()
+        runs[name] = checkpoint(top)
+    (path,) = top.rglob("checkpoint.pt")
+    line = ["--resume", str(path.parent), "--total-timesteps", str(2 * args.total_timesteps)]
+    assert await_end(torchrun(script, top, 2, line)) == 0, (top / "err").read_text()
+    (weights, run), (others, other_run) = runs["whole"], checkpoint(top)
+    assert all(torch.equal(x, others[name]) for name, x in weights.items())
+    assert run["recent"] == other_run["recent"]
+
+
+def test_another_number_of_processes_opens_new_episodes(script, tmp_path):
+    """And says so."""
+    args = flags_of(script, tmp_path, 3, env_id="probes:Walk-v0")
+    assert await_end(torchrun(script, tmp_path, 2, words(args))) == 0
+    (path,) = tmp_path.rglob("checkpoint.pt")
+    line = ["--resume", str(path.parent), "--total-timesteps", str(2 * args.total_timesteps)]
+    assert await_end(torchrun(script, tmp_path, 1, line)) == 0, (tmp_path / "err").read_text()
+    assert "episodes start afresh" in (tmp_path / "out").read_text()
+    assert checkpoint(tmp_path)[1]["step"] == 2 * args.total_timesteps

@@ -89,9 +89,10 @@ def contents(directory):
     """All that a checkpoint holds but for clocks, flags and the environments' bytes."""
     saved = torch.load(Path(directory) / "checkpoint.pt", weights_only=True)
     run = pickle.loads(saved["run"])
-    keys = ["step", "recent", "best_return", "best_step", "optimizer", "rngs"]
-    keys.append("carry" if "carry" in run else "obs")
+    keys = ["step", "recent", "best_return", "best_step", "optimizer"]
     kept = {key: run[key] for key in keys} | {"logged": timeless(run["logged"])}
+    (part,) = run["parts"]  # of processes
+    kept |= {key: x for key, x in part.items() if key != "envs"}
     kept["iteration"] = run["step"] // (saved["args"]["num_envs"] * saved["args"]["num_steps"])
     return {"agent": saved["agent"], "step": saved["global_step"], "run": kept}
 
