@@ -136,7 +136,8 @@ def test_a_killed_process_ends_the_run(tmp_path, rank):
     while torch.load(path, weights_only=True)["global_step"] < steps:
         assert again.poll() is None, (tmp_path / "again" / "err").read_text()
         time.sleep(0.2)
-    os.killpg(again.pid, signal.SIGKILL)
+    again.terminate()
+    assert await_end(again, 60) != 0
     assert "afresh" not in (tmp_path / "again" / "out").read_text()
 
 
