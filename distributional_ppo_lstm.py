@@ -1011,7 +1011,7 @@ def see_images(env: gym.Env, args: Args) -> gym.Env:
 
 
 def unfit_part(space: gym.Space, name: str = "observation") -> str:
-    """The first part of a nested space that is no number for a vector, a picture among them."""
+    """Name and space of the first part that has no place in a vector, "" where all have."""
     if isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
         parts = space.items() if isinstance(space, gym.spaces.Dict) else enumerate(space)
         found = [unfit_part(part, f"{name}[{key!r}]") for key, part in parts]
@@ -1645,7 +1645,7 @@ def check_video(args: Args) -> None:
 
 
 def run_episode(env: gym.Env, agent: Agent, args: Args, episode: int) -> list[float]:
-    """Rewards of an episode by the policy's mode, or as it samples. The first one has a seed."""
+    """Rewards of an evaluation episode; the next ones go on from the seed of the first."""
     obs, _ = env.reset(seed=None if episode else args.seed + 1_000_000)
     check_finite(obs[None], obs[None], np.zeros(1), f"reset of evaluation episode {episode}")
     state, rewards, ended = None, [], False

@@ -254,8 +254,8 @@ def folder(cell: Cell) -> Path:
 
 
 def name_of(cell: Cell) -> str:
-    """The task without the module and the family that it is of."""
-    return cell.task.split(":")[-1].split("/")[-1]
+    """The task without the module that registers it, fit for a path."""
+    return cell.task.split(":")[-1].replace("/", "-")
 
 
 # --------------------------------------------------------------------------------------------- runs
