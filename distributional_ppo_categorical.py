@@ -34,8 +34,6 @@ from contextlib import redirect_stderr, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from importlib import import_module
-from itertools import chain
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -264,7 +262,7 @@ def of_all(thing: Any) -> list:
 
 def joined(x: Tensor) -> Tensor:
     """Tensors (T, n, ...) of all processes along their environments, (T, N, ...)."""
-    return torch.cat(of_all(x), 1)
+    return torch.cat(of_all(x.cpu()), 1).to(x.device)
 
 
 def own(x: Tensor) -> Tensor:
@@ -1066,7 +1064,7 @@ def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, current: np.ndarra
 
     if args.is_atari:
         rewards = rewards.clip(-1, 1)  # episodes' returns are of what was paid
-    episodes = sorted(chain(*of_all(episodes)), key=itemgetter(0))  # by the step of their end
+    episodes = sorted(one for part in of_all(episodes) for one in part)  # by step
     to_device = partial(torch.as_tensor, device=device)  # one transfer for all steps
     rollout = Rollout(
         obs=to_device(obs), next_obs=to_device(next_obs), actions=torch.stack(actions),
@@ -1340,8 +1338,6 @@ def set_up_process(args: Args) -> None:
 
 def make_run_dir(args: Args) -> Path:
     """Create <run_dir>/<env_id>__<exp_name>__<seed>__<time> with flags, versions and source."""
-    if RANK > 0:  # another process does
-        return of_all(None)[0]
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
     path = Path(args.run_dir, name.replace("/", "_").replace(":", "_"))
     source = Path(__file__).resolve()
@@ -1355,7 +1351,7 @@ def make_run_dir(args: Args) -> Path:
         (path / "args.json").write_text(json.dumps(content, indent=2))
     except OSError as error:
         raise UsageError(f"--run-dir {args.run_dir}: {error}; choose another directory") from error
-    return of_all(path)[0]
+    return path
 
 
 def log(writer: SummaryWriter, run: Run, metrics: dict, step: int, histograms: bool = True) -> None:
@@ -1475,10 +1471,7 @@ def save_checkpoint(writer: SummaryWriter, args: Args, agent: Agent, optimizer: 
     """Write `checkpoint.pt`, or of another name: flags, weights and normalisers, readable without
     pickle, and, pickled for --resume alone, what else an exact resume needs. Written beside the old
     one, synced and renamed, after all events: a kill at any instant leaves the one or the other."""
-    rngs = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
-    if args.cuda:
-        rngs.append(torch.cuda.get_rng_state_all())
-    part = {"obs": obs, "rngs": rngs, "envs": None}
+    part = {"obs": obs, "rngs": (random.getstate(), np.random.get_state()), "envs": None}
     with suppress(Exception):  # each library raises its own, some when it is loaded
         pickled = pickle.dumps(gym.vector.utils.CloudpickleWrapper(envs.envs))
         pickle.loads(pickled)
@@ -1516,8 +1509,7 @@ def resume_run(args: Args, optimizer: optim.Adam,
     part = {"envs": None}  # with another number of processes
     if len(kept["parts"]) == WORLD_SIZE:
         part = kept["parts"][RANK]
-        setters = (random.setstate, np.random.set_state, torch.set_rng_state)
-        for set_state, rng in zip((*setters, torch.cuda.set_rng_state_all), part["rngs"]):
+        for set_state, rng in zip((random.setstate, np.random.set_state), part["rngs"]):
             set_state(rng)
     if part["envs"] is None:
         if run.step < args.num_iterations * args.batch_size:
@@ -1623,7 +1615,7 @@ def train(args: Args) -> dict[str, Any]:
     set_up_process(args)
     agent = make_agent(args)
     optimizer = optim.Adam([one_vector(agent)], args.learning_rate, eps=1e-5, fused=True)
-    run_dir = Path(args.resume) if args.resume else make_run_dir(args)
+    run_dir = Path(args.resume or of_all(RANK == 0 and make_run_dir(args))[0])
     envs = make_envs(args, args.local_envs)
     run, obs = resume_run(args, optimizer, envs) if args.resume else (Run(), None)
     total = args.num_iterations * args.batch_size

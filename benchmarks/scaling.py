@@ -1,0 +1,251 @@
+"""One run in many processes: speed with one and two, and the cost of an all-reduce.
+
+    python benchmarks/scaling.py               # measure what is missing, then report
+    python benchmarks/scaling.py --report      # tables from results/scaling.csv alone
+
+Speed: torchrun trains each cell with one and with two processes, which take turns, repeat by
+repeat; steps of a rollout over the median time from one iteration's metrics to the next. All-reduce:
+one vector of float32 is averaged in 2 to 8 processes on this machine (gloo), median of 50 calls.
+One torch thread per process. With more processes than cores the cores are shared: times are then an
+upper bound.
+
+Efficiency at P processes is reckoned for an unchanged share of environments per process,
+    T / (T + K a(P)),  a(P) = 2 (P - 1) latency + 2 (P - 1) / P bytes / bandwidth,
+with T the time of an iteration in one process, K its minibatches (one all-reduce each) and the
+cost of a ring. Waiting for the slowest process is not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import common
+import numpy as np
+from common import CATEGORICAL, HERE, LSTM, RESULTS, Row, Table
+
+COLUMNS = ("kind", "cell", "processes", "repeat", "value", "commit", "cores", "machine")
+TABLE = Table(RESULTS / "scaling.csv", COLUMNS, end="\n")
+SIZES = (10_000, 100_000, 1_000_000, 10_000_000)  # parameters
+GROUPS = (2, 4, 8)  # processes of an all-reduce
+REPEATS = 5
+
+
+class Cell(NamedTuple):
+    """A task, and how much of it."""
+
+    script: str
+    env_id: str
+    num_envs: int
+    iterations: int  # measured; the first, which warms up, comes on top
+
+    @property
+    def name(self) -> str:
+        """In the CSV."""
+        kind = "recurrent" if self.script == LSTM else "feed-forward"
+        return f"{kind} {self.env_id} {self.num_envs}"
+
+
+CELLS = [
+    Cell(script, env_id, num_envs, iterations)
+    for env_id, num_envs, iterations in (
+        ("CartPole-v1", 16, 12),
+        ("CartPole-v1", 64, 5),
+        ("Humanoid-v5", 16, 5),
+    )
+    for script in (CATEGORICAL, LSTM)
+]
+
+
+def torchrun(processes: int, *words: str) -> str:
+    """Output of a program in so many processes."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [*launch, f"--nproc-per-node={processes}", *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def speed(cell: Cell, processes: int) -> float:
+    """Steps per second."""
+    steps = cell.num_envs * 128
+    total = steps * (cell.iterations + 1)
+    flags = f"--env-id {cell.env_id} --num-envs {cell.num_envs} --num-steps 128 --eval-episodes 1"
+    with tempfile.TemporaryDirectory() as top:
+        line = [*flags.split(), "--total-timesteps", str(total), "--run-dir", top]
+        torchrun(processes, str(HERE.parent / f"{cell.script}.py"), *line)
+        (directory,) = Path(top).iterdir()
+        return steps / median(np.diff(times(directory)))
+
+
+def times(directory: Path) -> list[float]:
+    """Wall time of the metrics of each iteration."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory), {"scalars": 0})
+    events.Reload()
+    return [event.wall_time for event in events.Scalars("charts/SPS")]
+
+
+def child() -> None:
+    """Milliseconds of one all-reduce by number of parameters; process 0 prints them."""
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    found = {}
+    for size in SIZES:
+        vector = torch.ones(size)
+        calls = []
+        for _ in range(50):
+            began = time.perf_counter()
+            distributed.all_reduce(vector)
+            vector /= distributed.get_world_size()
+            calls.append(time.perf_counter() - began)
+        found[size] = 1000 * median(calls)
+    if distributed.get_rank() == 0:
+        print(json.dumps(found))
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def measure(repeats: int) -> None:
+    """Rows that are missing for this commit."""
+    git = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
+    same = {"commit": subprocess.check_output(git, text=True).strip(), **common.machine()}
+    known = {(row["cell"], row["processes"], row["repeat"]) for row in newest(same["commit"])}
+    for repeat in range(repeats):
+        for processes, cell in itertools.product((1, 2), CELLS):
+            if (cell.name, str(processes), str(repeat)) not in known:
+                row = {
+                    "kind": "speed",
+                    "cell": cell.name,
+                    "value": round(speed(cell, processes), 2),
+                }
+                TABLE.append(row | {"processes": processes, "repeat": repeat} | same)
+                print(row, processes, flush=True)
+        for processes in GROUPS:
+            if (str(SIZES[0]), str(processes), str(repeat)) not in known:
+                found = json.loads(torchrun(processes, __file__, "--child"))
+                for size, value in found.items():
+                    row = {"kind": "all-reduce", "cell": size, "value": round(value, 4)}
+                    TABLE.append(row | {"processes": processes, "repeat": repeat} | same)
+                print(processes, found, flush=True)
+
+
+# ------------------------------------------------------------------------------------------ reports
+class Link(NamedTuple):
+    """What an all-reduce in a ring costs."""
+
+    latency: float  # seconds of a message
+    bandwidth: float  # bytes per second
+
+    def seconds(self, parameters: int, processes: int) -> float:
+        """Of one all-reduce."""
+        share = (processes - 1) / processes
+        return 2 * (processes - 1) * self.latency + 2 * share * 4 * parameters / self.bandwidth
+
+
+def newest(commit: str) -> list[Row]:
+    """Rows of a commit."""
+    return [row for row in TABLE.rows() if row["commit"] == commit]
+
+
+def values(rows: list[Row], cell: object, processes: int) -> np.ndarray:
+    """Of all repeats."""
+    wanted = (str(cell), str(processes))
+    return np.array([float(r["value"]) for r in rows if (r["cell"], r["processes"]) == wanted])
+
+
+def measured_link(rows: list[Row]) -> Link:
+    """Least squares over the sizes with two processes, relative errors."""
+    seconds = np.array([np.median(values(rows, size, 2)) / 1000 for size in SIZES])
+    terms = np.array([(2, 4 * size) for size in SIZES]) / seconds[:, None]
+    latency, per_byte = np.linalg.lstsq(terms, np.ones(len(SIZES)), rcond=None)[0]
+    return Link(max(latency, 0), 1 / per_byte)
+
+
+def demand(cell: Cell) -> tuple[int, int]:
+    """All-reduces of gradients in an iteration, and their parameters."""
+    script = common.load_script(cell.script)
+    flags = ["--env-id", cell.env_id, "--num-envs", str(cell.num_envs), "--num-steps", "128"]
+    args = script.tyro.cli(script.Args, args=flags)
+    parameters = sum(p.numel() for p in script.make_agent(args).parameters())
+    return args.update_epochs * args.num_minibatches, parameters
+
+
+def efficiency_line(cell: Cell, rows: list[Row], link: Link) -> list[object]:
+    """Efficiency at 8, 64 and 512 processes, and where it falls below 70 %."""
+    count, parameters = demand(cell)
+    seconds = cell.num_envs * 128 / median(values(rows, cell.name, 1))
+
+    def efficiency(processes: int) -> float:
+        return seconds / (seconds + count * link.seconds(parameters, processes))
+
+    at = [f"{efficiency(processes):.0%}" for processes in (8, 64, 512)]
+    below = next((p for p in range(2, 100_000) if efficiency(p) < 0.7), "never")
+    return [cell.name, f"{seconds:.2f}", count, f"{parameters:,}", *at, below]
+
+
+def report() -> None:
+    """Print all tables of the newest commit."""
+    rows = newest(TABLE.rows()[-1]["commit"])
+    print(f"Commit {rows[0]['commit']}, {rows[0]['cores']} cores, {rows[0]['machine']}.\n")
+    names = "cell | 1 process, steps/s | 2 processes | ratio (lowest, highest)"
+    print(*common.markdown_head(names), sep="\n")
+    for cell in CELLS:
+        one, two = (values(rows, cell.name, processes) for processes in (1, 2))
+        ratios = two / one
+        ratio = f"{np.median(ratios):.2f} ({ratios.min():.2f}, {ratios.max():.2f})"
+        line = [cell.name, f"{np.median(one):,.0f}", f"{np.median(two):,.0f}", ratio]
+        print(common.markdown_row(line))
+
+    heads = " | ".join(f"{processes} processes, ms" for processes in GROUPS)
+    print("", *common.markdown_head(f"parameters | {heads}"), sep="\n")
+    for size in SIZES:
+        times = [f"{np.median(values(rows, size, processes)):.2f}" for processes in GROUPS]
+        print(common.markdown_row([f"{size:,}", *times]))
+
+    names = "cell | s per iteration | all-reduces | parameters | 8 | 64 | 512 | below 70 % at"
+    measured = measured_link(rows)
+    told = f"{1e6 * measured.latency:.0f} us, {measured.bandwidth / 1e9:.1f} GB/s"
+    links = {
+        f"this machine ({told})": measured,
+        "a network of 50 us, 1.25 GB/s": Link(5e-5, 1.25e9),
+    }
+    for title, link in links.items():
+        print(f"\nEfficiency, reckoned for {title}:\n")
+        print(*common.markdown_head(names), sep="\n")
+        for cell in CELLS:
+            print(common.markdown_row(efficiency_line(cell, rows, link)))
+
+
+def main() -> None:
+    """Parse, measure, report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--report", action="store_true", help="only print the tables")
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        child()
+        return
+    if not args.report:
+        measure(args.repeats)
+    report()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,571 @@
+"""Search flags: many runs of a script on this machine or on a cluster, by Ray Tune.
+
+    python benchmarks/sweep.py distributional_ppo_lstm --env-id PendulumNoVel-v1 \\
+        --vary learning_rate=loguniform:1e-4:1e-2 kappa=choice:0:0.05:1 --samples 20 --seeds 3
+    python benchmarks/sweep.py ... --search optuna --asha    # model the score, stop the worst
+    python benchmarks/sweep.py ... --pbt --samples 8          # population based training
+    python benchmarks/sweep.py ... --address auto             # on a running Ray cluster
+    python benchmarks/sweep.py --resume FOLDER                # go on after a kill
+    python benchmarks/sweep.py --report FOLDER                # table and plot from its CSV alone
+
+--vary takes flag=uniform:LOW:HIGH, flag=loguniform:LOW:HIGH, flag=randint:LOW:HIGH (both included)
+or flag=choice:A:B:...; whatever this program does not know goes to the script. A sample is one
+choice of the varied flags, trained with all seeds side by side. Its score, of which search and ASHA
+(Li et al. 2018) want more, is the mean over seeds of the newest eval/return_mean or, as long as
+there is none, of the last 100 training episodes. Every run tells it --reports times.
+
+--pbt (Jaderberg et al. 2017): each sample is a member of a population. At every report, members of
+the lowest quarter take weights and normalisers of one of the highest (--init-from; Adam starts
+anew) and its flags, each perturbed or drawn afresh. The learning rate is not annealed.
+
+FOLDER (--out) holds the runs, samples.csv, a plot, and what Ray needs to go on; runs that were cut
+short go on from their checkpoints. On a cluster all machines need this checkout and FOLDER under
+the same path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import math
+import os
+import shlex
+import shutil
+import sys
+import time
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import common
+import numpy as np
+from common import CATEGORICAL, LSTM, Row, Table
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray
+from ray import tune
+from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
+from ray.tune.search.basic_variant import BasicVariantGenerator
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+SECONDS = 2  # between two looks at the runs of a sample
+Config = dict[str, Any]  # value by varied flag
+
+
+# --------------------------------------------------------------------------------- what is searched
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep as its command line gave it; kept in sweep.json."""
+
+    script: str
+    flags: list[str]  # for every run
+    vary: list[str]
+    samples: int
+    seeds: int
+    reports: int
+    search: str
+    asha: bool
+    pbt: bool
+    out: str
+
+    @property
+    def folder(self) -> Path:
+        """Of everything that is kept."""
+        return Path(self.out)
+
+    def line(self, config: Config, *more: object) -> list[str]:
+        """Command line of a run; the last of each flag counts."""
+        return [*self.flags, *words(config), *map(str, more)]
+
+
+def words(config: Config) -> list[str]:
+    """Flags of the command line."""
+    line = []
+    for name, value in config.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            line.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            line += [f"--{flag}", str(value)]
+    return line
+
+
+def literal(text: str) -> Any:
+    """A number or truth value where it is one, else the text."""
+    try:
+        return json.loads(text.lower())
+    except ValueError:
+        return text
+
+
+def domain(text: str) -> tuple[str, str, list[Any]]:
+    """Flag, kind and numbers of `flag=kind:number:number`. Raises ValueError with a remedy."""
+    name, _, rest = text.partition("=")
+    kind, *values = rest.split(":")
+    values = [literal(value) for value in values]
+    if kind not in ("uniform", "loguniform", "randint", "choice") or not values:
+        raise ValueError("write flag=uniform:LOW:HIGH, =loguniform:, =randint: or =choice:A:B:...")
+    if kind != "choice":
+        numbers = all(type(value) in (int, float) for value in values)
+        if not numbers or len(values) != 2 or not values[0] < values[1]:
+            raise ValueError(f"{kind} takes two numbers, the lower one first")
+        if kind == "loguniform" and values[0] <= 0:
+            raise ValueError("loguniform takes numbers above 0")
+    return name.replace("-", "_"), kind, values
+
+
+def space(vary: list[str]) -> Config:
+    """Ray's search space."""
+    found = {}
+    for name, kind, values in map(domain, vary):
+        if kind == "choice":
+            found[name] = tune.choice(values)
+        elif kind == "randint":
+            found[name] = tune.randint(values[0], values[1] + 1)
+        else:
+            found[name] = getattr(tune, kind)(*values)
+    return found
+
+
+def parse_line(script: ModuleType, line: list[str]) -> Any:
+    """The script's flags; a wrong one ends the program in the script's own words."""
+    try:
+        return script.tyro.cli(script.Args, args=line)
+    except script.UsageError as error:
+        sys.exit(f"error: {error}")
+
+
+def check(sweep: Sweep) -> None:
+    """Every end of a range and every choice, alone, beside the flags of all runs."""
+    script = common.load_script(sweep.script)
+    names = {field.name for field in fields(script.Args)}
+    args = parse_line(script, sweep.flags)
+    for text in sweep.vary:
+        try:
+            name, _, values = domain(text)
+        except ValueError as error:
+            sys.exit(f"error: --vary {text}: {error}")
+        if name not in names or name in ("seed", "run_dir", "resume", "evaluate", "init_from"):
+            sys.exit(f"error: --vary {text}: {name} is no flag that can be varied")
+        for value in values:
+            parse_line(script, sweep.line({name: value}))
+    if args.num_iterations < sweep.reports:
+        text = f"--reports {sweep.reports}: a run has {args.num_iterations} rollouts"
+        sys.exit(f"error: {text}; take fewer or raise --total-timesteps")
+
+
+# ------------------------------------------------------------------------------ one run, one sample
+def train(name: str, line: list[str], folder: Path) -> Config:
+    """Train in `folder`, or take up the run that stands there."""
+    script = common.load_script(name)
+    kept = [*folder.glob("*/checkpoint.pt")]
+    with contextlib.redirect_stdout(io.StringIO()):
+        if kept:
+            args, _ = script.parse_args(["--resume", str(kept[0].parent)])
+        else:
+            shutil.rmtree(folder, ignore_errors=True)  # of a run without a checkpoint
+            args = script.tyro.cli(script.Args, args=[*line, "--run-dir", str(folder)])
+        return script.train(args)
+
+
+class Progress:
+    """What a run in `folder` has reached."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.events: EventAccumulator | None = None
+
+    def steps(self) -> int:
+        """At its last checkpoint, ahead of which all events are written."""
+        import torch
+
+        for path in self.folder.glob("*/checkpoint.pt"):
+            return torch.load(path, weights_only=True)["global_step"]
+        return 0
+
+    def score(self, until: int) -> float:
+        """The newest evaluation, or the mean of the last 100 episodes, up to a step."""
+        if self.events is None:
+            (directory,) = self.folder.iterdir()
+            self.events = EventAccumulator(str(directory), {"scalars": 0})
+        self.events.Reload()
+        for tag, number in (("eval/return_mean", 1), ("charts/episodic_return", 100)):
+            if tag in self.events.Tags()["scalars"]:
+                points = [event.value for event in self.events.Scalars(tag) if event.step <= until]
+                if points:
+                    return float(np.mean(points[-number:]))
+        return -math.inf
+
+
+class Sample(tune.Trainable):
+    """One choice of flags: a task of Ray for every seed. A step lasts until all have got to the
+    next report; what was told before a kill is told again at once."""
+
+    def setup(self, config: Config, sweep: Sweep) -> None:
+        """Start all seeds."""
+        script = common.load_script(sweep.script)
+        args = script.tyro.cli(script.Args, args=sweep.line(config))
+        every = args.num_iterations // sweep.reports
+        self.reports, self.report_steps = sweep.reports, every * args.batch_size
+        self.last_step = args.num_iterations * args.batch_size
+        self.runs, self.tasks = [], []
+        task = ray.remote(num_cpus=share(sweep.seeds), max_calls=1, max_retries=0)(train)
+        for seed in range(1, sweep.seeds + 1):
+            folder = sweep.folder / "runs" / self.trial_id / f"seed{seed}"
+            line = sweep.line(config, "--seed", seed, "--checkpoint-every", every)
+            self.runs.append(Progress(folder))
+            self.tasks.append(task.remote(sweep.script, line, folder))
+
+    def step(self) -> Config:
+        """Score at the next report."""
+        last = self.iteration + 1 == self.reports
+        until = self.last_step if last else (self.iteration + 1) * self.report_steps
+        while True:
+            done, running = ray.wait(self.tasks, num_returns=len(self.tasks), timeout=SECONDS)
+            ray.get(done)  # raises what a run raised
+            reached = not last and all(run.steps() >= until for run in self.runs)
+            if reached or not running:
+                break
+        returns = [run.score(until) for run in self.runs]
+        text = " ".join(f"{x:.4f}" for x in returns)
+        return {"score": float(np.mean(returns)), "returns": text, "steps": until, "done": last}
+
+    def cleanup(self) -> None:
+        """End the runs of a sample that was stopped."""
+        for task in self.tasks:
+            ray.cancel(task, force=True)
+
+
+class Member(tune.Trainable):
+    """A member of a population; a step trains it for one interval."""
+
+    def setup(self, config: Config, sweep: Sweep) -> None:
+        """Nothing learnt so far."""
+        self.sweep, self.steps = sweep, 0
+        self.parent = -1  # number of the member whose weights the next interval begins with
+        self.folder = sweep.folder / "runs" / self.trial_id
+        self.weights: Path | None = None
+
+    def step(self) -> Config:
+        """Score after the next interval, and whose weights it began with."""
+        script = common.load_script(self.sweep.script)
+        args = script.tyro.cli(script.Args, args=self.sweep.flags)
+        steps = args.num_iterations // self.sweep.reports * args.batch_size
+        seed = 1 + number_of(self.trial_id) + 1000 * self.iteration
+        line = self.sweep.line(self.config, "--seed", seed, "--total-timesteps", steps)
+        line += ["--no-anneal-lr"]
+        if self.weights:
+            line += ["--init-from", str(self.weights)]
+        folder = self.folder / f"interval{self.iteration + 1}"
+        shutil.rmtree(folder, ignore_errors=True)  # of a member that was killed
+        metrics = train(self.sweep.script, line, folder)
+
+        self.weights = Path(metrics["run_dir"], "checkpoint.pt")
+        self.steps += steps
+        parent, self.parent = self.parent, number_of(self.trial_id)
+        score = metrics["eval/return_mean"]
+        last = self.iteration + 1 == self.sweep.reports
+        return {
+            "score": score, "returns": f"{score:.4f}", "steps": self.steps, "parent": parent,
+            "weights": str(self.weights), "done": last,
+        }  # fmt: skip
+
+    def save_checkpoint(self, directory: str) -> None:
+        """Weights, and whose they are."""
+        shutil.copy(self.weights, directory)
+        facts = {"parent": self.parent, "steps": self.steps}
+        Path(directory, "member.json").write_text(json.dumps(facts))
+
+    def load_checkpoint(self, directory: str) -> None:
+        """Of this member, or of the one it is to follow."""
+        facts = json.loads(Path(directory, "member.json").read_text())
+        self.parent, self.steps = facts["parent"], facts["steps"]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.weights = self.folder / "start.pt"
+        shutil.copy(Path(directory, "checkpoint.pt"), self.weights)
+
+
+def share(runs: int) -> float:
+    """CPUs of each of so many runs that go side by side: one, or a part of one."""
+    return min(1, math.floor(1000 * ray.cluster_resources()["CPU"] / runs) / 1000)
+
+
+def number_of(trial_id: str) -> int:
+    """Of a sample, from 0."""
+    return int(trial_id.split("_")[-1])
+
+
+# ---------------------------------------------------------------------------------------- the sweep
+def scheduler(sweep: Sweep) -> Any:
+    """Who may go on, and with what; None: all to their ends."""
+    if sweep.pbt:
+        return PopulationBasedTraining(
+            time_attr="training_iteration",
+            perturbation_interval=1,
+            hyperparam_mutations=space(sweep.vary),
+            custom_explore_fn=partial(within, sweep.vary),
+        )
+    if sweep.asha:
+        return ASHAScheduler(max_t=sweep.reports, grace_period=1, reduction_factor=3)
+    return None
+
+
+def within(vary: list[str], config: Config) -> Config:
+    """The nearest values inside of the ranges: perturbing by a factor may leave them."""
+    for name, kind, values in map(domain, vary):
+        if kind != "choice":
+            config[name] = min(max(config[name], values[0]), values[1])
+    return config
+
+
+def searcher(sweep: Sweep) -> Any:
+    """Who proposes samples."""
+    if sweep.search == "optuna":
+        from ray.tune.search.optuna import OptunaSearch
+
+        return OptunaSearch(seed=0)
+    return BasicVariantGenerator(random_state=0)
+
+
+def run(sweep: Sweep, hours: float, resume: bool) -> None:
+    """Run what is missing and write samples.csv."""
+    kind = Member if sweep.pbt else Sample
+    runs = sweep.samples if sweep.pbt else sweep.seeds
+    bundle = {"CPU": share(runs)}
+    bundles = [bundle] if sweep.pbt else [{}, *[bundle] * runs]
+    trainable = tune.with_parameters(kind, sweep=sweep)
+    trainable = tune.with_resources(trainable, tune.PlacementGroupFactory(bundles))
+    if resume:
+        path = str(sweep.folder / "ray")
+        tuner = tune.Tuner.restore(path, trainable, param_space=space(sweep.vary))
+    else:
+        tuner = tune.Tuner(
+            trainable,
+            param_space=space(sweep.vary),
+            tune_config=tune.TuneConfig(
+                metric="score",
+                mode="max",
+                num_samples=sweep.samples,
+                search_alg=searcher(sweep),
+                scheduler=scheduler(sweep),
+                time_budget_s=3600 * hours if hours else None,
+                trial_dirname_creator=lambda trial: trial.trial_id,
+            ),
+            run_config=tune.RunConfig(
+                name="ray",
+                storage_path=str(sweep.folder.resolve()),
+                checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=int(sweep.pbt)),
+                verbose=1,
+            ),
+        )
+    record(sweep, tuner.fit())
+
+
+def table(sweep: Sweep) -> Table:
+    """Every report of every sample."""
+    flags = [name for name, *_ in map(domain, sweep.vary)]
+    columns = ["sample", *flags, "steps", "score", "returns", "parent", "weights", "error"]
+    return Table(sweep.folder / "samples.csv", columns, end="\n")
+
+
+def record(sweep: Sweep, results: tune.ResultGrid) -> None:
+    """Write every report of every sample, and what ended those that failed."""
+    rows = table(sweep)
+    rows.path.unlink(missing_ok=True)
+    for result in results:
+        sample = {"sample": number_of(Path(result.path).name)}
+        frame = result.metrics_dataframe
+        if frame is not None:
+            told = frame.drop_duplicates("steps", keep="last")  # after a kill some are told again
+            for report in told.rename(columns=lambda name: name.removeprefix("config/")).iloc:
+                rows.append({name: report.get(name) for name in rows.columns} | sample)
+        if result.error:
+            cause = str(result.error).strip().splitlines()[-1]
+            rows.append(sample | result.config | {"error": cause})
+
+
+# --------------------------------------------------------------------------------------- the report
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a sample."""
+
+    rows: list[Row]  # its reports in their order, and its failure
+
+    @property
+    def told(self) -> list[Row]:
+        """Its reports."""
+        return [row for row in self.rows if not row["error"]]
+
+    @property
+    def steps(self) -> int:
+        """Trained until the last report."""
+        return max((int(row["steps"]) for row in self.told), default=0)
+
+    @property
+    def returns(self) -> np.ndarray:
+        """Of each seed at the last report."""
+        return np.array(self.told[-1]["returns"].split() if self.told else ["nan"], float)
+
+    @property
+    def mean(self) -> float:
+        """Of them."""
+        return self.returns.mean()
+
+    @property
+    def error(self) -> str:
+        """What ended it, empty if nothing did."""
+        return self.rows[-1]["error"]
+
+
+def outcomes(sweep: Sweep) -> list[Outcome]:
+    """Of all samples, the best of those trained longest first."""
+    groups: dict[str, list[Row]] = {}
+    for row in table(sweep).rows():
+        groups.setdefault(row["sample"], []).append(row)
+    found = [Outcome(rows) for rows in groups.values()]
+    return sorted(found, key=lambda one: (not one.error, one.steps, one.mean), reverse=True)
+
+
+def interval(returns: np.ndarray) -> str:
+    """95 % bootstrap interval of the mean over seeds."""
+    draws = np.random.default_rng(0).choice(returns, (10_000, len(returns))).mean(1)
+    low, high = np.percentile(draws, [2.5, 97.5])
+    return f"{low:.1f} to {high:.1f}"
+
+
+def report(sweep: Sweep) -> None:
+    """Print the table, the lineage of a population and the command of the best; draw the plot."""
+    found = outcomes(sweep)
+    flags = [name for name, *_ in map(domain, sweep.vary)]
+    names = ["sample", *flags, "steps", "mean", "worst seed", "95 % interval", "ended by"]
+    print(*common.markdown_head(" | ".join(names)), sep="\n")
+    last = max((one.steps for one in found), default=0)
+    for one in found:
+        row = one.rows[-1]
+        cells = [row["sample"], *[row[name][:8] for name in flags], one.steps]
+        cells += [f"{one.mean:.1f}", f"{one.returns.min():.1f}", interval(one.returns)]
+        early = "" if one.steps == last else "stopped early"
+        print(common.markdown_row([*cells, one.error[:60] or early]))
+    if sweep.pbt:
+        for one in found:
+            print(f"member {one.rows[0]['sample']}: {lineage(one)}")
+
+    if not last:
+        sys.exit("error: no sample told a score; see the errors above")
+    plot(sweep, found)
+    best = found[0].told[-1]
+    config = {name: literal(best[name]) for name in flags}
+    print(f"the best again: python {sweep.script}.py {shlex.join(sweep.line(config))}")
+    if sweep.pbt:
+        print(f"its agent: python {sweep.script}.py --evaluate {best['weights']}")
+
+
+def lineage(member: Outcome) -> str:
+    """Whose weights each interval began with, where they were another's."""
+    own = member.rows[0]["sample"]
+    taken = [row for row in member.told if row["parent"] not in ("-1", own)]
+    text = "; ".join(f"up to {row['steps']} steps from member {row['parent']}" for row in taken)
+    return text or "its own weights throughout"
+
+
+def plot(sweep: Sweep, found: list[Outcome]) -> None:
+    """Returns over each varied flag or, of a population, score and flags over steps."""
+    kinds = {name: kind for name, kind, _ in map(domain, sweep.vary)}
+    panels = ["score", *kinds] if sweep.pbt else [*kinds]
+    size = (4 * len(panels), 3.6)
+    figure, axes = common.pyplot().subplots(
+        1, len(panels), figsize=size, squeeze=False, constrained_layout=True
+    )
+    for axis, name in zip(axes[0], panels):
+        scale = "log" if kinds.get(name) == "loguniform" else "linear"
+        draw = partial(draw_member if sweep.pbt else draw_sample, axis, name, scale)
+        for one in reversed(found):  # the best last, on top
+            if one.told:
+                draw(one, "C1" if one is found[0] else "C0", one.steps == found[0].steps)
+    figure.suptitle(f"{sweep.script}: {len(found)} samples, the best in orange")
+    figure.savefig(sweep.folder / "sweep.png", dpi=120)
+    print(f"plot: {sweep.folder / 'sweep.png'}")
+
+
+def draw_sample(axis: Any, name: str, scale: str, one: Outcome, color: str, whole: bool) -> None:
+    """Mean return and those of the seeds over a flag; pale where it was stopped early."""
+    x = literal(one.told[-1][name])
+    if isinstance(x, (bool, str)):
+        x = str(x)  # side by side
+    else:
+        axis.set_xscale(scale)
+    axis.scatter([x] * len(one.returns), one.returns, s=8, color=color, alpha=0.3)
+    axis.scatter(x, one.mean, s=40, color=color, alpha=1 if whole else 0.3)
+    axis.set(xlabel=name, ylabel="return: means, seeds (small)")
+
+
+def draw_member(axis: Any, name: str, scale: str, one: Outcome, color: str, whole: bool) -> None:
+    """Score, or a flag, over the steps; pale where it was stopped early."""
+    x = [int(row["steps"]) for row in one.told]
+    y = [float(row[name]) for row in one.told]
+    axis.plot(x, y, color=color, marker=".", alpha=1 if whole else 0.3)
+    axis.set_yscale(scale)
+    axis.set(xlabel="steps", ylabel=name)
+
+
+# ----------------------------------------------------------------------------------------- terminal
+def parse() -> tuple[Sweep, argparse.Namespace]:
+    """The sweep, and how it is to be run."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
+    parser.add_argument("script", nargs="?", choices=[LSTM, CATEGORICAL])
+    parser.add_argument("--vary", nargs="+", default=[], metavar="FLAG=KIND:...")
+    parser.add_argument("--samples", type=int, default=10)
+    parser.add_argument("--seeds", type=int, default=1, help="of every sample")
+    parser.add_argument("--reports", type=int, default=10, help="scores told by a run")
+    parser.add_argument("--search", choices=["random", "optuna"], default="random")
+    parser.add_argument("--asha", action="store_true", help="stop the worst early")
+    parser.add_argument("--pbt", action="store_true", help="population based training")
+    parser.add_argument("--max-hours", type=float, default=0, help="0: no limit")
+    parser.add_argument("--address", default="local", help="of a Ray cluster; local: this machine")
+    parser.add_argument("--out", default="", help="folder of everything that is kept")
+    parser.add_argument("--resume", default="", metavar="FOLDER", help="go on with a sweep")
+    parser.add_argument("--report", default="", metavar="FOLDER", help="table and plot, no runs")
+    given, flags = parser.parse_known_args()
+    kept = given.resume or given.report
+    if kept:
+        path = Path(kept, "sweep.json")
+        if not path.exists():
+            parser.error(f"{kept}: holds no sweep.json; name the folder of a sweep")
+        return Sweep(**json.loads(path.read_text())), given
+
+    if not given.script or not given.vary:
+        parser.error("name a script, and flags to --vary")
+    if min(given.samples, given.seeds, given.reports) < 1:
+        parser.error("--samples, --seeds and --reports must be at least 1")
+    other = given.asha or given.search != "random" or given.seeds > 1
+    if given.pbt and (other or given.samples < 4):
+        parser.error("--pbt takes at least 4 --samples, each with one seed, no --asha, no --search")
+    out = given.out or f"runs/sweep__{given.script}__{time.strftime('%Y%m%d-%H%M%S')}"
+    names = ("vary", "samples", "seeds", "reports", "search", "asha", "pbt")
+    chosen = {name: getattr(given, name) for name in names}
+    return Sweep(given.script, flags, out=str(Path(out).resolve()), **chosen), given
+
+
+def main() -> None:
+    """Check, run or go on, report."""
+    sweep, given = parse()
+    if not given.report:
+        check(sweep)
+        if not given.resume:
+            if sweep.folder.exists():
+                sys.exit(f"error: --out {sweep.folder}: exists; --resume it or name another folder")
+            sweep.folder.mkdir(parents=True)
+            (sweep.folder / "sweep.json").write_text(json.dumps(asdict(sweep), indent=1))
+        ray.init(address=given.address, log_to_driver=False, include_dashboard=False)
+        run(sweep, given.max_hours, resume=bool(given.resume))
+    report(sweep)
+
+
+if __name__ == "__main__":
+    main()
