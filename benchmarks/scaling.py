@@ -4,8 +4,8 @@
     python benchmarks/scaling.py --report      # tables from results/scaling.csv alone
 
 Speed: torchrun trains each cell with one and with two processes, which take turns, repeat by
-repeat; steps of a rollout over the median time from one iteration's metrics to the next. All-reduce:
-one vector of float32 is averaged in 2 to 8 processes on this machine (gloo), median of 50 calls.
+repeat; steps of a rollout over the median time from one iteration's metrics to the next.
+All-reduce: a float32 vector is averaged in 2 to 8 processes on this machine (gloo); median of 50.
 One torch thread per process. With more processes than cores the cores are shared: times are then an
 upper bound.
 
