@@ -19,7 +19,7 @@ their first layer. Papers are cited at their formulas. The sibling, distribution
 recurrent, with quantile critics."""
 
 import argparse
-import io
+import atexit
 import json
 import math
 import os
@@ -30,7 +30,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from importlib import import_module
@@ -91,7 +91,7 @@ class Args:
     evaluate: str = ""  # run directory or checkpoint to evaluate with its flags; trains nothing
     env_id: str = "CartPole-v1"  # gymnasium id, module:id, or a velocity-free id of the zoo
     total_timesteps: int = 50_000  # environment steps of the run, rounded down to whole rollouts
-    num_envs: int = 8  # parallel environments, integer >= 1
+    num_envs: int = 8  # parallel environments, of all processes, integer >= 1
     num_steps: int = 64  # steps of each environment per rollout, integer >= 1
     masked_obs: tuple[int, ...] = ()  # entries of the observation vector multiplied by zero
     hidden_size: int = 64  # width of all hidden layers, integer >= 1
@@ -237,7 +237,12 @@ class OtherProcessEnded(RuntimeError):
 
 
 def exchange(call: Callable, *args: Any) -> None:
-    """What all processes call at once."""
+    """What all processes call at once; the first time they find each other."""
+    if not distributed.is_initialized():
+        gpu = torch.cuda.is_available()
+        distributed.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+        atexit.register(time.sleep, 0.5)  # threads of torch that outlive Python abort its exit
+        atexit.register(distributed.destroy_process_group)
     try:
         call(*args)
     except RuntimeError as error:  # of the connection
@@ -1311,15 +1316,14 @@ class Run:
 
 
 def set_up_process(args: Args) -> None:
-    """The group of processes, RNGs, torch's options, and gymnasium's pickling of environments.
-    Raises `UsageError` where nothing can be compiled, or filmed."""
+    """RNGs, torch's options, and gymnasium's pickling of environments. Raises `UsageError` where
+    nothing can be compiled, or filmed."""
     if args.capture_video:
         check_video(args)  # ahead of the seeds: a task may draw from any RNG
-    if WORLD_SIZE > 1 and not distributed.is_initialized():
-        if args.cuda:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        distributed.init_process_group("cpu:gloo,cuda:nccl" if args.cuda else "gloo")
-        sys.stdout = sys.stdout if RANK == 0 else open(os.devnull, "w")  # noqa: SIM115
+    if RANK > 0:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if WORLD_SIZE > 1 and args.cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cudnn.allow_tf32 = False  # acting and training with the same precision
@@ -1711,8 +1715,7 @@ def main(argv: list[str]) -> None:
     """Command line. A user's mistake costs one line on stderr and exit code 2; a fault is raised;
     a signal ends the run with a checkpoint and exit code 130."""
     try:
-        with redirect_stderr(sys.stderr if RANK == 0 else io.StringIO()):
-            args, agent = parse_args(argv)
+        args, agent = of_all(RANK == 0 and parse_args(argv))[0]  # one process tells what is wrong
         if args.evaluate:
             torch.set_num_threads(args.torch_threads)
             if args.capture_video:

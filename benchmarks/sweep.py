@@ -359,7 +359,9 @@ def run(sweep: Sweep, hours: float, resume: bool) -> None:
             run_config=tune.RunConfig(
                 name="ray",
                 storage_path=str(sweep.folder.resolve()),
-                checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=int(sweep.pbt)),
+                checkpoint_config=tune.CheckpointConfig(
+                    checkpoint_frequency=int(sweep.pbt), checkpoint_at_end=False
+                ),
                 verbose=1,
             ),
         )
@@ -386,7 +388,8 @@ def record(sweep: Sweep, results: tune.ResultGrid) -> None:
                 rows.append({name: report.get(name) for name in rows.columns} | sample)
         if result.error:
             cause = str(result.error).strip().splitlines()[-1]
-            rows.append(sample | result.config | {"error": cause})
+            config = json.loads(Path(result.path, "params.json").read_text())
+            rows.append(sample | config | {"error": cause})
 
 
 # --------------------------------------------------------------------------------------- the report

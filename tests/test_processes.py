@@ -93,7 +93,7 @@ def test_environments_are_shared_out_evenly(script, tmp_path):
     process = torchrun(script, tmp_path, 2, line)
     assert await_end(process) != 0
     text = (tmp_path / "err").read_text()
-    assert text.count("error: --num-envs 3: must be a multiple of the 2 processes") == 1
+    assert text.count("--num-envs 3: must be a multiple of the 2 processes") == 1
     assert not (tmp_path / "runs").exists()
 
 
@@ -128,7 +128,7 @@ def test_a_killed_process_ends_the_run(tmp_path, rank):
     assert await_end(process, 60) != 0
     text = (tmp_path / "err").read_text()
     assert text.count("error: another process of the run ended") == rank  # rank 0 tells it
-    assert 'File "' not in text.split("torch.distributed.elastic")[0]  # no traceback of ours
+    assert f'{script.__name__}.py", line' not in text  # no traceback of ours
     saved = torch.load(path, weights_only=True)
     steps = saved["global_step"] + 96
     line = ["--resume", str(path.parent), "--total-timesteps", str(10**8)]
@@ -169,10 +169,11 @@ def test_sigterm_ends_all_processes_with_a_checkpoint(tmp_path):
 
 def test_many_processes_resume_exactly(script, tmp_path):
     """Ten iterations in two processes equal five, and five after a resume, to the last bit."""
+    flags = {"env_id": "probes:Walk-v0", "num_minibatches": 2, "ent_coef": 0.0}  # no schedule
     runs = {}
     for name, iterations in (("whole", 10), ("half", 5)):
         top = tmp_path / name
-        args = flags_of(script, top, iterations, env_id="probes:Walk-v0", num_minibatches=2)
+        args = flags_of(script, top, iterations, **flags)
         process = torchrun(script, top, 2, words(args))
         assert await_end(process) == 0, (top / "err").read_text()
         runs[name] = checkpoint(top)
