@@ -31,6 +31,7 @@ import io
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -104,18 +105,19 @@ def literal(text: str) -> Any:
 
 
 def domain(text: str) -> tuple[str, str, list[Any]]:
-    """Flag, kind and numbers of `flag=kind:number:number`. Raises ValueError with a remedy."""
+    """Flag, kind and numbers of `flag=kind:number:number`. Raises ValueError."""
     name, _, rest = text.partition("=")
     kind, *values = rest.split(":")
     values = [literal(value) for value in values]
     if kind not in ("uniform", "loguniform", "randint", "choice") or not values:
-        raise ValueError("write flag=uniform:LOW:HIGH, =loguniform:, =randint: or =choice:A:B:...")
+        kinds = "flag=uniform:LOW:HIGH, =loguniform:, =randint: or =choice:A:B:..."
+        raise ValueError(f"--vary {text}: write {kinds}")
     if kind != "choice":
         numbers = all(type(value) in (int, float) for value in values)
         if not numbers or len(values) != 2 or not values[0] < values[1]:
-            raise ValueError(f"{kind} takes two numbers, the lower one first")
+            raise ValueError(f"--vary {text}: {kind} takes two numbers, the lower one first")
         if kind == "loguniform" and values[0] <= 0:
-            raise ValueError("loguniform takes numbers above 0")
+            raise ValueError(f"--vary {text}: loguniform takes numbers above 0")
     return name.replace("-", "_"), kind, values
 
 
@@ -132,31 +134,33 @@ def space(vary: list[str]) -> Config:
     return found
 
 
-def parse_line(script: ModuleType, line: list[str]) -> Any:
-    """The script's flags; a wrong one ends the program in the script's own words."""
+def args_of(script: ModuleType, line: list[str]) -> Any:
+    """Flags of a run. Raises ValueError, in the script's own words."""
+    said = io.StringIO()
     try:
-        return script.tyro.cli(script.Args, args=line)
-    except script.UsageError as error:
-        sys.exit(f"error: {error}")
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            return script.tyro.cli(script.Args, args=line)
+    except SystemExit:
+        told = " ".join(re.sub("-{3,}|[─-╿]", " ", said.getvalue()).split())  # without its frame
+        told = told.split("Error parsing Args: ")[-1].split(" For full helptext")[0]
+        raise ValueError(told) from None
 
 
 def check(sweep: Sweep) -> None:
-    """Every end of a range and every choice, alone, beside the flags of all runs."""
+    """Every end of a range and every choice, alone, beside the flags of all runs. Raises ValueError
+    where the script would not take one."""
     script = common.load_script(sweep.script)
     names = {field.name for field in fields(script.Args)}
-    args = parse_line(script, sweep.flags)
+    args = args_of(script, sweep.flags)
     for text in sweep.vary:
-        try:
-            name, _, values = domain(text)
-        except ValueError as error:
-            sys.exit(f"error: --vary {text}: {error}")
+        name, _, values = domain(text)
         if name not in names or name in ("seed", "run_dir", "resume", "evaluate", "init_from"):
-            sys.exit(f"error: --vary {text}: {name} is no flag that can be varied")
+            raise ValueError(f"--vary {text}: {name} is no flag that can be varied")
         for value in values:
-            parse_line(script, sweep.line({name: value}))
+            args_of(script, sweep.line({name: value}))
     if args.num_iterations < sweep.reports:
         text = f"--reports {sweep.reports}: a run has {args.num_iterations} rollouts"
-        sys.exit(f"error: {text}; take fewer or raise --total-timesteps")
+        raise ValueError(f"{text}; take fewer or raise --total-timesteps")
 
 
 # ------------------------------------------------------------------------------ one run, one sample
@@ -164,13 +168,26 @@ def train(name: str, line: list[str], folder: Path) -> Config:
     """Train in `folder`, or take up the run that stands there."""
     script = common.load_script(name)
     kept = [*folder.glob("*/checkpoint.pt")]
+    if kept:
+        args, _ = script.parse_args(["--resume", str(kept[0].parent)])
+    else:
+        shutil.rmtree(folder, ignore_errors=True)  # of a run without a checkpoint
+        args = args_of(script, [*line, "--run-dir", str(folder)])
     with contextlib.redirect_stdout(io.StringIO()):
-        if kept:
-            args, _ = script.parse_args(["--resume", str(kept[0].parent)])
-        else:
-            shutil.rmtree(folder, ignore_errors=True)  # of a run without a checkpoint
-            args = script.tyro.cli(script.Args, args=[*line, "--run-dir", str(folder)])
         return script.train(args)
+
+
+def tell(folder: Path, report: Config) -> None:
+    """Keep a sample's report."""
+    with (folder / "reports.jsonl").open("a") as file:
+        file.write(json.dumps(report) + "\n")
+
+
+def told(folder: Path) -> list[Config]:
+    """A sample's reports; of those told again after a kill the last ones."""
+    path = folder / "reports.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [*{report["steps"]: report for report in map(json.loads, lines)}.values()]
 
 
 class Progress:
@@ -209,14 +226,15 @@ class Sample(tune.Trainable):
     def setup(self, config: Config, sweep: Sweep) -> None:
         """Start all seeds."""
         script = common.load_script(sweep.script)
-        args = script.tyro.cli(script.Args, args=sweep.line(config))
+        args = args_of(script, sweep.line(config))
         every = args.num_iterations // sweep.reports
         self.reports, self.report_steps = sweep.reports, every * args.batch_size
         self.last_step = args.num_iterations * args.batch_size
         self.runs, self.tasks = [], []
         task = ray.remote(num_cpus=share(sweep.seeds), max_calls=1, max_retries=0)(train)
+        self.folder = sweep.folder / "runs" / self.trial_id
         for seed in range(1, sweep.seeds + 1):
-            folder = sweep.folder / "runs" / self.trial_id / f"seed{seed}"
+            folder = self.folder / f"seed{seed}"
             line = sweep.line(config, "--seed", seed, "--checkpoint-every", every)
             self.runs.append(Progress(folder))
             self.tasks.append(task.remote(sweep.script, line, folder))
@@ -233,7 +251,9 @@ class Sample(tune.Trainable):
                 break
         returns = [run.score(until) for run in self.runs]
         text = " ".join(f"{x:.4f}" for x in returns)
-        return {"score": float(np.mean(returns)), "returns": text, "steps": until, "done": last}
+        report = {"score": float(np.mean(returns)), "returns": text, "steps": until}
+        tell(self.folder, self.config | report)
+        return report | {"done": last}
 
     def cleanup(self) -> None:
         """End the runs of a sample that was stopped."""
@@ -254,7 +274,7 @@ class Member(tune.Trainable):
     def step(self) -> Config:
         """Score after the next interval, and whose weights it began with."""
         script = common.load_script(self.sweep.script)
-        args = script.tyro.cli(script.Args, args=self.sweep.flags)
+        args = args_of(script, self.sweep.flags)
         steps = args.num_iterations // self.sweep.reports * args.batch_size
         seed = 1 + number_of(self.trial_id) + 1000 * self.iteration
         line = self.sweep.line(self.config, "--seed", seed, "--total-timesteps", steps)
@@ -269,11 +289,10 @@ class Member(tune.Trainable):
         self.steps += steps
         parent, self.parent = self.parent, number_of(self.trial_id)
         score = metrics["eval/return_mean"]
-        last = self.iteration + 1 == self.sweep.reports
-        return {
-            "score": score, "returns": f"{score:.4f}", "steps": self.steps, "parent": parent,
-            "weights": str(self.weights), "done": last,
-        }  # fmt: skip
+        report = {"score": score, "returns": f"{score:.4f}", "steps": self.steps}
+        more = {"parent": parent, "weights": str(self.weights)}
+        tell(self.folder, self.config | report | more)
+        return report | {"done": self.iteration + 1 == self.sweep.reports}
 
     def save_checkpoint(self, directory: str) -> None:
         """Weights, and whose they are."""
@@ -307,12 +326,18 @@ def scheduler(sweep: Sweep) -> Any:
         return PopulationBasedTraining(
             time_attr="training_iteration",
             perturbation_interval=1,
-            hyperparam_mutations=space(sweep.vary),
+            hyperparam_mutations=mutations(sweep.vary),
             custom_explore_fn=partial(within, sweep.vary),
         )
     if sweep.asha:
         return ASHAScheduler(max_t=sweep.reports, grace_period=1, reduction_factor=3)
     return None
+
+
+def mutations(vary: list[str]) -> Config:
+    """What a member may turn to: a range's values, perturbed, or a neighbour in a list."""
+    lists = {name: values for name, kind, values in map(domain, vary) if kind == "choice"}
+    return space(vary) | lists
 
 
 def within(vary: list[str], config: Config) -> Config:
@@ -380,12 +405,10 @@ def record(sweep: Sweep, results: tune.ResultGrid) -> None:
     rows = table(sweep)
     rows.path.unlink(missing_ok=True)
     for result in results:
-        sample = {"sample": number_of(Path(result.path).name)}
-        frame = result.metrics_dataframe
-        if frame is not None:
-            told = frame.drop_duplicates("steps", keep="last")  # after a kill some are told again
-            for report in told.rename(columns=lambda name: name.removeprefix("config/")).iloc:
-                rows.append({name: report.get(name) for name in rows.columns} | sample)
+        trial_id = Path(result.path).name
+        sample = {"sample": number_of(trial_id)}
+        for report in told(sweep.folder / "runs" / trial_id):
+            rows.append(sample | report)
         if result.error:
             cause = str(result.error).strip().splitlines()[-1]
             config = json.loads(Path(result.path, "params.json").read_text())
@@ -456,7 +479,7 @@ def report(sweep: Sweep) -> None:
         print(common.markdown_row([*cells, one.error[:60] or early]))
     if sweep.pbt:
         for one in found:
-            print(f"member {one.rows[0]['sample']}: {lineage(one)}")
+            print(f"weights of member {one.rows[0]['sample']}: {lineage(one)}")
 
     if not last:
         sys.exit("error: no sample told a score; see the errors above")
@@ -472,8 +495,8 @@ def lineage(member: Outcome) -> str:
     """Whose weights each interval began with, where they were another's."""
     own = member.rows[0]["sample"]
     taken = [row for row in member.told if row["parent"] not in ("-1", own)]
-    text = "; ".join(f"up to {row['steps']} steps from member {row['parent']}" for row in taken)
-    return text or "its own weights throughout"
+    text = ", ".join(f"member {row['parent']}'s to step {row['steps']}" for row in taken)
+    return f"took {text}" if text else "its own throughout"
 
 
 def plot(sweep: Sweep, found: list[Outcome]) -> None:
@@ -559,7 +582,10 @@ def main() -> None:
     """Check, run or go on, report."""
     sweep, given = parse()
     if not given.report:
-        check(sweep)
+        try:
+            check(sweep)
+        except ValueError as error:
+            sys.exit(f"error: {error}")
         if not given.resume:
             if sweep.folder.exists():
                 sys.exit(f"error: --out {sweep.folder}: exists; --resume it or name another folder")
