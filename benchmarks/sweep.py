@@ -290,7 +290,8 @@ class Member(tune.Trainable):
         parent, self.parent = self.parent, number_of(self.trial_id)
         score = metrics["eval/return_mean"]
         report = {"score": score, "returns": f"{score:.4f}", "steps": self.steps}
-        more = {"parent": parent, "weights": str(self.weights)}
+        weights = self.weights.relative_to(self.sweep.folder)
+        more = {"parent": parent, "weights": str(weights)}
         tell(self.folder, self.config | report | more)
         return report | {"done": self.iteration + 1 == self.sweep.reports}
 
@@ -315,7 +316,7 @@ def share(runs: int) -> float:
 
 
 def number_of(trial_id: str) -> int:
-    """Of a sample, from 0."""
+    """Of a member, from 0."""
     return int(trial_id.split("_")[-1])
 
 
@@ -404,10 +405,9 @@ def record(sweep: Sweep, results: tune.ResultGrid) -> None:
     """Write every report of every sample, and what ended those that failed."""
     rows = table(sweep)
     rows.path.unlink(missing_ok=True)
-    for result in results:
-        trial_id = Path(result.path).name
-        sample = {"sample": number_of(trial_id)}
-        for report in told(sweep.folder / "runs" / trial_id):
+    for number, result in enumerate(results):
+        sample = {"sample": number}
+        for report in told(sweep.folder / "runs" / Path(result.path).name):
             rows.append(sample | report)
         if result.error:
             cause = str(result.error).strip().splitlines()[-1]
@@ -488,7 +488,7 @@ def report(sweep: Sweep) -> None:
     config = {name: literal(best[name]) for name in flags}
     print(f"the best again: python {sweep.script}.py {shlex.join(sweep.line(config))}")
     if sweep.pbt:
-        print(f"its agent: python {sweep.script}.py --evaluate {best['weights']}")
+        print(f"its agent: python {sweep.script}.py --evaluate {sweep.folder / best['weights']}")
 
 
 def lineage(member: Outcome) -> str:
@@ -525,6 +525,7 @@ def draw_sample(axis: Any, name: str, scale: str, one: Outcome, color: str, whol
         x = str(x)  # side by side
     else:
         axis.set_xscale(scale)
+        axis.xaxis.set_minor_formatter("")
     axis.scatter([x] * len(one.returns), one.returns, s=8, color=color, alpha=0.3)
     axis.scatter(x, one.mean, s=40, color=color, alpha=1 if whole else 0.3)
     axis.set(xlabel=name, ylabel="return: means, seeds (small)")
@@ -563,7 +564,7 @@ def parse() -> tuple[Sweep, argparse.Namespace]:
         path = Path(kept, "sweep.json")
         if not path.exists():
             parser.error(f"{kept}: holds no sweep.json; name the folder of a sweep")
-        return Sweep(**json.loads(path.read_text())), given
+        return Sweep(**json.loads(path.read_text()), out=str(path.resolve().parent)), given
 
     if not given.script or not given.vary:
         parser.error("name a script, and flags to --vary")
@@ -590,7 +591,8 @@ def main() -> None:
             if sweep.folder.exists():
                 sys.exit(f"error: --out {sweep.folder}: exists; --resume it or name another folder")
             sweep.folder.mkdir(parents=True)
-            (sweep.folder / "sweep.json").write_text(json.dumps(asdict(sweep), indent=1))
+            kept = {name: value for name, value in asdict(sweep).items() if name != "out"}
+            (sweep.folder / "sweep.json").write_text(json.dumps(kept, indent=1))
         ray.init(address=given.address, log_to_driver=False, include_dashboard=False)
         run(sweep, given.max_hours, resume=bool(given.resume))
     report(sweep)
