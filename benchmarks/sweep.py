@@ -231,7 +231,8 @@ class Sample(tune.Trainable):
         self.reports, self.report_steps = sweep.reports, every * args.batch_size
         self.last_step = args.num_iterations * args.batch_size
         self.runs, self.tasks = [], []
-        task = ray.remote(num_cpus=share(sweep.seeds), max_calls=1, max_retries=0)(train)
+        cpus, gpus = needs(sweep)["CPU"], needs(sweep).get("GPU", 0)
+        task = ray.remote(num_cpus=cpus, num_gpus=gpus, max_calls=1, max_retries=0)(train)
         self.folder = sweep.folder / "runs" / self.trial_id
         for seed in range(1, sweep.seeds + 1):
             folder = self.folder / f"seed{seed}"
@@ -310,9 +311,13 @@ class Member(tune.Trainable):
         shutil.copy(Path(directory, "checkpoint.pt"), self.weights)
 
 
-def share(runs: int) -> float:
-    """CPUs of each of so many runs that go side by side: one, or a part of one."""
-    return min(1, math.floor(1000 * ray.cluster_resources()["CPU"] / runs) / 1000)
+def needs(sweep: Sweep) -> dict[str, float]:
+    """What Ray keeps free for a run: a core, or a part of one where there are fewer cores than runs
+    side by side; with --cuda likewise a GPU."""
+    runs = sweep.samples if sweep.pbt else sweep.seeds
+    kinds = ["CPU", "GPU"] if "--cuda" in sweep.flags else ["CPU"]
+    found = ray.cluster_resources()
+    return {kind: min(1, math.floor(1000 * found[kind] / runs) / 1000) for kind in kinds}
 
 
 def number_of(trial_id: str) -> int:
@@ -358,16 +363,13 @@ def searcher(sweep: Sweep) -> Any:
     return BasicVariantGenerator(random_state=0)
 
 
-def run(sweep: Sweep, hours: float, resume: bool) -> None:
+def run(sweep: Sweep, hours: float) -> None:
     """Run what is missing and write samples.csv."""
-    kind = Member if sweep.pbt else Sample
-    runs = sweep.samples if sweep.pbt else sweep.seeds
-    bundle = {"CPU": share(runs)}
-    bundles = [bundle] if sweep.pbt else [{}, *[bundle] * runs]
-    trainable = tune.with_parameters(kind, sweep=sweep)
+    trainable = tune.with_parameters(Member if sweep.pbt else Sample, sweep=sweep)
+    bundles = [needs(sweep)] if sweep.pbt else [{}, *[needs(sweep)] * sweep.seeds]
     trainable = tune.with_resources(trainable, tune.PlacementGroupFactory(bundles))
-    if resume:
-        path = str(sweep.folder / "ray")
+    path = str(sweep.folder / "ray")
+    if tune.Tuner.can_restore(path):
         tuner = tune.Tuner.restore(path, trainable, param_space=space(sweep.vary))
     else:
         tuner = tune.Tuner(
@@ -579,6 +581,13 @@ def parse() -> tuple[Sweep, argparse.Namespace]:
     return Sweep(given.script, flags, out=str(Path(out).resolve()), **chosen), given
 
 
+def keep(sweep: Sweep) -> None:
+    """Write sweep.json, all but where it lies."""
+    sweep.folder.mkdir(parents=True)
+    kept = {name: value for name, value in asdict(sweep).items() if name != "out"}
+    (sweep.folder / "sweep.json").write_text(json.dumps(kept, indent=1))
+
+
 def main() -> None:
     """Check, run or go on, report."""
     sweep, given = parse()
@@ -587,14 +596,15 @@ def main() -> None:
             check(sweep)
         except ValueError as error:
             sys.exit(f"error: {error}")
+        if sweep.folder.exists() and not given.resume:
+            sys.exit(f"error: --out {sweep.folder}: exists; --resume it or name another folder")
+        try:
+            ray.init(address=given.address, log_to_driver=False, include_dashboard=False)
+        except (ConnectionError, ValueError) as error:
+            sys.exit(f"error: --address {given.address}: {error}")
         if not given.resume:
-            if sweep.folder.exists():
-                sys.exit(f"error: --out {sweep.folder}: exists; --resume it or name another folder")
-            sweep.folder.mkdir(parents=True)
-            kept = {name: value for name, value in asdict(sweep).items() if name != "out"}
-            (sweep.folder / "sweep.json").write_text(json.dumps(kept, indent=1))
-        ray.init(address=given.address, log_to_driver=False, include_dashboard=False)
-        run(sweep, given.max_hours, resume=bool(given.resume))
+            keep(sweep)
+        run(sweep, given.max_hours)
     report(sweep)
 
 

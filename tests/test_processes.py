@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -72,8 +73,15 @@ def check_equal(one, two):
         assert torch.allclose(others[name], x, rtol=1e-4, atol=1e-4), name
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("task", "processes"),
+    [
+        ("discrete", 2),
+        pytest.param("discrete", 4, marks=pytest.mark.slow),
+        pytest.param("continuous", 2, marks=pytest.mark.slow),
+        pytest.param("continuous", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_processes_give_what_one_gives(script, tmp_path, task, processes):
     """With one minibatch an epoch, ten iterations differ by rounding; time limits, a KL stop."""
     args = flags_of(script, tmp_path / "one", **TASKS[task])
@@ -87,8 +95,10 @@ def test_processes_give_what_one_gives(script, tmp_path, task, processes):
     check_equal(run_of_one, checkpoint(many))
 
 
-def test_environments_are_shared_out_evenly(script, tmp_path):
+def test_environments_are_shared_out_evenly(tmp_path):
     """Once, in one line: the number of environments is a multiple of that of the processes."""
+    import distributional_ppo_lstm as script
+
     line = ["--num-envs", "3", "--run-dir", str(tmp_path / "runs")]
     process = torchrun(script, tmp_path, 2, line)
     assert await_end(process) != 0
@@ -118,6 +128,7 @@ def long_run(script, tmp_path, **flags):
     return process, path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_process_ends_the_run(tmp_path, rank):
     """All end soon, with a code and the last checkpoint's name, which goes on in two processes."""
@@ -141,6 +152,7 @@ def test_a_killed_process_ends_the_run(tmp_path, rank):
     assert "afresh" not in (tmp_path / "again" / "out").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["Error", "Observation"])
 def test_a_fault_in_one_process_ends_the_run(tmp_path, fault):
     """Environment 1 is the second process's: its traceback, and the first one's line."""
@@ -155,6 +167,7 @@ def test_a_fault_in_one_process_ends_the_run(tmp_path, fault):
     assert text.count("error: another process of the run ended; after 48 steps") == 1
 
 
+@pytest.mark.slow
 def test_sigterm_ends_all_processes_with_a_checkpoint(tmp_path):
     """At the same iteration, as it does one process."""
     import distributional_ppo_categorical as script
@@ -167,6 +180,7 @@ def test_sigterm_ends_all_processes_with_a_checkpoint(tmp_path):
     assert text.count(f"error: stopped after {step:,} steps; --resume") == 1
 
 
+@pytest.mark.slow
 def test_many_processes_resume_exactly(script, tmp_path):
     """Ten iterations in two processes equal five, and five after a resume, to the last bit."""
     flags = {"env_id": "probes:Walk-v0", "num_minibatches": 2, "ent_coef": 0.0}  # no schedule
@@ -185,6 +199,7 @@ def test_many_processes_resume_exactly(script, tmp_path):
     assert run["recent"] == other_run["recent"]
 
 
+@pytest.mark.slow
 def test_another_number_of_processes_opens_new_episodes(script, tmp_path):
     """And says so."""
     args = flags_of(script, tmp_path, 3, env_id="probes:Walk-v0")
@@ -194,3 +209,20 @@ def test_another_number_of_processes_opens_new_episodes(script, tmp_path):
     assert await_end(torchrun(script, tmp_path, 1, line)) == 0, (tmp_path / "err").read_text()
     assert "episodes start afresh" in (tmp_path / "out").read_text()
     assert checkpoint(tmp_path)[1]["step"] == 2 * args.total_timesteps
+
+
+@pytest.mark.slow
+def test_two_nodes_train_cartpole(tmp_path):
+    """Two launchers on this machine meet at a port and share one run."""
+    import distributional_ppo_categorical as script
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    group = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={address}")
+    line = ["--run-dir", str(tmp_path / "runs"), "--learning-rate", "0.002"]
+    nodes = [torchrun(script, tmp_path / name, 1, line, *group) for name in ("one", "two")]
+    codes = [await_end(node, 300) for node in nodes]
+    assert codes == [0, 0], (tmp_path / "one" / "err").read_text()
+    _, run = checkpoint(tmp_path)
+    assert run["logged"]["eval/return_mean"] >= 475
