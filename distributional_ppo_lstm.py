@@ -285,8 +285,12 @@ def of_all(thing: Any) -> list:
 
 
 def joined(x: Tensor) -> Tensor:
-    """Tensors (T, n, ...) of all processes along their environments, (T, N, ...)."""
-    return torch.cat(of_all(x.cpu()), 1).to(x.device)
+    """Tensors (T, n) of all processes along their environments, (T, N)."""
+    if WORLD_SIZE == 1:
+        return x
+    whole = x.new_zeros(len(x), WORLD_SIZE * x.shape[1])
+    own(whole).copy_(x)
+    return WORLD_SIZE * average(whole)
 
 
 def own(x: Tensor) -> Tensor:
@@ -1366,22 +1370,21 @@ def update(agent: Agent, optimizer: optim.Adam, batch: Batch, args: Args, ent_co
     for mb in minibatches(batch, args):
         loss, metrics = loss_of(agent, mb, args, ent_coef)
         evaluated.append(metrics)
-        kl = metrics["policy/kl_exact"].mean()
-        if args.target_kl is not None and average(kl) > args.target_kl:
+        gradients = torch.autograd.grad(loss, [*actor, *critics])
+        told = (loss.detach(), metrics["policy/kl_exact"].mean())
+        flat = average(torch.cat([x.flatten() for x in (*gradients, *told)]))
+        vector.grad, told = flat.split([len(flat) - 2, 2])
+        parts = vector.grad.tensor_split([actor_size])
+        numbers = [*told, *(part.norm() for part in parts)]
+        loss, kl, *norms_of_parts = torch.stack(numbers).tolist()  # one transfer
+        if args.target_kl is not None and kl > args.target_kl:
             break
 
-        gradients = torch.autograd.grad(loss, [*actor, *critics])
-        flat = average(torch.cat([g.flatten() for g in (*gradients, loss.detach())]))
-        vector.grad, loss = flat.split([len(flat) - 1, 1])
-        parts = vector.grad.tensor_split([actor_size])
-        norms_of_parts = [part.norm() for part in parts]
-        numbers = torch.stack([loss[0], *norms_of_parts]).tolist()  # one transfer
-        norms.append(numbers[1:])
-        norm = math.hypot(*norms[-1])
-        if RANK == 0 and not math.isfinite(numbers[0] + norm):
-            what = f"loss {numbers[0]:g}, gradient {norm:g} of minibatch {len(norms) - 1}"
-            text = f"{what} of the update: not finite; try a smaller --learning-rate"
-            raise RuntimeError(text)
+        norms.append(norms_of_parts)
+        norm = math.hypot(*norms_of_parts)
+        if RANK == 0 and not math.isfinite(loss + norm):
+            what = f"loss {loss:g}, gradient {norm:g} of minibatch {len(norms) - 1} of the update"
+            raise RuntimeError(f"{what}: not finite; try a smaller --learning-rate")
 
         vector.grad *= min(1, args.max_grad_norm / (norm + 1e-6))
         optimizer.step()
@@ -1758,7 +1761,7 @@ def train(args: Args) -> dict[str, Any]:
 
             if run.step < total and is_due(iteration, args.eval_every):
                 evaluate_run(writer, run, agent, args, partial(save, carry))
-            stop = any(of_all(bool(STOP)))
+            stop = average(torch.tensor(float(len(STOP)))) > 0
             if run.step == total or stop or is_due(iteration, args.checkpoint_every):
                 save(carry)
             if stop:
