@@ -1073,7 +1073,8 @@ def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, current: np.ndarra
 
     if args.is_atari:
         rewards = rewards.clip(-1, 1)  # episodes' returns are of what was paid
-    episodes = sorted(one for part in of_all(episodes) for one in part)  # by step
+    episodes = [one for part in of_all(episodes) for one in part]
+    episodes.sort(key=lambda one: one[0])  # by the step of their end
     to_device = partial(torch.as_tensor, device=device)  # one transfer for all steps
     rollout = Rollout(
         obs=to_device(obs), next_obs=to_device(next_obs), actions=torch.stack(actions),
