@@ -1313,7 +1313,7 @@ class Run:
     seconds: float = 0.0  # spent on them, evaluations and checkpoints apart
     recent: list[float] = field(default_factory=list)  # returns of the last 100 training episodes
     logged: dict[str, float] = field(default_factory=dict)  # last value of every metric
-    evaluated: int | None = None  # step of the final evaluation
+    evaluated: int | None = None  # step of the last evaluation
     best_return: float = -math.inf  # of the evaluation that `best.pt` is of
     best_step: int = 0  # when it was; 0: there is none
     shown: float = field(default_factory=time.time)  # time of the last line on the terminal
@@ -1362,6 +1362,13 @@ def make_run_dir(args: Args) -> Path:
     return path
 
 
+def open_writer(args: Args, run_dir: Path, step: int) -> SummaryWriter | None:
+    """Of the first process; what a resumed run wrote beyond its checkpoint is dropped."""
+    print(f"{args.env_id}: logging to {run_dir}", flush=True)
+    purge_step = step + 1 if args.resume else None
+    return SummaryWriter(str(run_dir), purge_step=purge_step) if RANK == 0 else None
+
+
 def log(writer: SummaryWriter, run: Run, metrics: dict, step: int, histograms: bool = True) -> None:
     """Write scalars, in one event, and tensors with axes as histograms; remember the scalars."""
     if RANK > 0:
@@ -1401,6 +1408,7 @@ def evaluate_run(writer: SummaryWriter, run: Run, agent: Agent, args: Args,
     result = RANK == 0 and evaluate(agent, args, Path(writer.log_dir, "videos", f"step-{run.step}"))
     metrics = of_all(result)[0]
     log(writer, run, metrics, run.step)
+    run.evaluated = run.step
     if args.eval_every and metrics["eval/return_mean"] >= run.best_return:
         run.best_return = metrics["eval/return_mean"]
         run.best_step = run.step
@@ -1627,10 +1635,8 @@ def train(args: Args) -> dict[str, Any]:
     envs = make_envs(args, args.local_envs)
     run, obs = resume_run(args, optimizer, envs) if args.resume else (Run(), None)
     total = args.num_iterations * args.batch_size
-    purge_step = run.step + 1 if args.resume else None
-    writer = SummaryWriter(str(run_dir), purge_step=purge_step) if RANK == 0 else None
+    writer = open_writer(args, run_dir, run.step)
     save = partial(save_checkpoint, writer, args, agent, optimizer, envs, run)
-    print(f"{args.env_id}: logging to {run_dir}", flush=True)
 
     try:
         if obs is None:  # environment i gets the seed + i
@@ -1650,12 +1656,11 @@ def train(args: Args) -> dict[str, Any]:
             times.append(time.time())
             agent.update_obs_moments(rollout.obs)  # last: acting and training saw the same inputs
 
-            metrics = average_metrics(metrics)
             log_episodes(writer, run, rollout)
             run.step += args.batch_size
             run.seconds += times[-1] - times[0]
             metrics |= {"charts/learning_rate": lr, "policy/entropy_coef": ent_coef}
-            metrics |= iteration_metrics(run, times, args)
+            metrics = average_metrics(metrics) | iteration_metrics(run, times, args)
             log(writer, run, metrics, run.step, run.step == total or iteration % 10 == 1)
             show_progress(run, total)
 
@@ -1669,7 +1674,6 @@ def train(args: Args) -> dict[str, Any]:
 
         if run.evaluated != total:  # else the run had ended
             evaluate_run(writer, run, agent, args, partial(save, obs))
-            run.evaluated = total
             save(obs)
         show_best(run, run_dir)
         log_flags(writer, args)
