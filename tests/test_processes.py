@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import os
 import pickle
 import signal
@@ -16,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from command import TESTS, await_end, await_file, words
+from conftest import SCRIPTS
 from helpers import small_args
 
 BY_THE_CLOCK = ("time/", "charts/SPS")
@@ -73,17 +76,15 @@ def check_equal(one, two):
         assert torch.allclose(others[name], x, rtol=1e-4, atol=1e-4), name
 
 
-@pytest.mark.parametrize(
-    ("task", "processes"),
-    [
-        ("discrete", 2),
-        pytest.param("discrete", 4, marks=pytest.mark.slow),
-        pytest.param("continuous", 2, marks=pytest.mark.slow),
-        pytest.param("continuous", 4, marks=pytest.mark.slow),
-    ],
-)
-def test_processes_give_what_one_gives(script, tmp_path, task, processes):
+CASES = [*itertools.product(SCRIPTS, TASKS, (2, 4))]
+QUICK = pytest.param(*CASES[0])
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:]]
+
+
+@pytest.mark.parametrize(("name", "task", "processes"), [QUICK, *SLOW])
+def test_processes_give_what_one_gives(tmp_path, name, task, processes):
     """With one minibatch an epoch, ten iterations differ by rounding; time limits, a KL stop."""
+    script = importlib.import_module(name)
     args = flags_of(script, tmp_path / "one", **TASKS[task])
     script.train(args)
     run_of_one = checkpoint(tmp_path / "one")
