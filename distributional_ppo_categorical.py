@@ -1522,8 +1522,8 @@ def resume_run(args: Args, optimizer: optim.Adam,
     except ValueError as error:  # another number of parameters
         text = "is of another version of this script; start anew with --init-from"
         raise UsageError(f"--resume {args.resume}: {text}") from error
-    part = {"envs": None}  # with another number of processes
-    if len(kept["parts"]) == WORLD_SIZE:
+    part = {"envs": None}  # of another number of processes, or an older version
+    if len(kept.get("parts", ())) == WORLD_SIZE:
         part = kept["parts"][RANK]
         for set_state, rng in zip((random.setstate, np.random.set_state), part["rngs"]):
             set_state(rng)
