@@ -1025,6 +1025,13 @@ def make_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
     return gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=mode)
 
 
+def open_episodes(envs: gym.vector.VectorEnv, seed: int) -> np.ndarray:
+    """Reset all environments, the first one with `seed`, the next with `seed` + 1 and so on."""
+    obs, _ = envs.reset(seed=seed)
+    check_finite(obs, obs, np.zeros(len(obs)), "the first reset")
+    return obs.copy()
+
+
 def check_finite(next_obs: np.ndarray, current: np.ndarray, rewards: np.ndarray,
                  when: str) -> None:  # fmt: skip
     """Raise RuntimeError that names environment and moment unless all, (N, ...), are finite."""
@@ -1529,7 +1536,7 @@ def resume_run(args: Args, optimizer: optim.Adam,
             set_state(rng)
     if part["envs"] is None:
         if run.step < args.num_iterations * args.batch_size:
-            print("environments could not be saved: the task's episodes start afresh")
+            print("environments not saved, or by other processes: episodes start afresh")
         return run, None
     envs.envs = pickle.loads(part["envs"]).fn
     return run, part["obs"]
@@ -1639,9 +1646,8 @@ def train(args: Args) -> dict[str, Any]:
     save = partial(save_checkpoint, writer, args, agent, optimizer, envs, run)
 
     try:
-        if obs is None:  # environment i gets the seed + i
-            obs = envs.reset(seed=args.seed + run.step + RANK * args.local_envs)[0].copy()
-            check_finite(obs, obs, np.zeros(len(obs)), "the first reset")
+        first_seed = args.seed + run.step + RANK * args.local_envs
+        obs = open_episodes(envs, first_seed) if obs is None else obs
         for iteration in range(run.step // args.batch_size + 1, args.num_iterations + 1):
             lr, ent_coef = schedules(args, run.step / total)
             optimizer.param_groups[0]["lr"] = lr

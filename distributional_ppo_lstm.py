@@ -1631,7 +1631,7 @@ def resume_run(args: Args, optimizer: optim.Adam,
             set_state(rng)
     if part["envs"] is None:
         if run.step < args.num_iterations * args.batch_size:
-            print("environments could not be saved: the task's episodes start afresh")
+            print("environments not saved, or by other processes: episodes start afresh")
         return run, None
     envs.envs = pickle.loads(part["envs"]).fn
     return run, Carry(*part["carry"])

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from conftest import SCRIPTS
 
 TESTS = Path(__file__).resolve().parent
@@ -61,6 +62,21 @@ def run_main(script: ModuleType, capsys: pytest.CaptureFixture, line: list[str])
         traceback.print_exception(error)
         code = 1
     return code, *capsys.readouterr()
+
+
+def fill_the_disk(patch: pytest.MonkeyPatch, write: int, name: str) -> None:
+    """`torch.save` fails in the middle of that write to files of the name."""
+    save, names = torch.save, []
+
+    def save_or_fail(content: Any, file: Any, **options: Any) -> None:
+        # pickle, which saves tensors by it, too, has no name
+        names.append(Path(getattr(file, "name", "")).name)
+        if names[-1] == name and names.count(name) == write:
+            file.write(b"half of a checkpoint")
+            raise OSError(28, "No space left on device")
+        save(content, file, **options)
+
+    patch.setattr(torch, "save", save_or_fail)
 
 
 def start(script: ModuleType, directory: Path, line: list[str]) -> subprocess.Popen:

@@ -57,7 +57,7 @@ def make_run(script: ModuleType, env: str, **flags: Any) -> SimpleNamespace:
     if is_recurrent(script):
         carry = script.open_episodes(envs, agent, args.seed)
     else:
-        carry = envs.reset(seed=args.seed)[0].copy()
+        carry = script.open_episodes(envs, args.seed)
     optimizer = torch.optim.Adam([script.one_vector(agent)], args.learning_rate)
     return SimpleNamespace(
         script=script, args=args, agent=agent, envs=envs, carry=carry, optimizer=optimizer

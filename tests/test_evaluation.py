@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from command import run_main, undisturbed, words
+from command import fill_the_disk, run_main, undisturbed, words
 from helpers import make_run
 from probes import Filmed
 from test_resume import assert_same, contents, flags_for, resumed, scalars, stopped, timeless
@@ -206,17 +206,8 @@ def test_a_full_disk_leaves_the_best_agent_before(script, tmp_path, monkeypatch,
     """In the middle of the second best.pt: exit code 1, the first one stays whole."""
     args = flags_for(script, tmp_path, 4, env_id="probes:Walk-v0", eval_every=1)
     scripted(script, monkeypatch, (1, 2, 3, 4))
-    save, names = torch.save, []
-
-    def fill_the_disk(content, file, **options):
-        names.append(Path(getattr(file, "name", "")).name)
-        if names.count("best.tmp") == 2:
-            file.write(b"half of a checkpoint")
-            raise OSError(28, "No space left on device")
-        return save(content, file, **options)
-
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", fill_the_disk)
+        fill_the_disk(patch, 2, "best.tmp")
         code, _, err = run_main(script, capsys, words(args))
     assert code == 1
     assert "No space left" in err

@@ -14,7 +14,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from command import await_end, await_file, next_second, run_main, start, undisturbed, words
+from command import (
+    await_end,
+    await_file,
+    fill_the_disk,
+    next_second,
+    run_main,
+    start,
+    undisturbed,
+    words,
+)
 from conftest import SCRIPTS
 from helpers import carried_obs, is_recurrent, small_args
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -203,6 +212,23 @@ def test_a_state_that_cannot_be_saved_is_said_to_be_lost(
     assert AFRESH not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("parts", [[], [{"envs": None}] * 2])
+def test_parts_of_other_processes_resume_afresh(script, tmp_path, monkeypatch, capsys, parts):
+    """A checkpoint of another number of processes; one of a version that knew one process alone."""
+    args = flags_for(script, tmp_path, 3, env_id="probes:Walk-v0")
+    directory = stopped(script, monkeypatch, args, 1)
+    path = directory / "checkpoint.pt"
+    content = torch.load(path, weights_only=True)
+    kept = pickle.loads(content["run"])
+    del kept["parts"]
+    content["run"] = pickle.dumps(kept | ({"parts": parts} if parts else {}))
+    torch.save(content, path)
+
+    resumed(script, monkeypatch, directory)
+    assert AFRESH in capsys.readouterr().out
+    assert contents(directory)["run"]["step"] == 3 * args.batch_size
+
+
 def test_processes_resume_afresh(script, tmp_path, monkeypatch, capsys):
     """With another vector environment in `make_envs`, as the README says."""
     monkeypatch.setattr(script.gym.vector, "SyncVectorEnv", script.gym.vector.AsyncVectorEnv)
@@ -333,17 +359,8 @@ def test_a_run_of_a_gpu_is_not_resumed_without_one(script, tmp_path, capsys):
 def test_a_failing_write_leaves_the_previous_checkpoint(script, tmp_path, monkeypatch, capsys):
     """Disk full in the third write: exit code 1, the second checkpoint stays and is named."""
     args = flags_for(script, tmp_path, 5, env_id="probes:Walk-v0", checkpoint_every=1)
-    save, calls = torch.save, []
-
-    def fill_the_disk(content, file, **options):  # pickle saves tensors by it, too
-        calls.extend(["checkpoint"] * hasattr(file, "name"))
-        if len(calls) == 3:
-            file.write(b"half of a checkpoint")
-            raise OSError(28, "No space left on device")
-        return save(content, file, **options)
-
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", fill_the_disk)
+        fill_the_disk(patch, 3, "checkpoint.tmp")
         code, _, err = run_main(script, capsys, words(args))
     assert code == 1, err
     (path,) = (tmp_path / "runs").glob("*/checkpoint.pt")
