@@ -272,13 +272,18 @@ def cells() -> list[Cell]:
 
 
 # ------------------------------------------------------------------------------------- measurements
+def is_recurrent(script: ModuleType) -> bool:
+    """Its agents remember."""
+    return hasattr(script, "unroll_lstm")
+
+
 def critic_outputs(script: ModuleType, agent: Any, obs: np.ndarray) -> Any:
-    """Reduced outputs (T, N, K) for raw observations (T, N, D) of episodes that open at step 0."""
+    """Reduced outputs (T, N, ...) for raw observations (T, N, D) of episodes opened at step 0."""
     import torch
 
     inputs = agent.normalize_obs(torch.as_tensor(obs))
     with torch.no_grad():
-        if script.__name__ == LSTM:
+        if is_recurrent(script):
             opens = torch.zeros(inputs.shape[:2], dtype=torch.bool)
             opens[0] = True
             state = agent.initial_state(inputs.shape[1])
@@ -299,13 +304,14 @@ class Shape:
 def quantile_shapes(
     script: ModuleType, agent: Any, outputs: Any, truth: np.ndarray
 ) -> dict[str, Shape]:
-    """The prediction and the exact quantiles at its levels, as read from quantiles (1, K)."""
+    """The prediction and the exact quantiles at its levels, of outputs (1, K or K + 1)."""
     import torch
 
-    taus = (np.arange(outputs.shape[1]) + 0.5) / outputs.shape[1]
+    taus = agent.value_dist.support.double().numpy()
+    predicted = agent.value_dist.quantiles(outputs)
     exact = torch.tensor(np.quantile(truth, taus))[None]
     shapes = {}
-    for end, quantiles in (("", agent.value_dist.moments.denormalize(outputs)), ("_floor", exact)):
+    for end, quantiles in (("", predicted), ("_floor", exact)):
         curve = extend(taus, quantiles[0].sort().values.numpy())
         tails = {name: float(script.cvar(quantiles, alpha)) for name, alpha in ALPHAS.items()}
         shapes[end] = Shape(curve, tails)
@@ -315,16 +321,17 @@ def quantile_shapes(
 def atom_shapes(
     script: ModuleType, agent: Any, outputs: Any, truth: np.ndarray
 ) -> dict[str, Shape]:
-    """The prediction and the truth projected on its atoms, as read from probabilities (1, K)."""
+    """The prediction and the truth projected on its atoms, of outputs (1, K or K + 1)."""
     import torch
 
-    atoms = agent.value_dist.moments.denormalize(agent.value_dist.support.double())
+    atoms = agent.value_dist.task_atoms()
+    predicted = agent.value_dist.probs(outputs)
     width = atoms[1] - atoms[0]
     edges = torch.cat((atoms[:1] - width, atoms)) + width / 2
     mass = torch.full((1, FINE), 1 / FINE, dtype=torch.float64)
     exact = script.project_categorical(mass, torch.tensor(truth)[None], atoms)
     shapes = {}
-    for end, probs in (("", outputs.softmax(-1)), ("_floor", exact)):
+    for end, probs in (("", predicted), ("_floor", exact)):
         curve = np.interp(LEVELS, np.append(0, probs[0].cumsum(0)), edges)
         cvar = script.cvar_categorical
         tails = {name: float(cvar(probs, atoms, alpha)) for name, alpha in ALPHAS.items()}
@@ -365,7 +372,7 @@ def measure(script: ModuleType, agent: Any, args: Any, truth: np.ndarray) -> dic
     """Figures of the prediction at the start state, and of the floor."""
     obs, _ = script.make_env(args).reset(seed=0)
     outputs = critic_outputs(script, agent, obs[None, None])[0].double()  # (1, K)
-    read = quantile_shapes if script.__name__ == LSTM else atom_shapes
+    read = quantile_shapes if hasattr(script, "value_at_risk") else atom_shapes
     shapes = read(script, agent, outputs, truth)
 
     predicted = shapes[""].curve
@@ -385,22 +392,38 @@ class Episodes:
     returns: np.ndarray  # (T, N), discounted
 
 
-def play_on(script: ModuleType, agent: Any, args: Any) -> Episodes:
+def lift_limit(env: gym.Env) -> int:
+    """Take away the time limit of an environment; what it was, 10,000 where there is none."""
+    while env is not env.unwrapped:
+        if isinstance(env, gym.wrappers.TimeLimit):
+            limit = env._max_episode_steps
+            env._max_episode_steps = 10**9
+            return limit
+        env = env.env
+    return 10_000
+
+
+def predicted_quantile(script: ModuleType, dist: Any, outputs: Any, level: float) -> np.ndarray:
+    """Of the distributions (..., K or K + 1) of a critic, in the task's units, (...)."""
+    if hasattr(script, "value_at_risk"):
+        return script.value_at_risk(dist.quantiles(outputs), level).numpy()
+    return script.categorical_quantile(dist.probs(outputs), dist.task_atoms(), level).numpy()
+
+
+def play_on(script: ModuleType, agent: Any, args: Any, episodes: int, most: int) -> Episodes:
     """The sampled policy plays on beyond time limits until rewards no longer count (gamma^k <
-    1e-5); what is returned are the steps within the limit."""
+    1e-5); what is returned are the steps within the limit, or the first `most`. Where a task cuts
+    episodes by other means than gymnasium's wrapper, its cut is taken for an end."""
     import torch
 
-    envs = script.make_envs(args, EPISODES)
-    for env in envs.envs:
-        while not isinstance(env, gym.wrappers.TimeLimit):
-            env = env.env
-        scored = env.spec.max_episode_steps
-        env._max_episode_steps = 10**9
+    envs = script.make_envs(args, episodes)
+    scored = min(lift_limit(env) for env in envs.envs)
+    scored = min(scored, most)
 
     obs, _ = envs.reset(seed=2_000_000 + 10 * args.seed)  # none shared by runs
     torch.manual_seed(args.seed)
     state = None
-    alive = np.ones(EPISODES, bool)
+    alive = np.ones(episodes, bool)
     all_obs = []
     all_alive = []
     rewards = []
@@ -408,13 +431,13 @@ def play_on(script: ModuleType, agent: Any, args: Any) -> Episodes:
     for _ in range(scored + beyond):
         all_obs.append(obs.copy())
         all_alive.append(alive)
-        if script.__name__ == LSTM:
+        if is_recurrent(script):
             action, state = agent.act(obs, state, deterministic=False)
         else:
             action = agent.act(obs, deterministic=False)
-        obs, reward, terminated, _, _ = envs.step(action)
+        obs, reward, terminated, truncated, _ = envs.step(action)
         rewards.append(reward * alive)
-        alive = alive & ~terminated
+        alive = alive & ~(terminated | truncated)
         if not alive.any():
             break
     envs.close()
@@ -432,21 +455,15 @@ def measure_real(script: ModuleType, agent: Any, args: Any) -> dict[str, float]:
     Over the std of all returns: `bias`, mean of V - return; `spread`, std of return - V;
     `predicted`, mean std of the predicted distributions.
     """
-    played = play_on(script, agent, args)
+    played = play_on(script, agent, args, EPISODES, 10_000)
     mask = played.alive
     dist = agent.value_dist
     outputs = critic_outputs(script, agent, played.obs)
 
-    def quantile(level: float) -> np.ndarray:
-        """Predicted, (T, N)."""
-        if script.__name__ == LSTM:
-            return script.value_at_risk(dist.moments.denormalize(outputs), level).numpy()
-        atoms = dist.moments.denormalize(dist.support)
-        return script.categorical_quantile(outputs.softmax(-1), atoms, level).numpy()
-
     misses = []
     for level in DECILES:
-        below = played.returns < quantile(float(level))
+        quantile = predicted_quantile(script, dist, outputs, float(level))
+        below = played.returns < quantile
         misses.append(abs(below[mask].mean() - level))
 
     error = (dist.mean(outputs).numpy() - played.returns)[mask]

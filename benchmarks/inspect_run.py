@@ -1,0 +1,196 @@
+"""What a run's critics say: a picture in the run directory, and a line of numbers.
+
+    python benchmarks/inspect_run.py runs/CartPoleNoVel-v1__...
+    python benchmarks/inspect_run.py RUN_DIR --episodes 128 --states 0 50 100 150
+
+The sampled policy plays fresh episodes, as in training. Along one of them (the one of median
+return) the picture shows the predicted return as a fan of deciles, its value V and the realised
+return-to-go; below, the whole predicted distribution at four of its states; and, over all states of
+all episodes, how often the realised return fell between which deciles: a tenth each where the
+critics are right. Returns are discounted; those of an episode that a time limit cut are known
+because the policy plays on. Works on any run directory of the two scripts, and of copies that kept
+their functions' names: it runs the copy of the source that lies there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import calibration
+import common
+import numpy as np
+
+LEVELS = np.arange(1, 10) / 10  # of the fan
+FINE = np.arange(1, 100) / 100  # of a whole distribution
+SHADES = ("#d6e6f4", "#abd0e6", "#6aaed6", "#3787c0")
+MOST = 2_000  # steps of an episode that are looked at
+
+
+class Seen(NamedTuple):
+    """What was predicted and what came, step by step: T steps of N episodes."""
+
+    alive: np.ndarray  # (T, N), whether the episode had not ended before
+    returns: np.ndarray  # (T, N), discounted
+    values: np.ndarray  # (T, N), V
+    deciles: np.ndarray  # (9, T, N), predicted
+
+
+def script_of(run_dir: Path) -> ModuleType:
+    """The copy of the script in a run directory, as a module. Raises ValueError without one."""
+    copies = [
+        path for path in run_dir.glob("*.py") if "class ValueDistribution" in path.read_text()
+    ]
+    if len(copies) != 1 or not (run_dir / "checkpoint.pt").exists():
+        raise ValueError(f"{run_dir}: no run directory: needs checkpoint.pt and the script's copy")
+    name = f"{copies[0].stem}_of_run"
+    spec = importlib.util.spec_from_file_location(name, copies[0])
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def look(script: ModuleType, agent: Any, args: Any, episodes: int) -> tuple[Seen, Any]:
+    """Play and predict; also the critics' outputs, (T, N, K or K + 1)."""
+    played = calibration.play_on(script, agent, args, episodes, MOST)
+    outputs = calibration.critic_outputs(script, agent, played.obs)
+    dist = agent.value_dist
+    deciles = [calibration.predicted_quantile(script, dist, outputs, x) for x in LEVELS]
+    values = dist.value(outputs).numpy()
+    return Seen(played.alive, played.returns, values, np.array(deciles)), outputs
+
+
+def shares(seen: Seen) -> np.ndarray:
+    """Share of all states whose return fell below the first decile, between it and the second and
+    so on, (10,): the histogram of the probability integral transform. Of ties of a return with
+    several deciles, which a distribution of few values makes, each bin gets its part."""
+    returns = seen.returns[seen.alive]
+    deciles = seen.deciles[:, seen.alive]
+    below = (deciles < returns).sum(0)  # bins surely left behind
+    upto = (deciles <= returns).sum(0)
+    bins = np.arange(10)[:, None]
+    part = (bins >= below) & (bins <= upto)
+    return (part / part.sum(0)).mean(1)
+
+
+def numbers(seen: Seen) -> dict[str, float]:
+    """What the terminal tells."""
+    errors = (seen.values - seen.returns)[seen.alive]
+    returns = seen.returns[seen.alive]
+    unexplained = errors.var() / max(returns.var(), 1e-12)
+    spread = (seen.deciles[8] - seen.deciles[0])[seen.alive]
+    inside = (seen.returns >= seen.deciles[0]) & (seen.returns <= seen.deciles[8])
+    return {
+        "mean": returns.mean(),
+        "bias": errors.mean(),
+        "explained variance": 1 - unexplained,
+        "between deciles 1 and 9": inside[seen.alive].mean(),
+        "width of that": spread.mean(),
+        "decile error": np.abs(np.cumsum(shares(seen))[:9] - LEVELS).mean(),
+    }
+
+
+def median_episode(seen: Seen) -> int:
+    """The episode whose return at the start is the median one."""
+    order = seen.returns[0].argsort()
+    return int(order[len(order) // 2])
+
+
+def draw_fan(panel: Any, seen: Seen, episode: int, states: list[int]) -> None:
+    """Along one episode: deciles, V, realised return."""
+    length = int(seen.alive[:, episode].sum())
+    steps = np.arange(length)
+    deciles = seen.deciles[:, :length, episode]
+    for i in range(4):
+        name = f"deciles {i + 1} to {9 - i}"
+        panel.fill_between(steps, deciles[i], deciles[8 - i], color=SHADES[i], lw=0, label=name)
+    panel.plot(steps, seen.values[:length, episode], color="0.1", lw=1, label="value V")
+    panel.plot(steps, seen.returns[:length, episode], color="C3", lw=1.2, label="realised")
+    low, high = panel.get_ylim()
+    for number, step in enumerate(states):
+        panel.axvline(step, color="0.5", lw=0.8, ls=":")
+        panel.text(step, high, " abcd"[number + 1], va="bottom", ha="center", color="0.3")
+    panel.set_ylim(low, high)
+    panel.set(xlabel="step of the episode", ylabel="discounted return to go")
+    panel.legend(loc="best", fontsize=8, frameon=False, ncols=2)
+
+
+def draw_calibration(panel: Any, seen: Seen) -> None:
+    """Histogram of the probability integral transform."""
+    panel.bar(np.arange(10) + 0.5, shares(seen), width=0.92, color="C0")
+    panel.axhline(0.1, color="0.3", lw=1, ls="--", label="calibrated")
+    panel.set_xticks(range(11), ["", *range(1, 10), ""])
+    panel.set(xlabel="between which predicted deciles", ylabel="share of realised returns")
+    panel.legend(loc="best", fontsize=8, frameon=False)
+
+
+def draw_state(panel: Any, curve: np.ndarray, realised: float, title: str) -> None:
+    """The predicted distribution function of one state, and what came."""
+    panel.plot(curve, FINE, color="C0", lw=1.6)
+    panel.axvline(realised, color="C3", lw=1.2)
+    panel.set(title=title, xlabel="discounted return", ylim=(0, 1))
+
+
+def draw(path: Path, title: str, seen: Seen, curves: np.ndarray, states: list[int]) -> None:
+    """The picture: fan and calibration above, four distributions (99, 4) below."""
+    plt = common.pyplot()
+    figure = plt.figure(figsize=(10, 6.2), constrained_layout=True)
+    grid = figure.add_gridspec(2, 12, height_ratios=(1.5, 1))
+    episode = median_episode(seen)
+    draw_fan(figure.add_subplot(grid[0, :8]), seen, episode, states)
+    draw_calibration(figure.add_subplot(grid[0, 8:]), seen)
+    for number, step in enumerate(states):
+        panel = figure.add_subplot(grid[1, 3 * number : 3 * number + 3])
+        realised = seen.returns[step, episode]
+        draw_state(panel, curves[:, number], realised, f"{'abcd'[number]}: step {step}")
+        if number == 0:
+            panel.set_ylabel("probability of less")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+
+
+def inspect(run_dir: Path, episodes: int, states: list[int]) -> Path:
+    """Look at a run, draw, tell; the picture's path."""
+    script = script_of(run_dir)
+    agent, args = script.load_agent(run_dir)
+    seen, outputs = look(script, agent, args, episodes)
+    episode = median_episode(seen)
+    length = int(seen.alive[:, episode].sum())
+    states = states or [i * (length - 1) // 4 for i in range(4)]
+    if max(states) >= length:
+        raise ValueError(f"--states {max(states)}: the episode shown has {length} steps")
+    at = outputs[states, episode]  # (4, K or K + 1)
+    dist = agent.value_dist
+    curves = np.array([calibration.predicted_quantile(script, dist, at, x) for x in FINE])
+
+    path = run_dir / "critics.png"
+    title = f"{args.env_id}, {script.__name__.removesuffix('_of_run')}, {episodes} episodes"
+    draw(path, title, seen, curves, states)
+    told = ", ".join(f"{name} {x:.3g}" for name, x in numbers(seen).items())
+    print(f"{seen.alive.sum():,} states of {episodes} episodes, discounted returns: {told}")
+    return path
+
+
+def main() -> None:
+    """Parse, inspect."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--episodes", type=int, default=64)
+    parser.add_argument(
+        "--states", type=int, nargs=4, default=[], help="steps of the episode shown"
+    )
+    args = parser.parse_args()
+    if args.episodes < 1 or min(args.states, default=0) < 0:
+        parser.error("--episodes must be 1 or more, --states 0 or more")
+    try:
+        print(inspect(args.run_dir, args.episodes, args.states))
+    except ValueError as error:  # the scripts' UsageError is one
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
