@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import csv
 import importlib
 import io
 import os
 import platform
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -15,15 +18,19 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import compose
+
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 LSTM = "distributional_ppo_lstm"
 CATEGORICAL = "distributional_ppo_categorical"
+LSTM_ATOMS, QUANTILE = "ppo_lstm_categorical", "ppo_quantile"  # the other two combinations
 Row = dict[str, str]  # of a CSV: text by column
 
 
@@ -72,12 +79,21 @@ class Run(NamedTuple):
 
 
 # --------------------------------------------------------------------------------------------- runs
+@cache
 def load_script(name: str) -> ModuleType:
-    """A script of the folder above, as a module."""
+    """A script of the folder above, or one that `compose` makes of them, as a module."""
     folder = str(HERE.parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    if name in (LSTM_ATOMS, QUANTILE):
+        folder = tempfile.mkdtemp()  # of this process alone
+        atexit.register(shutil.rmtree, folder)
+        compose.compose(Path(folder))
+    sys.path.insert(0, folder)
     return importlib.import_module(name)
+
+
+def commit() -> str:
+    """Of the repository."""
+    return subprocess.getoutput(f"git -C '{HERE}' rev-parse HEAD")
 
 
 def peer_network(script: ModuleType, args: Any) -> dict[str, Any]:

@@ -5,9 +5,10 @@
     python benchmarks/learning.py --only CartPoleNoVel-v1 --seeds 1 2 3
     python benchmarks/learning.py --ablations           # one thing changed at a time
 
-A run leaves results/<script>/<task>/<variant>/seed<k>.csv (step, return of every training episode)
-and seed<k>.json (final evaluation, flags, versions, commit, wall time). Interrupted at any point,
-the next call continues. Reported seeds are 1 to 10; whatever was tuned was tuned on 1000 and up.
+A run leaves results/<script>/<task>/<variant>/seed<k>.csv (step, return of every training episode,
+or means of neighbours where there are thousands) and seed<k>.json (final evaluation, flags,
+versions, commit, wall time). Interrupted at any point, the next call continues. Reported seeds are
+1 and up; whatever was tuned was tuned on 1000 and up.
 """
 
 from __future__ import annotations
@@ -15,12 +16,8 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
-import importlib
 import json
-import sys
-import tempfile
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -28,7 +25,7 @@ from typing import Any, NamedTuple
 import common
 import gymnasium as gym
 import numpy as np
-from common import CATEGORICAL, LSTM, RESULTS, Cell, Point, Run
+from common import CATEGORICAL, LSTM, LSTM_ATOMS, QUANTILE, RESULTS, Cell, Point, Run
 
 SB3 = "stable_baselines3_ppo"
 CONTRIB = "sb3_contrib_recurrent_ppo"
@@ -202,7 +199,6 @@ BOTH = {  # variant: flags; one thing differs from the row of the task in GRID, 
     "no_popart": "",  # normalised returns without rescaling, see `unscaled`
     "raw_observations": "--no-norm-obs",
     "sr_lambda": "--value-target sr_lambda",
-    "exchanged": "",  # the other script's value distribution, see compose.py
 }
 OWN = {
     LSTM: {
@@ -242,6 +238,9 @@ def ablations() -> list[Cell]:
             for variant, own in variants.items()
             if variant not in same
         ]
+        # the other script's value distribution
+        other = LSTM_ATOMS if script == LSTM else QUANTILE
+        cells.append(Cell(task, other, "exchanged", flags, range(1, 6)))
     return cells
 
 
@@ -307,31 +306,16 @@ def unscaled(module: ModuleType) -> None:
     module.update = update_then_move
 
 
-def exchanged(script: str, top: str) -> ModuleType:
-    """The script with the other one's value distribution, written into the folder `top`."""
-    import compose
-
-    combinations = compose.compose(Path(top))
-    sys.path.insert(0, top)
-    return importlib.import_module(combinations[script == CATEGORICAL].stem)
-
-
 def run_ours(run: Run) -> Result:
     """Train one seed of a script of this repository."""
     cell = run.cell
-    with ExitStack() as stack:
-        if cell.variant == "exchanged":
-            top = stack.enter_context(tempfile.TemporaryDirectory())
-            module = exchanged(cell.script, top)
-        else:
-            module = common.load_script(cell.script)
-        if cell.variant == "no_memory":
-            forget(module)
-        if cell.variant == "no_popart":
-            unscaled(module)
+    module = common.load_script(cell.script)
+    if cell.variant == "no_memory":
+        forget(module)
+    if cell.variant == "no_popart":
+        unscaled(module)
 
-        training = common.trained(module, cell.task, run.seed, cell.flags)
-        done = stack.enter_context(training)
+    with common.trained(module, cell.task, run.seed, cell.flags) as done:
         metrics = done.metrics
         followed = [tag for tag in FOLLOWED if tag in metrics]
         tags = ("charts/episodic_return", "eval/return_mean", *followed)
@@ -339,6 +323,7 @@ def run_ours(run: Run) -> Result:
         told = json.loads((done.directory / "args.json").read_text())
 
     told["args"]["run_dir"] = "runs"
+    told["commit"] = common.commit()  # `compose` writes outside of the repository
     kept = [tag for tag in metrics if tag.startswith(("eval/", "charts/SPS"))]
     over_run = {}
     for tag in followed:
@@ -350,7 +335,16 @@ def run_ours(run: Run) -> Result:
         "over_run": over_run,
         **told,
     }
-    return Result(rounded(curves["charts/episodic_return"]), facts)
+    return Result(curves["charts/episodic_return"], facts)
+
+
+def thinned(points: list[Point]) -> list[Point]:
+    """Of more than 5,000 episodes at most 2,500 points: means of as many neighbours each."""
+    if len(points) <= 5_000:
+        return points
+    size = -(-len(points) // 2_500)
+    groups = [points[i : i + size] for i in range(0, len(points), size)]
+    return [Point(group[-1].step, np.mean([p.value for p in group])) for group in groups]
 
 
 def rounded(points: list[Point]) -> list[Point]:
@@ -465,7 +459,7 @@ def keep(run: Run, result: Result) -> None:
     (path / f"seed{run.seed}.json").write_text(json.dumps(result.facts, indent=1))
     unfinished = path / f"seed{run.seed}.tmp"
     with unfinished.open("w", newline="") as file:
-        csv.writer(file).writerows([("step", "return"), *result.points])
+        csv.writer(file).writerows([("step", "return"), *rounded(thinned(result.points))])
     unfinished.rename(unfinished.with_suffix(".csv"))  # last: it marks the run as done
 
 
@@ -631,20 +625,25 @@ def mujoco() -> str:
     )
 
 
+def panel_of(cell: Cell) -> tuple[bool, str]:
+    """What the ablations of one row of the grid share: networks and task."""
+    return cell.script in (CATEGORICAL, QUANTILE), cell.task
+
+
 def draw_ablations(cells: list[Cell]) -> None:
     """Every seed a point, a panel for each task."""
     plt = common.pyplot()
-    panels: dict[tuple[str, str], list[Cell]] = {}
+    panels: dict[tuple[bool, str], list[Cell]] = {}
     for cell in cells:
-        panels.setdefault((cell.script, cell.task), []).append(cell)
+        panels.setdefault(panel_of(cell), []).append(cell)
 
     figure, axes = plt.subplots(1, len(panels), figsize=(12, 5), constrained_layout=True)
-    for panel, ((script, task), own) in zip(axes, panels.items()):
+    for panel, ((feed_forward, task), own) in zip(axes, panels.items()):
         for cell in own:
             scores = scores_of(cell)
             panel.plot(scores, [cell.variant] * len(scores), "o", color="C0", alpha=0.6)
         panel.invert_yaxis()
-        kind = "recurrent, quantiles" if script == LSTM else "feed-forward, atoms"
+        kind = "feed-forward, atoms" if feed_forward else "recurrent, quantiles"
         panel.set(title=f"{task}\n{kind}", xlabel="evaluation return, by seed")
     figure.savefig(RESULTS / "ablations.png", dpi=110)
 
@@ -673,13 +672,10 @@ def report() -> None:
     """The table of results/learning.md, the ablations' beside it, and a figure of each."""
     common.publish(RESULTS / "learning.md", [*table(GRID), "", evaluated(), "", mujoco()])
 
-    def panel(cell: Cell) -> tuple[str, str]:
-        return cell.script, cell.task
-
-    changed = {panel(cell) for cell in ABLATIONS}
+    changed = {panel_of(cell) for cell in ABLATIONS}
     plain = ("default", "before")
-    base = [cell for cell in GRID if cell.variant in plain and panel(cell) in changed]
-    beside = sorted([*base, *ABLATIONS], key=panel)
+    base = [cell for cell in GRID if cell.variant in plain and panel_of(cell) in changed]
+    beside = sorted([*base, *ABLATIONS], key=panel_of)
     common.publish(RESULTS / "ablations.md", table(beside))
 
     draw_ablations(beside)
