@@ -1,0 +1,252 @@
+"""What a distributional critic buys: critics compared on the same tasks, everything else equal.
+
+    python benchmarks/critics.py               # run what is missing, two at a time, and report
+    python benchmarks/critics.py --report      # table and figure from the committed files alone
+    python benchmarks/critics.py --only Hopper scalar --seeds 1
+
+Feed-forward on MuJoCo and MinAtar: HL-Gauss, two-hot, 51 quantiles, scalar, each with twins (their
+minimum) and with a single critic. Recurrent: quantiles, atoms, scalar, with twins. Quantiles in the
+feed-forward script and atoms in the recurrent one are those of `compose.py`. The scalar critic is
+the quantile script with a single quantile and --kappa 10, whose loss is u^2 / (4 kappa) for errors
+below ten standard deviations: with --vf-coef 10 the usual 0.5 * 0.5 * u^2; V is that output.
+
+Runs are kept as `learning.py` keeps them, and those of the defaults are the same. Scores are final
+evaluations, (score - low) / (mean of the reference - low): 1 is what the scalar critic gets, the
+single one or, in the recurrent script, the twins. Reported as Agarwal et al. 2021 ask:
+interquartile mean over tasks and seeds, probability of improvement over the scalar critic of as
+many heads, 95 % intervals by bootstrap stratified by task, performance profiles. (Their library,
+rliable 1.2.0, does not import beside pandas 3.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import NamedTuple
+
+import common
+import learning
+import numpy as np
+from common import CATEGORICAL, LSTM, LSTM_ATOMS, QUANTILE, RESULTS, Cell
+
+SCALAR = "--num-quantiles 1 --kappa 10 --vf-coef 10 --value-from distribution"
+REPEATS = 2_000  # of the bootstrap
+
+
+class Critic(NamedTuple):
+    """One row of a family: how a script is run to have it."""
+
+    script: str
+    variant: str  # of the runs' folder
+    flags: str
+    rival: str  # the row of the scalar critic with as many heads
+
+
+class Family(NamedTuple):
+    """Tasks on which the same critics are compared."""
+
+    tasks: dict[str, str]  # with their flags
+    low: dict[str, float]  # return that counts as 0; 0 if a task is not named
+    critics: dict[str, Critic]
+    reference: str  # the row whose mean counts as 1
+    seeds: range
+
+
+def feed_forward() -> dict[str, Critic]:
+    """Four critics, twins and single."""
+    rows = {}
+    for heads, flags in (("twins", ""), ("single", " --num-critics 1")):
+        rival = f"scalar, {heads}"
+        default = "default" if heads == "twins" else "single_critic"
+        rows |= {
+            f"HL-Gauss, {heads}": Critic(CATEGORICAL, default, flags, rival),
+            f"two-hot, {heads}": Critic(
+                CATEGORICAL, f"two_hot_{heads}", f" --target-encoding two_hot{flags}", rival
+            ),
+            f"51 quantiles, {heads}": Critic(
+                QUANTILE, f"quantiles_{heads}", f" --num-quantiles 51{flags}", rival
+            ),
+            rival: Critic(QUANTILE, f"scalar_{heads}", f" {SCALAR}{flags}", ""),
+        }
+    return rows
+
+
+RECURRENT = {
+    "32 quantiles": Critic(LSTM, "default", "", "scalar"),
+    "51 atoms, HL-Gauss": Critic(LSTM_ATOMS, "default", "", "scalar"),
+    "scalar": Critic(LSTM, "scalar_twins", f" {SCALAR}", ""),
+}
+ROBOTS = ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Ant-v5")
+POPGYM = ("RepeatPreviousEasy", "AutoencodeEasy", "VelocityOnlyCartpoleEasy")
+FAMILIES = {
+    "MuJoCo": Family(
+        tasks={task: learning.MUJOCO for task in ROBOTS},
+        low={},
+        critics=feed_forward(),
+        reference="scalar, single",
+        seeds=range(1, 6),
+    ),
+    "MinAtar": Family(
+        tasks={f"envs:MinAtar/{game}-v1": learning.MINATAR for game in learning.GAMES},
+        low={},
+        critics=feed_forward(),
+        reference="scalar, single",
+        seeds=range(1, 6),
+    ),
+    "recurrent": Family(
+        tasks={
+            "PendulumNoVel-v1": learning.PENDULUM_NOVEL,
+            "CartPoleNoVel-v1": "",
+            **{f"popgym:popgym-{name}-v0": "" for name in POPGYM},
+        },
+        # about a random policy's; the bound of popgym's returns
+        low={"PendulumNoVel-v1": -1200, **{f"popgym:popgym-{name}-v0": -1 for name in POPGYM}},
+        critics=RECURRENT,
+        reference="scalar",
+        seeds=range(1, 11),
+    ),
+}
+
+
+def cell_of(family: Family, critic: Critic, task: str) -> Cell:
+    """The runs of one row on one task."""
+    flags = family.tasks[task] + critic.flags
+    return Cell(task, critic.script, critic.variant, flags, family.seeds)
+
+
+def cells() -> list[Cell]:
+    """The whole grid."""
+    return [
+        cell_of(family, critic, task)
+        for family in FAMILIES.values()
+        for task in family.tasks
+        for critic in family.critics.values()
+    ]
+
+
+# ------------------------------------------------------------------------------------------- report
+def scores_of(cell: Cell) -> list[float]:
+    """Final evaluations of the cell's seeds that have run, in their order."""
+    runs = [common.Run(cell, seed) for seed in cell.seeds]
+    paths = [learning.folder(cell) / f"seed{run.seed}.json" for run in runs if learning.done(run)]
+    return [json.loads(path.read_text())["result"]["eval/return_mean"] for path in paths]
+
+
+def raw_scores(family: Family) -> dict[str, np.ndarray]:
+    """Final evaluations of every row, (seeds, tasks): as many seeds as all tasks of it have; rows
+    without runs on all tasks are left out."""
+    rows = {}
+    for name, critic in family.critics.items():
+        columns = [scores_of(cell_of(family, critic, task)) for task in family.tasks]
+        fewest = min(map(len, columns))
+        if fewest:
+            rows[name] = np.array([column[:fewest] for column in columns]).T
+    return rows
+
+
+def normalised(family: Family, raw: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Scores of which 0 is `low` and 1 the reference's mean, of each task."""
+    low = np.array([family.low.get(task, 0) for task in family.tasks])
+    high = raw[family.reference].mean(0)
+    return {name: (scores - low) / (high - low) for name, scores in raw.items()}
+
+
+def iqm(scores: np.ndarray) -> float:
+    """Interquartile mean of all runs on all tasks, (seeds, tasks)."""
+    return learning.iqm(scores.flatten())
+
+
+def improvement(scores: np.ndarray, rival: np.ndarray) -> float:
+    """Probability that a run has more than one of the rival's on the same task, mean over tasks;
+    ties count half. Both (seeds, tasks), each with seeds of its own."""
+    mine, theirs = scores[:, None], rival[None]
+    return float(((mine > theirs) + 0.5 * (mine == theirs)).mean())
+
+
+def resampled(scores: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """As many seeds, drawn with replacement in each task by itself."""
+    rows = rng.integers(len(scores), size=scores.shape)
+    return np.take_along_axis(scores, rows, 0)
+
+
+def estimate(function: Callable[..., float], *samples: np.ndarray) -> str:
+    """A figure of one sample or two, with its 95 % interval, stratified by task."""
+    rng = np.random.default_rng(0)
+    draws = [function(*(resampled(x, rng) for x in samples)) for _ in range(REPEATS)]
+    low, high = np.percentile(draws, [2.5, 97.5])
+    return f"{function(*samples):.2f} ({low:.2f} to {high:.2f})"
+
+
+def table(title: str, family: Family) -> list[str]:
+    """A line for every critic that has run on all tasks of a family."""
+    raw = raw_scores(family)
+    if family.reference not in raw:
+        return [f"{title}: no runs of the reference, {family.reference}, yet."]
+    scores = normalised(family, raw)
+    tasks = [task.split(":")[-1].split("/")[-1].removeprefix("popgym-") for task in family.tasks]
+    names = f"{title} | seeds | {' | '.join(tasks)} | IQM | better than scalar"
+    lines = common.markdown_head(names)
+    for name in raw:
+        means = [f"{mean:.0f}" if abs(mean) > 100 else f"{mean:.2f}" for mean in raw[name].mean(0)]
+        rival = scores.get(family.critics[name].rival)
+        better = "-" if rival is None else estimate(improvement, scores[name], rival)
+        figures = [estimate(iqm, scores[name]), better]
+        lines.append(common.markdown_row([name, len(raw[name]), *means, *figures]))
+    return lines
+
+
+def draw(families: dict[str, Family]) -> None:
+    """Performance profiles: share of runs above a score, over the score; a panel for a family."""
+    plt = common.pyplot()
+    figure, axes = plt.subplots(
+        1, len(families), figsize=(4.4 * len(families), 4.2), constrained_layout=True, squeeze=False
+    )
+    for panel, (title, family) in zip(axes[0], families.items()):
+        scores = normalised(family, raw_scores(family))
+        highest = max(x.max() for x in scores.values())
+        taus = np.linspace(0, highest, 101)
+        kinds = list(dict.fromkeys(name.split(", ")[0] for name in scores))
+        for name in scores:
+            profile = [(scores[name] > tau).mean() for tau in taus]
+            colour = f"C{kinds.index(name.split(', ')[0])}"
+            style = "--" if name.endswith("single") else "-"
+            panel.plot(taus, profile, style, color=colour, lw=1.5, label=name)
+        panel.axvline(1, color="0.6", lw=0.8)
+        panel.set(title=title, xlabel=f"score; 1: mean of {family.reference}", ylim=(0, 1.02))
+        panel.legend(fontsize=7, frameon=False)
+    axes[0][0].set_ylabel("share of runs with a larger score")
+    figure.savefig(RESULTS / "critics.png", dpi=120)
+
+
+def report() -> None:
+    """Tables in results/critics.md and on the terminal, the figure in results/critics.png."""
+    lines = []
+    for title, family in FAMILIES.items():
+        lines += [*table(title, family), ""]
+    common.publish(RESULTS / "critics.md", lines[:-1])
+    told = {
+        title: family
+        for title, family in FAMILIES.items()
+        if family.reference in raw_scores(family)
+    }
+    if told:
+        draw(told)
+
+
+def main() -> None:
+    """Parse, run, report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--report", action="store_true", help="only rebuild tables and figure")
+    parser.add_argument("--only", nargs="*", default=[], help="words, all to match")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[], help="seeds to run")
+    parser.add_argument("--processes", type=int, default=2, help="runs at a time")
+    args = parser.parse_args()
+    if not args.report:
+        missing = learning.missing(cells(), args.only, args.seeds)
+        learning.run_missing(missing, args.processes)
+    report()
+
+
+if __name__ == "__main__":
+    main()
