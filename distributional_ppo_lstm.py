@@ -704,7 +704,7 @@ class ValueDistribution(nn.Module):
 
 # ----------------------------------------------------------------------------------------- networks
 def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias_const: float = 0.0) -> nn.Module:
-    """Orthogonal weights of gain `std` and constant biases. The first layer's are above 0: an
+    """Orthogonal weights of gain `std`, constant biases. Ahead of the values they are above 0: an
     observation that never changes, normalised 0, would leave all units of a ReLU network dead."""
     for name, parameter in layer.named_parameters():  # an LSTM has four
         if "bias" in name:
@@ -868,7 +868,7 @@ def make_encoder(space: Box, args: Args) -> nn.Sequential:
         convolutions = Convolutions(space, activation)
         last = layer_init(nn.Linear(convolutions.num_features, args.hidden_size))
         return nn.Sequential(convolutions, last, activation())
-    first = layer_init(nn.Linear(space.shape[0], args.hidden_size), bias_const=0.1)
+    first = layer_init(nn.Linear(space.shape[0], args.hidden_size))
     return nn.Sequential(first, activation())
 
 
@@ -915,7 +915,8 @@ class Agent(nn.Module):
         self.actor_head = layer_init(actor_head, 0.01)
         self.critic_heads = nn.ModuleList()
         for _ in range(args.num_critics):
-            hidden = layer_init(nn.Linear(args.lstm_hidden_size, args.hidden_size))
+            hidden = nn.Linear(args.lstm_hidden_size, args.hidden_size)
+            hidden = layer_init(hidden, bias_const=0.1)
             output = layer_init(nn.Linear(args.hidden_size, self.value_dist.num_outputs), 0.1)
             self.critic_heads.append(nn.Sequential(hidden, ACTIVATIONS[args.activation](), output))
         self.to("cuda" if args.cuda else "cpu")
