@@ -17,7 +17,9 @@ import argparse
 import csv
 import dataclasses
 import json
+import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -382,10 +384,37 @@ def same_options(args: Any) -> dict[str, Any]:
     }
 
 
+def make_peer(run: Run, ours: ModuleType, args: Any, make: Callable) -> Any:
+    """The model to train, with its environments. Variants: `zoo` has the zoo's flags; `same_flags`
+    and `equal_time` have ours, and our encoders; `default` has SB3's."""
+    import sb3_contrib
+    import stable_baselines3 as sb3
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.vec_env import VecNormalize
+
+    seed = run.seed
+    if run.cell.variant == "zoo":
+        options, net = zoo_options(run.cell.task)
+        envs = make_vec_env(make, options.pop("n_envs"), seed)
+    elif run.cell.variant == "default":
+        return sb3.PPO("MlpPolicy", make_vec_env(make, 1, seed), seed=seed)
+    else:
+        options, net = same_options(args), common.peer_network(ours, args)
+        envs = make_vec_env(make, args.num_envs, seed)
+    if run.cell.script == SB3:
+        return sb3.PPO("MlpPolicy", envs, seed=seed, policy_kwargs=net, **options)
+
+    envs = VecNormalize(envs, gamma=options["gamma"])
+    if run.cell.variant == "equal_time":
+        net |= {"lstm_hidden_size": args.lstm_hidden_size, "enable_critic_lstm": True}
+    recurrent = sb3_contrib.RecurrentPPO
+    return recurrent("MlpLstmPolicy", envs, seed=seed, policy_kwargs=net, **options)
+
+
 def run_peer(run: Run) -> Result:
-    """SB3's PPO with its defaults or with flags and encoder of ours, or sb3-contrib's RecurrentPPO
-    with the flags of the zoo. The environments are ours; evaluated like ours: 50 episodes, mode of
-    the policy."""
+    """SB3's PPO or sb3-contrib's RecurrentPPO. The environments are ours; evaluated like ours: 50
+    episodes, mode of the policy, or its samples where ours are. With `equal_time` training ends
+    when it has taken as long as ours did, a median over its seeds."""
     import sb3_contrib
     import stable_baselines3 as sb3
     import torch
@@ -394,50 +423,38 @@ def run_peer(run: Run) -> Result:
     from stable_baselines3.common.vec_env import VecNormalize
 
     task = run.cell.task
-    seed = run.seed
-    zoo = run.cell.script == CONTRIB
-    ours = common.load_script(CATEGORICAL)
+    contrib = run.cell.script == CONTRIB
+    ours = common.load_script(LSTM if contrib else CATEGORICAL)
     args = ours.tyro.cli(ours.Args, args=["--env-id", task, *run.cell.flags.split()])
-    steps = args.total_timesteps
     torch.set_num_threads(1)
+    limit = math.inf
+    if run.cell.variant == "equal_time":
+        limit = training_seconds(cell_of(LSTM, task, "default"))
 
-    def make():
-        return ours.make_env(args)
-
-    def make_cut():
-        return gym.wrappers.TimeLimit(make(), 10_000)
-
-    fresh = make_vec_env(make_cut, 1, seed + 1_000_000)
-    if zoo:
-        options, net = zoo_options(task)
-        envs = make_vec_env(make, options.pop("n_envs"), seed)
-        envs = VecNormalize(envs, gamma=options["gamma"])
-        recurrent = sb3_contrib.RecurrentPPO
-        model = recurrent("MlpLstmPolicy", envs, seed=seed, policy_kwargs=net, **options)
-    elif run.cell.variant == "same_flags":
-        envs = make_vec_env(make, args.num_envs, seed)
-        net = common.peer_network(ours, args)
-        model = sb3.PPO("MlpPolicy", envs, seed=seed, policy_kwargs=net, **same_options(args))
-    else:
-        model = sb3.PPO("MlpPolicy", make_vec_env(make, 1, seed), seed=seed)
-
+    model = make_peer(run, ours, args, lambda: ours.make_env(args))
     points: list[Point] = []
+    began = time.time()
 
     def watch(local: dict, _: dict) -> bool:
         ended = [info["episode"] for info in local["infos"] if "episode" in info]
         points.extend(Point(model.num_timesteps, episode["r"]) for episode in ended)
-        return True
+        return time.time() - began < limit
 
-    model.learn(steps, watch)
-    if zoo:
+    model.learn(args.total_timesteps, watch)
+    fresh = make_vec_env(
+        lambda: gym.wrappers.TimeLimit(ours.make_env(args), 10_000), 1, run.seed + 1_000_000
+    )
+    if contrib:
+        envs = model.get_env()
         fresh = VecNormalize(fresh, training=False, norm_reward=False)
         fresh.obs_rms = envs.obs_rms
-    returns, _ = evaluate_policy(model, fresh, 50, return_episode_rewards=True)
+    mode = not args.eval_sampled
+    returns, _ = evaluate_policy(model, fresh, 50, deterministic=mode, return_episode_rewards=True)
 
-    published = ZOO[task] | {"net": NET} if zoo else {}
+    published = ZOO[task] | {"net": NET} if run.cell.variant == "zoo" else {}
     facts = {
         "result": {"eval/return_mean": np.mean(returns), "eval/return_std": np.std(returns)},
-        "args": {"total_timesteps": steps, **published},
+        "args": {"total_timesteps": model.num_timesteps, "flags": run.cell.flags, **published},
         "versions": {m.__name__: m.__version__ for m in (sb3, sb3_contrib, torch)},
     }
     return Result(points, facts)
@@ -557,6 +574,15 @@ def evaluated() -> str:
         f"(median; {min(first):,.0f} to {max(first):,.0f}); of the later evaluations "
         f"{np.mean(stayed):.0%} are that good."
     )
+
+
+def training_seconds(cell: Cell) -> float:
+    """Median time that the cell's runs spent on training, evaluations apart."""
+    runs = facts_of(cell)
+    seconds = [run["args"]["total_timesteps"] / run["result"]["charts/SPS"] for run in runs]
+    if not seconds:
+        raise ValueError(f"{cell.task}: run {cell.script} first; its time is the limit")
+    return float(np.median(seconds))
 
 
 def steps_needed(cell: Cell) -> str:

@@ -26,6 +26,7 @@ COLUMNS = (
     "return_std",
     "evaluations",
     "steps_to_threshold",  # of the training returns; empty in early rows and without threshold
+    "share_lost",  # of the steps after that, in episodes below it; empty as well
 )
 TABLE = Table(RESULTS / "tuning.csv", COLUMNS, end="\n")
 
@@ -35,11 +36,17 @@ def run_one(run: Run) -> dict[str, object]:
     cell = run.cell
     script = common.load_script(cell.script)
     with common.trained(script, cell.task, run.seed, cell.flags) as done:
-        curves = common.scalars(done.directory, ("eval/return_mean", "charts/episodic_return"))
+        tags = ("eval/return_mean", "charts/episodic_return", "charts/episodic_length")
+        curves = common.scalars(done.directory, tags)
 
     scores = [f"{point.step}:{point.value:.1f}" for point in curves["eval/return_mean"]]
     episodes = np.array(curves["charts/episodic_return"])
+    lengths = np.array(curves["charts/episodic_length"])[:, 1]
     threshold = THRESHOLDS.get(cell.task)
+    steps, lost = "", ""
+    if threshold is not None:
+        steps = first_step(episodes, threshold)
+        lost = share_lost(episodes, lengths, steps, threshold)
     return {
         "script": cell.script,
         "task": cell.task,
@@ -48,8 +55,18 @@ def run_one(run: Run) -> dict[str, object]:
         "return_mean": round(done.metrics["eval/return_mean"], 4),
         "return_std": round(done.metrics["eval/return_std"], 4),
         "evaluations": " ".join(scores) if len(scores) > 1 else "",
-        "steps_to_threshold": "" if threshold is None else first_step(episodes, threshold),
+        "steps_to_threshold": steps,
+        "share_lost": lost,
     }
+
+
+def share_lost(episodes: np.ndarray, lengths: np.ndarray, first: float, threshold: float) -> float:
+    """Share of the steps after `first` in episodes, (step, return), that end below the threshold;
+    1 where none comes after it."""
+    steps, returns = episodes.T
+    later = lengths[steps > first]
+    lost = later[returns[steps > first] < threshold]
+    return round(float(lost.sum() / later.sum()), 4) if len(later) else 1.0
 
 
 def run_missing(cell: Cell, processes: int) -> None:
@@ -72,6 +89,7 @@ def line(script: str, flags: str, rows: list[Row], threshold: float | None) -> s
     final = np.array([float(row["return_mean"]) for row in rows])
     later = [score for row in rows for score in later_scores(row)]
     steps = np.array([float(row["steps_to_threshold"] or "nan") for row in rows])
+    lost = [float(row["share_lost"]) for row in rows if row["share_lost"]]
     return common.markdown_row(
         [
             script,
@@ -82,18 +100,20 @@ def line(script: str, flags: str, rows: list[Row], threshold: float | None) -> s
             "-" if threshold is None else sum(final >= threshold),
             f"{np.mean(later):.1f}" if later else "-",
             "-" if np.isnan(steps).all() else f"{np.nanmedian(steps):.0f}",
+            f"{np.mean(lost):.3f}" if lost else "-",
         ]
     )
 
 
 def report(task: str) -> None:
     """Print seeds, final evaluations, those at the threshold, the mean of all evaluations in the
-    last three quarters of the runs and the median steps to the threshold, for every setting."""
+    last three quarters of the runs, the median steps to the threshold and the mean share of later
+    steps in episodes below it, for every setting."""
     settings: dict[tuple[str, str], list[Row]] = {}  # by script and flags
     for row in TABLE.rows():
         if row["task"] == task:
             settings.setdefault((row["script"], row["flags"]), []).append(row)
-    names = "script | flags | seeds | mean | worst | reached | later | steps"
+    names = "script | flags | seeds | mean | worst | reached | later | steps | lost"
     print(*common.markdown_head(names), sep="\n")
     for (script, flags), rows in sorted(settings.items()):
         print(line(script, flags, rows, THRESHOLDS.get(task)))

@@ -142,3 +142,25 @@ def test_the_scalar_critic_is_the_usual_one(critics):
     assert (args.vf_coef * loss[0]).tolist() == pytest.approx(expected.tolist())
     dist.moments.mean.fill_(7)
     assert dist.value(values).tolist() == pytest.approx([4, 7, 9.5])
+
+
+# ------------------------------------------------------------------------------------------- tuning
+def test_share_of_later_steps_in_episodes_below_the_threshold():
+    """After step 100 two episodes: 300 steps above, 100 below: a quarter. What came before, and
+    the episode that ended at step 100 itself, do not count."""
+    tune = importlib.import_module("tune")
+    episodes = np.array([[50, 1.0], [100, 9], [400, 10], [500, 2]])
+    lengths = np.array([50, 50, 300, 100])
+    assert tune.share_lost(episodes, lengths, 100, 5) == 0.25
+    assert tune.share_lost(episodes, lengths, np.inf, 5) == 1
+
+
+def test_long_curves_are_thinned_by_means_of_neighbours():
+    """5,001 episodes in groups of three: means, at the step of each group's last."""
+    learning = importlib.import_module("learning")
+    points = [learning.Point(i, 2.0 * i) for i in range(5_001)]
+    thin = learning.thinned(points)
+    assert len(thin) == 1_667
+    assert thin[0] == (2, 2)
+    assert thin[-1] == (5_000, 2 * 4_999)
+    assert learning.thinned(points[:-1]) == points[:-1]
