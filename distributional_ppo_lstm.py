@@ -103,16 +103,16 @@ class Args:
     norm_obs: bool = True  # normalise observation vectors by running moments, clipped to +-10
     learning_rate: float = 1e-3  # of Adam, > 0
     anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
-    gamma: float = 0.98  # discount per step, in [0, 1]
+    gamma: float = 0.99  # discount per step, in [0, 1]
     gae_lambda: float = 0.9  # weight of longer returns in GAE, in [0, 1]
     num_minibatches: int = 2  # per epoch; divides the training sequences of a rollout
     seq_len: int = 0  # steps of a training sequence, divides num_steps; 0: the whole rollout
     update_epochs: int = 8  # passes over each rollout, integer >= 1
     norm_adv: bool = True  # normalise advantages over the rollout
-    norm_adv_memory: int = 10  # rollouts whose advantage std holds on, integer >= 0; 0: none
+    norm_adv_memory: int = 100  # rollouts whose advantage std holds on, integer >= 0; 0: none
     clip_coef: float = 0.2  # clipping range of the probability ratio, > 0
-    ent_coef: float = 0.01  # weight of the entropy bonus, per nat, >= 0
-    ent_coef_final: float | None = 0.0  # the same at the end of the run, linear; None: constant
+    ent_coef: float = 0.0  # weight of the entropy bonus, per nat, >= 0
+    ent_coef_final: float | None = None  # the same at the end of the run, linear; None: constant
     min_entropy: float = 0.0  # floor of the mean entropy, nats; needs min_entropy_penalty > 0
     min_entropy_penalty: float = 0.0  # weight of the shortfall below the floor, per nat, >= 0
     vf_coef: float = 0.5  # weight of the value loss, >= 0
