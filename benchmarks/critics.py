@@ -77,11 +77,10 @@ RECURRENT = {
     "51 atoms, HL-Gauss": Critic(LSTM_ATOMS, "default", "", "scalar"),
     "scalar": Critic(LSTM, "scalar_twins", f" {SCALAR}", ""),
 }
-ROBOTS = ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Ant-v5")
 POPGYM = ("RepeatPreviousEasy", "AutoencodeEasy", "VelocityOnlyCartpoleEasy")
 FAMILIES = {
     "MuJoCo": Family(
-        tasks={task: learning.MUJOCO for task in ROBOTS},
+        tasks={task: learning.MUJOCO for task in learning.ROBOTS[:4]},
         low={},
         critics=feed_forward(),
         reference="scalar, single",
@@ -98,7 +97,7 @@ FAMILIES = {
         tasks={
             "PendulumNoVel-v1": learning.PENDULUM_NOVEL,
             "CartPoleNoVel-v1": "",
-            **{f"popgym:popgym-{name}-v0": "" for name in POPGYM},
+            **{f"popgym:popgym-{name}-v0": learning.MEMORY for name in POPGYM},
         },
         # about a random policy's; the bound of popgym's returns
         low={"PendulumNoVel-v1": -1200, **{f"popgym:popgym-{name}-v0": -1 for name in POPGYM}},

@@ -55,9 +55,9 @@ LUNAR = (
     "--total-timesteps 1000000 --learning-rate 2.5e-4 --ent-coef 0.01 --num-envs 16 "
     "--num-steps 128 --num-minibatches 8 --update-epochs 4 --gamma 0.999 --gae-lambda 0.98"
 )
-MUJOCO = (
+MUJOCO = (  # compiled: the same but for rounding, 1.4 times as fast
     "--total-timesteps 1000000 --num-steps 256 --num-minibatches 32 --update-epochs 10 "
-    "--learning-rate 3e-4 --log-std-init -0.5 --target-kl 0.02"
+    "--learning-rate 3e-4 --log-std-init -0.5 --target-kl 0.02 --compile"
 )
 MINATAR = (
     "--total-timesteps 2000000 --num-envs 16 --num-steps 128 --num-minibatches 16 "
@@ -141,52 +141,48 @@ PUBLISHED = {
 }
 LONG = "--total-timesteps 500000"
 MILLION = "--total-timesteps 1000000"
-SEEDS = range(1, 4)  # where a run takes long
+MEMORY = LONG + " --eval-sampled"  # of some popgym tasks the policy's mode is no good
+POPGYM = (
+    "AutoencodeEasy", "RepeatPreviousEasy", "RepeatFirstEasy", "CountRecallEasy",
+    "PositionOnlyCartPoleEasy", "PositionOnlyPendulumEasy", "VelocityOnlyCartpoleEasy",
+    "NoisyPositionOnlyCartPoleEasy", "NoisyPositionOnlyPendulumEasy", "MultiarmedBanditEasy",
+    "HigherLowerEasy", "BattleshipEasy", "ConcentrationEasy", "MineSweeperEasy",
+)  # fmt: skip
+ROBOTS = ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Ant-v5", "Humanoid-v5")
+THREE, FIVE, TWENTY = range(1, 4), range(1, 6), range(1, 21)
 # flags: beyond --env-id and --seed
 GRID = [
-    Cell("CartPoleNoVel-v1", LSTM, "default", "", range(1, 11)),
-    # `before`: of commit 16478f6, whose V is the mean of the distribution; no longer run
-    Cell("CartPoleNoVel-v1", LSTM, "before", "", ()),
-    Cell("CartPoleNoVel-v1", LSTM, "evaluated", "--eval-every 10 --eval-episodes 10", range(1, 11)),
-    # the defaults once more, on another processor: rounding differs and so do the runs
-    Cell("CartPoleNoVel-v1", LSTM, "again", "", range(1, 11)),
-    Cell("CartPoleNoVel-v1", LSTM, "lean", "", range(1, 11)),  # the same, the scripts made faster
-    Cell("CartPoleNoVel-v1", LSTM, "no_memory", "", range(1, 4)),
-    Cell("PendulumNoVel-v1", LSTM, "default", PENDULUM_NOVEL, range(1, 11)),
-    Cell("MountainCarContinuousNoVel-v0", LSTM, "default", MOUNTAIN, range(1, 11)),
-    Cell("popgym:popgym-RepeatFirstEasy-v0", LSTM, "default", "", range(1, 6)),
-    Cell("popgym:popgym-RepeatPreviousEasy-v0", LSTM, "default", "", range(1, 6)),
-    Cell("popgym:popgym-RepeatFirstEasy-v0", LSTM, "long", LONG, range(1, 6)),
-    Cell("popgym:popgym-RepeatPreviousEasy-v0", LSTM, "long", LONG, range(1, 6)),
-    Cell("envs:MiniGrid-MemoryS7-Image-v0", LSTM, "default", LONG, range(1, 6)),
-    Cell("CartPole-v1", CATEGORICAL, "default", "", range(1, 11)),
-    Cell("CartPole-v1", CATEGORICAL, "before", "", ()),
-    Cell("CartPole-v1", CATEGORICAL, "again", "", range(1, 11)),
-    Cell("CartPole-v1", CATEGORICAL, "lean", "", range(1, 11)),
-    Cell("Pendulum-v1", CATEGORICAL, "default", PENDULUM + FLOOR, range(1, 6)),
-    Cell("Pendulum-v1", CATEGORICAL, "before", PENDULUM + FLOOR, ()),
-    Cell("Acrobot-v1", CATEGORICAL, "default", ACROBOT, range(1, 6)),
-    Cell("LunarLander-v3", CATEGORICAL, "default", LUNAR, range(1, 6)),
-    Cell("HalfCheetah-v5", CATEGORICAL, "default", MUJOCO, range(1, 9)),
-    Cell("HalfCheetah-v5", CATEGORICAL, "before", MUJOCO, ()),
-    Cell("Hopper-v5", CATEGORICAL, "default", MUJOCO, range(1, 4)),
-    Cell("Walker2d-v5", CATEGORICAL, "default", MUJOCO, range(1, 4)),
-    Cell("Ant-v5", CATEGORICAL, "default", MUJOCO, range(1, 4)),
-    Cell("Swimmer-v5", CATEGORICAL, "default", MUJOCO + " --gamma 0.9999", range(1, 4)),
-    Cell("CartPoleNoVel-v1", CONTRIB, "zoo", "--total-timesteps 100000", range(1, 6)),
-    Cell("PendulumNoVel-v1", CONTRIB, "zoo", "--total-timesteps 100000", range(1, 6)),
-    Cell("MountainCarContinuousNoVel-v0", CONTRIB, "zoo", "--total-timesteps 300000", range(1, 6)),
-    Cell("CartPole-v1", SB3, "default", "--total-timesteps 50000", range(1, 4)),
-    Cell("Pendulum-v1", SB3, "default", "--total-timesteps 100000", range(1, 4)),
-    Cell("Acrobot-v1", SB3, "default", LONG, range(1, 4)),
-    Cell("LunarLander-v3", SB3, "default", MILLION, range(1, 4)),
-    Cell("HalfCheetah-v5", SB3, "default", MILLION, range(1, 4)),
-    Cell("Hopper-v5", SB3, "default", MILLION, range(1, 4)),
-    Cell("Walker2d-v5", SB3, "default", MILLION, range(1, 4)),
-    Cell("Ant-v5", SB3, "default", MILLION, range(1, 4)),
-    *[Cell(f"envs:MinAtar/{game}-v1", CATEGORICAL, "default", MINATAR, SEEDS) for game in GAMES],
-    Cell("envs:MinAtar/Breakout-v1", SB3, "same_flags", MINATAR, SEEDS),
-    Cell("envs:MinAtar/Asterix-v1", SB3, "same_flags", MINATAR, SEEDS),
+    Cell("CartPoleNoVel-v1", LSTM, "default", "", TWENTY),
+    Cell("CartPoleNoVel-v1", LSTM, "no_memory", "", THREE),
+    Cell("PendulumNoVel-v1", LSTM, "default", PENDULUM_NOVEL, TWENTY),
+    Cell("MountainCarContinuousNoVel-v0", LSTM, "default", MOUNTAIN, TWENTY),
+    *[Cell(f"popgym:popgym-{name}-v0", LSTM, "default", MEMORY, THREE) for name in POPGYM],
+    Cell("envs:MiniGrid-MemoryS7-Image-v0", LSTM, "default", LONG, THREE),
+    Cell("CartPole-v1", CATEGORICAL, "default", "", TWENTY),
+    Cell("Pendulum-v1", CATEGORICAL, "default", PENDULUM + FLOOR, TWENTY),
+    Cell("Acrobot-v1", CATEGORICAL, "default", ACROBOT, TWENTY),
+    Cell("LunarLander-v3", CATEGORICAL, "default", LUNAR, TWENTY),
+    *[Cell(task, CATEGORICAL, "default", MUJOCO, FIVE) for task in ROBOTS],
+    Cell("Swimmer-v5", CATEGORICAL, "default", MUJOCO + " --gamma 0.9999", THREE),
+    *[Cell(f"envs:MinAtar/{game}-v1", CATEGORICAL, "default", MINATAR, THREE) for game in GAMES],
+    Cell("CartPoleNoVel-v1", CONTRIB, "zoo", "--total-timesteps 100000", FIVE),
+    Cell("PendulumNoVel-v1", CONTRIB, "zoo", "--total-timesteps 100000", FIVE),
+    Cell("MountainCarContinuousNoVel-v0", CONTRIB, "zoo", "--total-timesteps 300000", FIVE),
+    *[Cell(f"popgym:popgym-{name}-v0", CONTRIB, "equal_time", MEMORY, THREE) for name in POPGYM],
+    Cell("CartPole-v1", SB3, "default", "--total-timesteps 50000", THREE),
+    Cell("Pendulum-v1", SB3, "default", "--total-timesteps 100000", THREE),
+    Cell("Acrobot-v1", SB3, "default", LONG, THREE),
+    Cell("LunarLander-v3", SB3, "default", MILLION, THREE),
+    *[Cell(task, SB3, "default", MILLION, THREE) for task in ROBOTS[:4]],
+    Cell("envs:MinAtar/Breakout-v1", SB3, "same_flags", MINATAR, THREE),
+    Cell("envs:MinAtar/Asterix-v1", SB3, "same_flags", MINATAR, THREE),
+]
+# kept of earlier versions of the scripts until a newer row has taken their place; no longer run
+EARLIER = ("first", "before", "evaluated", "again", "lean", "long")
+OLD = [
+    Cell(path.parent.name, path.parent.parent.name, path.name, "", ())
+    for variant in EARLIER
+    for path in sorted(RESULTS.glob(f"distributional*/*/{variant}"))
 ]
 
 
@@ -521,7 +517,13 @@ def curves_of(cell: Cell) -> list[np.ndarray]:
 def cell_of(script: str, task: str, variant: str) -> Cell:
     """One cell of the grid."""
     wanted = (task, script, variant)
-    return next(cell for cell in GRID if cell.setting == wanted)
+    return next(cell for cell in [*GRID, *OLD] if cell.setting == wanted)
+
+
+def newest(script: str, task: str) -> Cell:
+    """The cell of the default flags, or that of the first edition as long as nothing is newer."""
+    cell = cell_of(script, task, "default")
+    return cell if facts_of(cell) else cell_of(script, task, "first")
 
 
 def smoothed(points: np.ndarray, grid: np.ndarray) -> np.ndarray:
@@ -629,7 +631,7 @@ def table(cells: list[Cell]) -> list[str]:
 def mujoco() -> str:
     """Scores of the one MuJoCo line over CleanRL's and over the zoo's per-task tuned PPO.
     Tasks count alike in what is pooled: as many of their first seeds as every task has."""
-    cells = {task: cell_of(CATEGORICAL, task, "default") for task in PUBLISHED}
+    cells = {task: newest(CATEGORICAL, task) for task in PUBLISHED}
     fewest = min(len(scores_of(cell)) for cell in cells.values())
     over_zoo = {}
     over_cleanrl = []
@@ -680,8 +682,9 @@ def draw_learning() -> None:
     task = "CartPoleNoVel-v1"
     grid = np.arange(2000, 100_001, 1000)
     figure, axes = plt.subplots(figsize=(7, 3.6), constrained_layout=True)
-    for variant, colour, name in (("default", "C0", "LSTM"), ("no_memory", "C3", "state zeroed")):
-        runs = curves_of(cell_of(LSTM, task, variant))
+    with_memory, without = newest(LSTM, task), cell_of(LSTM, task, "no_memory")
+    for cell, colour, name in ((with_memory, "C0", "LSTM"), (without, "C3", "state zeroed")):
+        runs = curves_of(cell)
         if not runs:
             continue
         curves = np.array([smoothed(points, grid) for points in runs])
@@ -696,11 +699,12 @@ def draw_learning() -> None:
 
 def report() -> None:
     """The table of results/learning.md, the ablations' beside it, and a figure of each."""
-    common.publish(RESULTS / "learning.md", [*table(GRID), "", evaluated(), "", mujoco()])
+    common.publish(RESULTS / "learning.md", [*table([*GRID, *OLD]), "", evaluated(), "", mujoco()])
 
     changed = {panel_of(cell) for cell in ABLATIONS}
-    plain = ("default", "before")
-    base = [cell for cell in GRID if cell.variant in plain and panel_of(cell) in changed]
+    plain = ("default", "first", "before")
+    both = [*GRID, *OLD]
+    base = [cell for cell in both if cell.variant in plain and panel_of(cell) in changed]
     beside = sorted([*base, *ABLATIONS], key=panel_of)
     common.publish(RESULTS / "ablations.md", table(beside))
 
