@@ -916,7 +916,7 @@ class Agent(nn.Module):
         self.critic_heads = nn.ModuleList()
         for _ in range(args.num_critics):
             hidden = nn.Linear(args.lstm_hidden_size, args.hidden_size)
-            hidden = layer_init(hidden, bias_const=0.02)
+            hidden = layer_init(hidden, bias_const=0.1)
             output = layer_init(nn.Linear(args.hidden_size, self.value_dist.num_outputs), 0.1)
             self.critic_heads.append(nn.Sequential(hidden, ACTIVATIONS[args.activation](), output))
         self.to("cuda" if args.cuda else "cpu")
