@@ -159,7 +159,7 @@ def test_predicted_spread_is_that_of_the_return(script, tmp_path):
     flags = {"gamma": 0.9, "gae_lambda": 1.0, "num_envs": 16, "num_steps": 40, "anneal_lr": True}
     flags |= {"num_minibatches": 4, "total_timesteps": 51_200}
     flags |= {"num_quantiles": 32, "num_atoms": 51, "target_encoding": "two_hot"}
-    flags |= {"hidden_size": 64, "learning_rate": 1e-2}
+    flags |= {"hidden_size": 64, "learning_rate": 3e-3}
     _, agent = learn(script, tmp_path, "RandomReward", **flags)
     obs = agent.normalize_obs(torch.arange(10)[:, None] / 10)
     with torch.no_grad():
