@@ -693,7 +693,7 @@ def draw_learning() -> None:
         axes.plot(grid, np.median(curves, 0), color=colour, lw=2.2, label=label)
     axes.axhline(500, color="0.6", lw=0.8, ls="--")
     axes.set(xlabel="environment steps", ylabel="training return", title=task)
-    axes.legend(loc="upper left", frameon=False)
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 0.14), frameon=False)
     figure.savefig(RESULTS / "learning.png", dpi=130)
 
 
