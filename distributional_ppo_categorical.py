@@ -98,14 +98,14 @@ class Args:
     activation: Literal["tanh", "relu"] = "relu"  # of all hidden layers
     log_std_init: float = 0.0  # initial log-std of Gaussian actions, in [-5, 2]
     norm_obs: bool = True  # normalise observation vectors by running moments, clipped to +-10
-    learning_rate: float = 1e-3  # of Adam, > 0
+    learning_rate: float = 1.5e-3  # of Adam, > 0
     anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
     gamma: float = 0.99  # discount per step, in [0, 1]
     gae_lambda: float = 0.95  # weight of longer returns in GAE, in [0, 1]
     num_minibatches: int = 2  # per epoch; divides num_envs * num_steps
     update_epochs: int = 8  # passes over each rollout, integer >= 1
     norm_adv: bool = True  # normalise advantages over the rollout
-    norm_adv_memory: int = 40  # rollouts whose advantage std holds on, integer >= 0; 0: none
+    norm_adv_memory: int = 100  # rollouts whose advantage std holds on, integer >= 0; 0: none
     clip_coef: float = 0.2  # clipping range of the probability ratio, > 0
     ent_coef: float = 0.0  # weight of the entropy bonus, per nat, >= 0
     ent_coef_final: float | None = None  # the same at the end of the run, linear; None: constant
@@ -119,6 +119,7 @@ class Args:
     value_from: Literal["distribution", "mean_head"] = "mean_head"
     twin_reduce: Literal["min", "mean", "min_quantile"] = "min"  # how twins give one distribution
     norm_returns: bool = True  # critics predict normalised returns (PopArt)
+    norm_returns_memory: int = 100  # rollouts whose returns the statistics tell of, integer >= 1
     vf_clip_coef: float = 0.2  # range d of value clipping (vf_clip), in normalised returns, > 0
     # lambda_return: one number, understates spread and risk; sr_lambda: samples of the return
     value_target: Literal["lambda_return", "sr_lambda"] = "lambda_return"
@@ -148,7 +149,8 @@ class Args:
             self.check_type(name, hint)
         inf = math.inf
         self.bound(1, inf, "torch_threads", "eval_episodes", "num_envs", "num_steps")
-        self.bound(1, inf, "num_minibatches", "update_epochs", "hidden_size")
+        self.bound(1, inf, "num_minibatches", "update_epochs")
+        self.bound(1, inf, "norm_returns_memory", "hidden_size")
         self.bound(0, inf, "eval_every", "checkpoint_every", "vf_coef")
         self.bound(0, inf, "norm_adv_memory", "ent_coef", "ent_coef_final", "min_entropy_penalty")
         self.bound(1e-12, inf, "learning_rate", "clip_coef", "max_grad_norm", "target_kl")
@@ -566,7 +568,7 @@ class ValueDistribution(nn.Module):
     def __init__(self, args: Args) -> None:
         super().__init__()
         self.args = args
-        self.moments = RunningMoments((), max_count=20)  # 10 rollouts of 2 numbers
+        self.moments = RunningMoments((), max_count=2 * args.norm_returns_memory)  # 2 a rollout
         atoms = torch.linspace(args.v_min, args.v_max, args.num_atoms)
         self.register_buffer("support", atoms, persistent=False)
         self.num_outputs = args.num_atoms + (args.value_from == "mean_head")

@@ -123,6 +123,7 @@ class Args:
     value_from: Literal["distribution", "mean_head"] = "mean_head"
     twin_reduce: Literal["min", "mean", "min_quantile"] = "min"  # how twins give one distribution
     norm_returns: bool = True  # critics predict normalised returns (PopArt)
+    norm_returns_memory: int = 10  # rollouts whose returns the statistics tell of, integer >= 1
     vf_clip_coef: float = 0.2  # range d of value clipping (vf_clip), in normalised returns, > 0
     # lambda_return: one number, understates spread and risk; sr_lambda: samples of the return
     value_target: Literal["lambda_return", "sr_lambda"] = "lambda_return"
@@ -147,7 +148,8 @@ class Args:
             self.check_type(name, hint)
         inf = math.inf
         self.bound(1, inf, "torch_threads", "eval_episodes", "num_envs", "num_steps")
-        self.bound(1, inf, "num_minibatches", "update_epochs", "hidden_size", "lstm_hidden_size")
+        self.bound(1, inf, "num_minibatches", "update_epochs")
+        self.bound(1, inf, "norm_returns_memory", "hidden_size", "lstm_hidden_size")
         self.bound(0, inf, "eval_every", "checkpoint_every", "seq_len", "vf_coef")
         self.bound(0, inf, "norm_adv_memory", "ent_coef", "ent_coef_final", "min_entropy_penalty")
         self.bound(1e-12, inf, "learning_rate", "clip_coef", "max_grad_norm", "target_kl")
@@ -596,7 +598,7 @@ class ValueDistribution(nn.Module):
     def __init__(self, args: Args) -> None:
         super().__init__()
         self.args = args
-        self.moments = RunningMoments((), max_count=20)  # 10 rollouts of 2 numbers
+        self.moments = RunningMoments((), max_count=2 * args.norm_returns_memory)  # 2 a rollout
         self.register_buffer("support", quantile_midpoints(args.num_quantiles), persistent=False)
         self.num_outputs = args.num_quantiles + (args.value_from == "mean_head")
 

@@ -45,7 +45,7 @@ MOUNTAIN = (
 )
 PENDULUM = (
     "--total-timesteps 100000 --gamma 0.9 --num-envs 4 --num-steps 256 --num-minibatches 16 "
-    "--update-epochs 10 --twin-reduce mean"
+    "--update-epochs 10 --learning-rate 1e-3 --twin-reduce mean"
 )
 ACROBOT = (
     "--total-timesteps 500000 --learning-rate 3e-4 --ent-coef 0.01 --num-envs 16 "

@@ -157,7 +157,8 @@ def advantages_and_returns(rollout, values, next_values, gamma, gae_lambda):
 def lively(script, value_from):
     """A run with a rollout of returns in the hundreds, of which either critic has the smaller V on
     half of the steps."""
-    run = make_run(script, "Counter", gamma=0.9, gae_lambda=0.8, value_from=value_from)
+    flags = {"gamma": 0.9, "gae_lambda": 0.8, "norm_returns_memory": 10}
+    run = make_run(script, "Counter", value_from=value_from, **flags)
     one, two = run.agent.critic_heads
     two.load_state_dict(one.state_dict())
     with torch.no_grad():

@@ -30,6 +30,7 @@ VALUES = {
     "--update-epochs": ("1", "2", "3"),
     "--norm-adv": ("", None),
     "--norm-adv-memory": ("0", "1", "10"),
+    "--norm-returns-memory": ("1", "10", "100"),
     "--clip-coef": ("1e-6", "0.2", "5"),
     "--ent-coef": ("0", "0.01", "1"),
     "--ent-coef-final": ("None", "0", "0.1"),

@@ -844,6 +844,18 @@ def test_statistics_stay_without_normalised_returns(script, value_from):
     assert_close(outputs_of(heads, features), outputs)
 
 
+@pytest.mark.parametrize(("memory", "mean"), [(1, 5.625), (3, 3.5), (4, 3.5), (100, 3.5)])
+def test_statistics_tell_of_so_many_rollouts(script, memory, mean):
+    """Chan et al. 1983 with a capped count: after returns of 0, 1, 4 and 9, two numbers a rollout,
+    ((0 + 1) / 2 + 4) / 2 = 2.25 and (2.25 + 9) / 2 where one rollout's weight is held; of three
+    and more all four have weighed alike, 14 / 4."""
+    dist = of(script, norm_returns_memory=memory)
+    heads, features = twin_heads(dist.num_outputs)
+    for value in (0.0, 1.0, 4.0, 9.0):
+        dist.move_statistics(heads, outputs_of(heads, features), torch.full((2,), value))
+    assert float(dist.moments.mean) == pytest.approx(mean)
+
+
 @pytest.mark.parametrize("mode", CLIPPINGS)
 def test_clipping_changes_the_same_samples_at_every_scale_of_returns(mode):
     """Ours, d in normalised returns: one share at std 1, 10 and 100, the statistics refit."""
