@@ -61,7 +61,8 @@ MUJOCO = (  # compiled: the same but for rounding, 1.4 times as fast
 )
 MINATAR = (
     "--total-timesteps 2000000 --num-envs 16 --num-steps 128 --num-minibatches 16 "
-    "--update-epochs 4 --learning-rate 1e-3 --ent-coef 0.01 --hidden-size 128"
+    "--update-epochs 4 --learning-rate 1e-3 --ent-coef 0.01 --hidden-size 128 "
+    "--norm-adv-memory 40 --norm-returns-memory 10"
 )
 GAMES = ("Breakout", "Asterix", "Freeway", "Seaquest", "SpaceInvaders")
 # rl-baselines3-zoo, hyperparams/ppo_lstm.yml at 22e3ff2; all with VecNormalize
@@ -208,7 +209,7 @@ OWN = {
         "quantiles_8": "--num-quantiles 8",
         "quantiles_128": "--num-quantiles 128",
         "sequence_16": "--seq-len 16",
-        "gamma_0.99": "--gamma 0.99",
+        "gamma_0.98": "--gamma 0.98",
         # loss u^2 / (4 kappa): with this vf_coef the usual 0.5 * 0.5 * mean squared error
         "scalar": "--num-quantiles 1 --kappa 10 --vf-coef 10",
     },

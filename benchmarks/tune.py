@@ -27,6 +27,7 @@ COLUMNS = (
     "evaluations",
     "steps_to_threshold",  # of the training returns; empty in early rows and without threshold
     "share_lost",  # of the steps after that, in episodes below it; empty as well
+    "commit",  # empty in early rows
 )
 TABLE = Table(RESULTS / "tuning.csv", COLUMNS, end="\n")
 
@@ -57,6 +58,7 @@ def run_one(run: Run) -> dict[str, object]:
         "evaluations": " ".join(scores) if len(scores) > 1 else "",
         "steps_to_threshold": steps,
         "share_lost": lost,
+        "commit": common.commit()[:7],
     }
 
 

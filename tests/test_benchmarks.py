@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -164,3 +165,55 @@ def test_long_curves_are_thinned_by_means_of_neighbours():
     assert thin[0] == (2, 2)
     assert thin[-1] == (5_000, 2 * 4_999)
     assert learning.thinned(points[:-1]) == points[:-1]
+
+
+# ------------------------------------------------------------------------------------------ READMEs
+RESULTS = ROOT / "benchmarks" / "results"
+SCRIPTS = ("distributional_ppo_lstm", "distributional_ppo_categorical")
+PEERS = ("sb3_contrib_recurrent_ppo", "stable_baselines3_ppo")
+
+
+def final_scores(scripts, task):
+    """Evaluations at the end of the runs of the one of these programs that has a row of `task`: by
+    its defaults, or else by what takes their place."""
+    for variant in ("default", "first", "zoo", "same_flags", "equal_time"):
+        for script in scripts:
+            files = sorted((RESULTS / script / task / variant).glob("seed*.json"))
+            if files:
+                facts = [json.loads(file.read_text()) for file in files]
+                return np.array([fact["result"]["eval/return_mean"] for fact in facts])
+    raise FileNotFoundError(task)
+
+
+def cells_of(line):
+    """What stands between the bars of a table's line."""
+    return [cell.strip() for cell in line.strip("|\n").split("|")]
+
+
+def readme_rows():
+    """Task, mean (seeds), worst seed and the peer's mean (seeds) of README's table of results."""
+    text = (ROOT / "README.md").read_text()
+    table = text.split("## Results")[1].split("| task, steps |")[1].split("\n\n")[0]
+    return [cells_of(line) for line in table.splitlines()[2:]]
+
+
+@pytest.mark.parametrize("row", readme_rows(), ids=lambda row: row[0])
+def test_readmes_results_are_those_of_the_committed_runs(row):
+    """Every line of its table, from the runs' own files."""
+    task = row[0].split(",")[0]
+    for told, scripts in ((row[1], SCRIPTS), (row[3], PEERS)):
+        scores = final_scores(scripts, task)
+        seeds = len(scores)
+        assert told in (f"{scores.mean():.1f} ({seeds})", f"{scores.mean():.0f} ({seeds})")
+        if scripts is SCRIPTS:
+            assert row[2] in (f"{scores.min():.1f}", f"{scores.min():.0f}")
+
+
+def test_the_table_of_learning_is_that_of_the_committed_runs():
+    """All of its lines are in the file and in benchmarks/README.md, and no others are there."""
+    learning = importlib.import_module("learning")
+    rows = learning.table([*learning.GRID, *learning.OLD])
+    published = (RESULTS / "learning.md").read_text().split("\n\n")[0].splitlines()
+    assert published == rows
+    readme = (ROOT / "benchmarks" / "README.md").read_text()
+    assert "\n".join(["", *rows, ""]) in readme
