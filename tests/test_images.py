@@ -99,6 +99,18 @@ def test_bytes_stay_bytes(script, monkeypatch, dtype, high, seen):
     assert obs.max() == (1 if dtype == "bool" else 83)
 
 
+def test_a_vector_of_bytes_is_a_vector(script, monkeypatch):
+    """A game's memory, 128 bytes, is no image: floats of any size, alone or in a Dict."""
+    monkeypatch.setitem(gym.registry, "Pixels-v0", gym.envs.registration.EnvSpec(
+        "Pixels-v0", Pixels, kwargs={"shape": (128,)},
+    ))  # fmt: skip
+    env = script.make_env(small_args(script, "", env_id="Pixels-v0"))
+    obs, _ = env.reset(seed=0)
+    assert obs.tolist() == [*range(128)]
+    assert env.observation_space == Box(-np.inf, np.inf, (128,), np.float32)
+    assert script.unfit_part(Dict(ram=Box(shape=(128,), **BYTES))) == ""
+
+
 def convolve(image, weight, bias, stride):
     """Slow float64 reference: relu of the layer, (C, H, W) -> (F, H', W')."""
     size = weight.shape[-1]
