@@ -192,6 +192,7 @@ def test_memory_recalls_a_cue(tmp_path):
     assert metrics["eval/return_mean"] > 0.95
 
 
+@pytest.mark.slow  # a control: of the probe, not of the script
 def test_without_memory_the_cue_is_lost(tmp_path, monkeypatch):
     """The same script with its state zeroed in acting, training and evaluation: chance."""
     import distributional_ppo_lstm as script
@@ -237,7 +238,7 @@ def test_predicted_spread_is_that_of_returns(script, tmp_path, target, lam, righ
         assert std < 0.75 * 2.150
 
 
-@pytest.mark.parametrize("reward", [1.0, -20.0])
+@pytest.mark.parametrize("reward", [1.0, pytest.param(-20.0, marks=pytest.mark.slow)])
 def test_constant_reward_is_approached_without_overshoot(tmp_path, monkeypatch, reward):
     """True values 20 and -400: atoms never pass them by a fifth in the mean of a rollout."""
     import distributional_ppo_categorical as script
