@@ -57,7 +57,7 @@ LUNAR = (
 )
 MUJOCO = (  # compiled: the same but for rounding, 1.4 times as fast
     "--total-timesteps 1000000 --num-steps 256 --num-minibatches 32 --update-epochs 10 "
-    "--learning-rate 3e-4 --log-std-init -0.5 --target-kl 0.02 --compile"
+    "--learning-rate 3e-4 --log-std-init -0.5 --target-kl 0.02 --norm-returns-memory 10 --compile"
 )
 MINATAR = (
     "--total-timesteps 2000000 --num-envs 16 --num-steps 128 --num-minibatches 16 "
@@ -150,7 +150,7 @@ POPGYM = (
     "HigherLowerEasy", "BattleshipEasy", "ConcentrationEasy", "MineSweeperEasy",
 )  # fmt: skip
 ROBOTS = ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Ant-v5", "Humanoid-v5")
-THREE, FIVE, TWENTY = range(1, 4), range(1, 6), range(1, 21)
+THREE, FIVE, TEN, TWENTY = (range(1, seeds + 1) for seeds in (3, 5, 10, 20))
 # flags: beyond --env-id and --seed
 GRID = [
     Cell("CartPoleNoVel-v1", LSTM, "default", "", TWENTY),
@@ -163,7 +163,9 @@ GRID = [
     Cell("Pendulum-v1", CATEGORICAL, "default", PENDULUM + FLOOR, TWENTY),
     Cell("Acrobot-v1", CATEGORICAL, "default", ACROBOT, TWENTY),
     Cell("LunarLander-v3", CATEGORICAL, "default", LUNAR, TWENTY),
-    *[Cell(task, CATEGORICAL, "default", MUJOCO, FIVE) for task in ROBOTS],
+    *[Cell(task, CATEGORICAL, "default", MUJOCO, TEN) for task in ROBOTS[:4]],
+    Cell("Humanoid-v5", CATEGORICAL, "default", MUJOCO, FIVE),
+    Cell("HalfCheetah-v5", CATEGORICAL, "memory_100", MUJOCO + " --norm-returns-memory 100", FIVE),
     Cell("Swimmer-v5", CATEGORICAL, "default", MUJOCO + " --gamma 0.9999", THREE),
     *[Cell(f"envs:MinAtar/{game}-v1", CATEGORICAL, "default", MINATAR, THREE) for game in GAMES],
     Cell("CartPoleNoVel-v1", CONTRIB, "zoo", "--total-timesteps 100000", FIVE),
