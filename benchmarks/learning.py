@@ -37,7 +37,7 @@ FLOOR = " --min-entropy 1.4 --min-entropy-penalty 0.1"
 MEMORY_10, MEMORY_100 = " --norm-returns-memory 10", " --norm-returns-memory 100"
 PENDULUM_NOVEL = (
     "--gamma 0.9 --gae-lambda 0.95 --num-envs 4 --num-steps 1000 --seq-len 100 "
-    "--num-minibatches 20 --update-epochs 10 --learning-rate 2e-3 --ent-coef 0" + FLOOR + MEMORY_100
+    "--num-minibatches 20 --update-epochs 10 --learning-rate 2e-3 --ent-coef 0" + FLOOR
 )
 MOUNTAIN = (
     "--total-timesteps 300000 --gamma 0.999 --gae-lambda 0.95 --num-envs 16 --num-steps 500 "
@@ -157,7 +157,7 @@ GRID = [
     Cell("CartPoleNoVel-v1", LSTM, "default", "", TWENTY),
     Cell("CartPoleNoVel-v1", LSTM, "no_memory", "", THREE),
     Cell("PendulumNoVel-v1", LSTM, "default", PENDULUM_NOVEL, TWENTY),
-    Cell("PendulumNoVel-v1", LSTM, "memory_10", PENDULUM_NOVEL + MEMORY_10, TWENTY),
+    Cell("PendulumNoVel-v1", LSTM, "memory_100", PENDULUM_NOVEL + MEMORY_100, TWENTY),
     Cell("MountainCarContinuousNoVel-v0", LSTM, "default", MOUNTAIN, TWENTY),
     *[Cell(f"popgym:popgym-{name}-v0", LSTM, "default", MEMORY, THREE) for name in POPGYM],
     Cell("envs:MiniGrid-MemoryS7-Image-v0", LSTM, "default", LONG, THREE),
