@@ -34,7 +34,7 @@ CONTRIB = "sb3_contrib_recurrent_ppo"
 FOLLOWED = ("norm/return_std", "norm/value_shift", "value/outside_support")
 # keeps the std at 1 or above: a mean beyond the limits of the action is not left with little noise
 FLOOR = " --min-entropy 1.4 --min-entropy-penalty 0.1"
-MEMORY_10, MEMORY_100 = " --norm-returns-memory 10", " --norm-returns-memory 100"
+RETURNS_OVER_10, RETURNS_OVER_100 = " --norm-returns-memory 10", " --norm-returns-memory 100"
 PENDULUM_NOVEL = (
     "--gamma 0.9 --gae-lambda 0.95 --num-envs 4 --num-steps 1000 --seq-len 100 "
     "--num-minibatches 20 --update-epochs 10 --learning-rate 2e-3 --ent-coef 0" + FLOOR
@@ -58,12 +58,12 @@ LUNAR = (
 )
 MUJOCO = (  # compiled: the same but for rounding, 1.4 times as fast
     "--total-timesteps 1000000 --num-steps 256 --num-minibatches 32 --update-epochs 10 "
-    "--learning-rate 3e-4 --log-std-init -0.5 --target-kl 0.02 --compile" + MEMORY_10
+    "--learning-rate 3e-4 --log-std-init -0.5 --target-kl 0.02 --compile" + RETURNS_OVER_10
 )
 MINATAR = (
     "--total-timesteps 2000000 --num-envs 16 --num-steps 128 --num-minibatches 16 "
     "--update-epochs 4 --learning-rate 1e-3 --ent-coef 0.01 --hidden-size 128 "
-    "--norm-adv-memory 40" + MEMORY_10
+    "--norm-adv-memory 40" + RETURNS_OVER_10
 )
 GAMES = ("Breakout", "Asterix", "Freeway", "Seaquest", "SpaceInvaders")
 # rl-baselines3-zoo, hyperparams/ppo_lstm.yml at 22e3ff2; all with VecNormalize
@@ -157,7 +157,7 @@ GRID = [
     Cell("CartPoleNoVel-v1", LSTM, "default", "", TWENTY),
     Cell("CartPoleNoVel-v1", LSTM, "no_memory", "", THREE),
     Cell("PendulumNoVel-v1", LSTM, "default", PENDULUM_NOVEL, TWENTY),
-    Cell("PendulumNoVel-v1", LSTM, "memory_100", PENDULUM_NOVEL + MEMORY_100, TWENTY),
+    Cell("PendulumNoVel-v1", LSTM, "memory_100", PENDULUM_NOVEL + RETURNS_OVER_100, TWENTY),
     Cell("MountainCarContinuousNoVel-v0", LSTM, "default", MOUNTAIN, TWENTY),
     *[Cell(f"popgym:popgym-{name}-v0", LSTM, "default", MEMORY, THREE) for name in POPGYM],
     Cell("envs:MiniGrid-MemoryS7-Image-v0", LSTM, "default", LONG, THREE),
@@ -167,7 +167,7 @@ GRID = [
     Cell("LunarLander-v3", CATEGORICAL, "default", LUNAR, TWENTY),
     *[Cell(task, CATEGORICAL, "default", MUJOCO, TEN) for task in ROBOTS[:4]],
     Cell("Humanoid-v5", CATEGORICAL, "default", MUJOCO, FIVE),
-    Cell("HalfCheetah-v5", CATEGORICAL, "memory_100", MUJOCO + MEMORY_100, FIVE),
+    Cell("HalfCheetah-v5", CATEGORICAL, "memory_100", MUJOCO + RETURNS_OVER_100, FIVE),
     Cell("Swimmer-v5", CATEGORICAL, "default", MUJOCO + " --gamma 0.9999", THREE),
     *[Cell(f"envs:MinAtar/{game}-v1", CATEGORICAL, "default", MINATAR, THREE) for game in GAMES],
     Cell("CartPoleNoVel-v1", CONTRIB, "zoo", "--total-timesteps 100000", FIVE),
