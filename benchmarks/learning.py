@@ -179,8 +179,7 @@ GRID = [
     Cell("Acrobot-v1", SB3, "default", LONG, THREE),
     Cell("LunarLander-v3", SB3, "default", MILLION, THREE),
     *[Cell(task, SB3, "default", MILLION, THREE) for task in ROBOTS[:4]],
-    Cell("envs:MinAtar/Breakout-v1", SB3, "same_flags", MINATAR, THREE),
-    Cell("envs:MinAtar/Asterix-v1", SB3, "same_flags", MINATAR, THREE),
+    *[Cell(f"envs:MinAtar/{game}-v1", SB3, "same_flags", MINATAR, THREE) for game in GAMES],
 ]
 # kept of earlier versions of the scripts until a newer row has taken their place; no longer run
 EARLIER = ("first", "before", "evaluated", "again", "lean", "long")
@@ -614,6 +613,7 @@ def table(cells: list[Cell]) -> list[str]:
         scores = np.array(scores_of(cell))
         low, high = interval(scores)
         enough = len(runs) > 4
+        digits = 1 if np.abs(scores).max() > 10 else 2
         lines.append(
             common.markdown_row(
                 [
@@ -622,9 +622,11 @@ def table(cells: list[Cell]) -> list[str]:
                     cell.variant,
                     f"{runs[0]['args']['total_timesteps']:,}",
                     len(runs),
-                    f"{scores.mean():.1f}",
-                    f"{iqm(scores):.1f} ({low:.1f} to {high:.1f})" if enough else "-",
-                    f"{scores.min():.1f}, {scores.max():.1f}",
+                    f"{scores.mean():.{digits}f}",
+                    f"{iqm(scores):.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+                    if enough
+                    else "-",
+                    f"{scores.min():.{digits}f}, {scores.max():.{digits}f}",
                     steps_needed(cell),
                     f"{np.median([run['wall_seconds'] for run in runs]):.0f}",
                 ]
@@ -655,6 +657,41 @@ def mujoco() -> str:
         f"{iqm(np.array(over_cleanrl)):.2f} (of the last 100 training returns, as CleanRL "
         f"reports: {iqm(np.array(like_for_like)):.2f}); "
         f"mean of score over the zoo's {np.mean([*over_zoo.values()]):.2f} ({told})."
+    )
+
+
+def beside(title: str, pairs: list[tuple[Cell, Cell]]) -> str:
+    """On how many tasks our mean is at least the peer's, of those that both have run."""
+    means = {
+        name_of(ours): (np.mean(scores_of(ours)), np.mean(scores_of(peer)))
+        for ours, peer in pairs
+        if facts_of(ours) and facts_of(peer)
+    }
+    behind = [task for task, (mine, theirs) in means.items() if mine < theirs]
+    return (
+        f"{title}: at least the peer's mean on {len(means) - len(behind)} of {len(means)} tasks"
+        f"{'; behind on ' if behind else ''}{', '.join(behind)}."
+    )
+
+
+def popgym() -> str:
+    """Beside RecurrentPPO at equal wall time."""
+    tasks = [f"popgym:popgym-{name}-v0" for name in POPGYM]
+    return beside(
+        "POPGym Easy beside RecurrentPPO, equal flags and wall time",
+        [(cell_of(LSTM, task, "default"), cell_of(CONTRIB, task, "equal_time")) for task in tasks],
+    )
+
+
+def minatar() -> str:
+    """Beside SB3's PPO at equal steps."""
+    tasks = [f"envs:MinAtar/{game}-v1" for game in GAMES]
+    return beside(
+        "MinAtar beside SB3's PPO, equal flags and steps",
+        [
+            (cell_of(CATEGORICAL, task, "default"), cell_of(SB3, task, "same_flags"))
+            for task in tasks
+        ],
     )
 
 
@@ -704,7 +741,10 @@ def draw_learning() -> None:
 
 def report() -> None:
     """The table of results/learning.md, the ablations' beside it, and a figure of each."""
-    common.publish(RESULTS / "learning.md", [*table([*GRID, *OLD]), "", evaluated(), "", mujoco()])
+    common.publish(
+        RESULTS / "learning.md",
+        [*table([*GRID, *OLD]), "", evaluated(), "", mujoco(), "", popgym(), "", minatar()],
+    )
 
     changed = {panel_of(cell) for cell in ABLATIONS}
     plain = ("default", "first", "before")

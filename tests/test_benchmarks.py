@@ -167,6 +167,28 @@ def test_long_curves_are_thinned_by_means_of_neighbours():
     assert learning.thinned(points[:-1]) == points[:-1]
 
 
+def test_tasks_on_which_the_peer_is_ahead_are_named(monkeypatch):
+    """Means 2, 1 and 0.5 beside 1, 1 and 0.6: a tie counts as at least the peer's. A task that
+    only one of the two has run does not count."""
+    learning = importlib.import_module("learning")
+    scores = {
+        "a": [1, 3],
+        "b": [1],
+        "c": [0.5],
+        "A": [1],
+        "B": [0, 2],
+        "C": [0.6],
+        "d": [5],
+        "D": [],
+    }
+    monkeypatch.setattr(learning, "scores_of", lambda cell: scores[cell.script])
+    monkeypatch.setattr(learning, "facts_of", lambda cell: scores[cell.script])
+    cells = {name: learning.Cell(f"task-{name.lower()}", name, "", "", ()) for name in scores}
+    pairs = [(cells[name], cells[name.upper()]) for name in "abcd"]
+    told = learning.beside("Title", pairs)
+    assert told == "Title: at least the peer's mean on 2 of 3 tasks; behind on task-c."
+
+
 # ------------------------------------------------------------------------------------------ READMEs
 RESULTS = ROOT / "benchmarks" / "results"
 SCRIPTS = ("distributional_ppo_lstm", "distributional_ppo_categorical")
