@@ -414,7 +414,8 @@ def make_peer(run: Run, ours: ModuleType, args: Any, make: Callable) -> Any:
 def run_peer(run: Run) -> Result:
     """SB3's PPO or sb3-contrib's RecurrentPPO. The environments are ours; evaluated like ours: 50
     episodes, mode of the policy, or its samples where ours are. With `equal_time` training ends
-    when it has taken as long as ours did, a median over its seeds."""
+    when it has taken as long as ours did, a median over its seeds; its learning rate reaches 0
+    then."""
     import sb3_contrib
     import stable_baselines3 as sb3
     import torch
@@ -434,6 +435,8 @@ def run_peer(run: Run) -> Result:
     model = make_peer(run, ours, args, lambda: ours.make_env(args))
     points: list[Point] = []
     began = time.time()
+    if run.cell.variant == "equal_time":
+        model.lr_schedule = lambda _: args.learning_rate * max(0, 1 - (time.time() - began) / limit)
 
     def watch(local: dict, _: dict) -> bool:
         ended = [info["episode"] for info in local["infos"] if "episode" in info]
