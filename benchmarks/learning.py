@@ -182,7 +182,7 @@ GRID = [
     *[Cell(f"envs:MinAtar/{game}-v1", SB3, "same_flags", MINATAR, THREE) for game in GAMES],
 ]
 # kept of earlier versions of the scripts until a newer row has taken their place; no longer run
-EARLIER = ("first", "before", "evaluated", "again", "lean", "long")
+EARLIER = ("first", "before", "evaluated", "again", "lean")
 OLD = [
     Cell(path.parent.name, path.parent.parent.name, path.name, "", ())
     for variant in EARLIER
