@@ -107,8 +107,8 @@ def line(script: str, flags: str, rows: list[Row], threshold: float | None) -> s
     )
 
 
-def report(task: str) -> None:
-    """Print seeds, final evaluations, those at the threshold, the mean of all evaluations in the
+def report(task: str) -> list[str]:
+    """A table: seeds, final evaluations, those at the threshold, the mean of all evaluations in the
     last three quarters of the runs, the median steps to the threshold and the mean share of later
     steps in episodes below it, for every setting."""
     settings: dict[tuple[str, str], list[Row]] = {}  # by script and flags
@@ -116,9 +116,9 @@ def report(task: str) -> None:
         if row["task"] == task:
             settings.setdefault((row["script"], row["flags"]), []).append(row)
     names = "script | flags | seeds | mean | worst | reached | later | steps | lost"
-    print(*common.markdown_head(names), sep="\n")
-    for (script, flags), rows in sorted(settings.items()):
-        print(line(script, flags, rows, THRESHOLDS.get(task)))
+    threshold = THRESHOLDS.get(task)
+    rows = [line(*setting, settings[setting], threshold) for setting in sorted(settings)]
+    return [*common.markdown_head(names), *rows]
 
 
 def main() -> None:
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     args, flags = parser.parse_known_args()
     if args.report:
-        report(args.task)
+        print(*report(args.task), sep="\n")
         return
     if not args.script:
         parser.error("name the script ahead of the task")

@@ -239,3 +239,13 @@ def test_the_table_of_learning_is_that_of_the_committed_runs():
     assert published == rows
     readme = (ROOT / "benchmarks" / "README.md").read_text()
     assert "\n".join(["", *rows, ""]) in readme
+
+
+def test_tuned_settings_are_told_as_their_rows_say():
+    """Lines of settings under Tuning are those of the program."""
+    tune = importlib.import_module("tune")
+    text = (ROOT / "benchmarks" / "README.md").read_text()
+    told = text.split("\n## Tuning")[1].split("\n## ")[0].splitlines()
+    tasks = {row["task"] for row in tune.TABLE.rows()}
+    lines = {line for task in tasks for line in tune.report(task)}
+    assert not {line for line in told if line.startswith("| distributional")} - lines
