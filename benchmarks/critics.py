@@ -10,9 +10,10 @@ feed-forward script and atoms in the recurrent one are those of `compose.py`. Th
 the quantile script with a single quantile and --kappa 10, whose loss is u^2 / (4 kappa) for errors
 below ten standard deviations: with --vf-coef 10 the usual 0.5 * 0.5 * u^2; V is that output.
 
-Runs are kept as `learning.py` keeps them, and those of the defaults are the same. Scores are final
-evaluations, (score - low) / (mean of the reference - low): 1 is what the scalar critic gets, the
-single one or, in the recurrent script, the twins. Reported as Agarwal et al. 2021 ask:
+Runs are kept as `learning.py` keeps them, and those of the defaults are the same. Two scores of a
+run: its final evaluation, and the mean of its training returns over all steps. Both count as
+(score - low) / (mean of the reference - low): 1 is what the scalar critic gets, the single one or,
+in the recurrent script, the twins. Reported as Agarwal et al. 2021 ask:
 interquartile mean over tasks and seeds, probability of improvement over the scalar critic of as
 many heads, 95 % intervals by bootstrap stratified by task, performance profiles. (Their library,
 rliable 1.2.0, does not import beside pandas 3.)
@@ -23,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import common
@@ -125,19 +127,36 @@ def cells() -> list[Cell]:
 
 
 # ------------------------------------------------------------------------------------------- report
-def scores_of(cell: Cell) -> list[float]:
-    """Final evaluations of the cell's seeds that have run, in their order."""
-    runs = [common.Run(cell, seed) for seed in cell.seeds]
-    paths = [learning.folder(cell) / f"seed{run.seed}.json" for run in runs if learning.done(run)]
-    return [json.loads(path.read_text())["result"]["eval/return_mean"] for path in paths]
+def files_of(cell: Cell, suffix: str) -> list[Path]:
+    """One file of each of the cell's seeds that have run, in their order."""
+    seeds = [seed for seed in cell.seeds if learning.done(common.Run(cell, seed))]
+    return [learning.folder(cell) / f"seed{seed}.{suffix}" for seed in seeds]
 
 
-def raw_scores(family: Family) -> dict[str, np.ndarray]:
-    """Final evaluations of every row, (seeds, tasks): as many seeds as all tasks of it have; rows
-    without runs on all tasks are left out."""
+def at_the_end(cell: Cell) -> list[float]:
+    """Final evaluations."""
+    told = [json.loads(path.read_text()) for path in files_of(cell, "json")]
+    return [facts["result"]["eval/return_mean"] for facts in told]
+
+
+def over_the_run(cell: Cell) -> list[float]:
+    """Training returns, means over all steps: larger where a run learns sooner or ends higher."""
+    means = []
+    for path in files_of(cell, "csv"):
+        points = np.loadtxt(path, delimiter=",", skiprows=1, ndmin=2)
+        grid = np.linspace(points[0, 0], points[-1, 0], 200)
+        means.append(float(learning.smoothed(points, grid).mean()))
+    return means
+
+
+def raw_scores(
+    family: Family, measure: Callable[[Cell], list[float]] = at_the_end
+) -> dict[str, np.ndarray]:
+    """Scores of every row, (seeds, tasks): as many seeds as all tasks of it have; rows without runs
+    on all tasks are left out."""
     rows = {}
     for name, critic in family.critics.items():
-        columns = [scores_of(cell_of(family, critic, task)) for task in family.tasks]
+        columns = [measure(cell_of(family, critic, task)) for task in family.tasks]
         fewest = min(map(len, columns))
         if fewest:
             rows[name] = np.array([column[:fewest] for column in columns]).T
@@ -182,15 +201,21 @@ def table(title: str, family: Family) -> list[str]:
     raw = raw_scores(family)
     if family.reference not in raw:
         return [f"{title}: no runs of the reference, {family.reference}, yet."]
-    scores = normalised(family, raw)
+    measured = (raw, raw_scores(family, over_the_run))
     tasks = [task.split(":")[-1].split("/")[-1].removeprefix("popgym-") for task in family.tasks]
-    names = f"{title} | seeds | {' | '.join(tasks)} | IQM | better than scalar"
+    names = (
+        f"{title} | seeds | {' | '.join(tasks)} | IQM at the end | better than scalar "
+        "| IQM over the run | better than scalar"
+    )
     lines = common.markdown_head(names)
     for name in raw:
         means = [f"{mean:.0f}" if abs(mean) > 100 else f"{mean:.2f}" for mean in raw[name].mean(0)]
-        rival = scores.get(family.critics[name].rival)
-        better = "-" if rival is None else estimate(improvement, scores[name], rival)
-        figures = [estimate(iqm, scores[name]), better]
+        figures = []
+        for returns in measured:
+            scores = normalised(family, returns)
+            rival = scores.get(family.critics[name].rival)
+            better = "-" if rival is None else estimate(improvement, scores[name], rival)
+            figures += [estimate(iqm, scores[name]), better]
         lines.append(common.markdown_row([name, len(raw[name]), *means, *figures]))
     return lines
 

@@ -131,6 +131,17 @@ def test_scores_are_one_for_the_mean_of_the_reference(critics):
     assert scores["other"].tolist() == [[2, 2], [0, 0]]
 
 
+def test_mean_of_a_run_counts_steps_not_episodes(critics, tmp_path, monkeypatch):
+    """Return 0 at every step until 1,000, then 100 every 100 steps until 2,000: half of the steps
+    each. A mean of 20 episodes rises by 5 every 100 steps of the second half, 0 to 45: 22.5, and
+    11.25 over all. A mean of episodes would be 1."""
+    points = [(step, 0) for step in range(1, 1001)] + [(1000 + 100 * i, 100) for i in range(1, 11)]
+    path = tmp_path / "seed1.csv"
+    path.write_text("step,return\n" + "".join(f"{step},{value}\n" for step, value in points))
+    monkeypatch.setattr(critics, "files_of", lambda cell, suffix: [path])
+    assert critics.over_the_run(None) == [pytest.approx(11.25, abs=0.3)]
+
+
 def test_the_scalar_critic_is_the_usual_one(critics):
     """vf_coef x loss of its one output is 0.25 (V - R)^2, its V is that output."""
     quantile = importlib.import_module("distributional_ppo_lstm")
