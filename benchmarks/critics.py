@@ -205,7 +205,7 @@ def table(title: str, family: Family) -> list[str]:
     tasks = [task.split(":")[-1].split("/")[-1].removeprefix("popgym-") for task in family.tasks]
     names = (
         f"{title} | seeds | {' | '.join(tasks)} | IQM at the end | better than scalar "
-        "| IQM over the run | better than scalar"
+        "| IQM over the run | better than scalar | ends below 0.9"
     )
     lines = common.markdown_head(names)
     for name in raw:
@@ -216,6 +216,8 @@ def table(title: str, family: Family) -> list[str]:
             rival = scores.get(family.critics[name].rival)
             better = "-" if rival is None else estimate(improvement, scores[name], rival)
             figures += [estimate(iqm, scores[name]), better]
+        ends = normalised(family, raw)[name]
+        figures.append(f"{(ends < 0.9).sum()} of {ends.size}")
         lines.append(common.markdown_row([name, len(raw[name]), *means, *figures]))
     return lines
 

@@ -260,3 +260,9 @@ def test_tuned_settings_are_told_as_their_rows_say():
     tasks = {row["task"] for row in tune.TABLE.rows()}
     lines = {line for task in tasks for line in tune.report(task)}
     assert not {line for line in told if line.startswith("| distributional")} - lines
+
+
+def test_the_comparison_of_critics_is_that_of_the_committed_runs(critics):
+    """The recurrent family's lines, intervals and all."""
+    rows = critics.table("recurrent", critics.FAMILIES["recurrent"])
+    assert "\n".join(["", *rows, ""]) in (ROOT / "benchmarks" / "README.md").read_text()
