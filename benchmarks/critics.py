@@ -196,20 +196,28 @@ def estimate(function: Callable[..., float], *samples: np.ndarray) -> str:
     return f"{function(*samples):.2f} ({low:.2f} to {high:.2f})"
 
 
+def short(task: str) -> str:
+    """A task without the modules that register it."""
+    return task.split(":")[-1].split("/")[-1].removeprefix("popgym-")
+
+
+def brief(score: float) -> str:
+    """A return in few digits."""
+    return f"{score:.0f}" if abs(score) > 100 else f"{score:.2f}"
+
+
 def table(title: str, family: Family) -> list[str]:
     """A line for every critic that has run on all tasks of a family."""
     raw = raw_scores(family)
     if family.reference not in raw:
         return [f"{title}: no runs of the reference, {family.reference}, yet."]
     measured = (raw, raw_scores(family, over_the_run))
-    tasks = [task.split(":")[-1].split("/")[-1].removeprefix("popgym-") for task in family.tasks]
-    names = (
-        f"{title} | seeds | {' | '.join(tasks)} | IQM at the end | better than scalar "
-        "| IQM over the run | better than scalar | ends below 0.9"
+    lines = common.markdown_head(
+        f"{title} | seeds | {' | '.join(map(short, family.tasks))} | IQM at the end "
+        "| better than scalar | IQM over the run | better than scalar | ends below 0.9"
     )
-    lines = common.markdown_head(names)
     for name in raw:
-        means = [f"{mean:.0f}" if abs(mean) > 100 else f"{mean:.2f}" for mean in raw[name].mean(0)]
+        means = map(brief, raw[name].mean(0))
         figures = []
         for returns in measured:
             scores = normalised(family, returns)
@@ -219,6 +227,21 @@ def table(title: str, family: Family) -> list[str]:
         ends = normalised(family, raw)[name]
         figures.append(f"{(ends < 0.9).sum()} of {ends.size}")
         lines.append(common.markdown_row([name, len(raw[name]), *means, *figures]))
+    return lines
+
+
+def lost(title: str, family: Family) -> list[str]:
+    """The returns at the end that count as less than 0.9, of every critic."""
+    raw = raw_scores(family)
+    if family.reference not in raw:
+        return []
+    lines = [f"{title}, below 0.9 at the end:", ""]
+    for name, scores in normalised(family, raw).items():
+        told = []
+        for task, returns, column in zip(family.tasks, raw[name].T, scores.T):
+            low = " ".join(map(brief, returns[column < 0.9]))
+            told += [f"{short(task)} {low}"] if low else []
+        lines.append(f"* {name}: {'; '.join(told) or 'none'}")
     return lines
 
 
@@ -249,7 +272,8 @@ def report() -> None:
     """Tables in results/critics.md and on the terminal, the figure in results/critics.png."""
     lines = []
     for title, family in FAMILIES.items():
-        lines += [*table(title, family), ""]
+        below = lost(title, family)
+        lines += [*table(title, family), "", *below, *([""] if below else [])]
     common.publish(RESULTS / "critics.md", lines[:-1])
     told = {
         title: family

@@ -563,6 +563,12 @@ def first_step(points: np.ndarray, threshold: float | None) -> float:
     return steps[19 + good.argmax()] if good.any() else np.inf
 
 
+def last_returns(points: np.ndarray) -> float:
+    """Mean training return, (step, return), of the last twentieth of the steps."""
+    steps, returns = points.T
+    return float(returns[steps > 0.95 * steps[-1]].mean())
+
+
 # ------------------------------------------------------------------------------------------ reports
 def evaluated() -> str:
     """When the mode of the policy reaches the threshold, and whether it stays there."""
@@ -638,6 +644,36 @@ def table(cells: list[Cell]) -> list[str]:
     return lines
 
 
+def every_run(cells: list[Cell]) -> list[str]:
+    """A line for each cell with results: what the table's figures are of."""
+    lines = common.markdown_head(
+        "script | task | variant | steps | final evaluations, sorted | last training returns "
+        "| commit"
+    )
+    for cell in cells:
+        runs = facts_of(cell)
+        if not runs:
+            continue
+        steps = sorted({run["args"]["total_timesteps"] for run in runs})
+        scores = sorted(scores_of(cell))
+        digits = 1 if max(map(abs, scores)) > 10 else 3
+        last = np.mean([last_returns(points) for points in curves_of(cell)])
+        lines.append(
+            common.markdown_row(
+                [
+                    cell.script,
+                    name_of(cell),
+                    cell.variant,
+                    f"{steps[0]:,} to {steps[-1]:,}" if len(steps) > 1 else f"{steps[0]:,}",
+                    " ".join(f"{score:.{digits}f}" for score in scores),
+                    f"{last:.{digits}f}",
+                    " ".join(sorted({(run.get("commit") or "-")[:7] for run in runs})),
+                ]
+            )
+        )
+    return lines
+
+
 def mujoco() -> str:
     """Scores of the one MuJoCo line over CleanRL's and over the zoo's per-task tuned PPO.
     Tasks count alike in what is pooled: as many of their first seeds as every task has."""
@@ -651,13 +687,13 @@ def mujoco() -> str:
         scores = scores_of(cell)
         over_zoo[task] = np.mean(scores) / published.zoo
         if published.cleanrl:
-            last = [points[-100:, 1].mean() for points in curves_of(cell)[:fewest]]
+            last = [last_returns(points) for points in curves_of(cell)[:fewest]]
             over_cleanrl += [score / published.cleanrl for score in scores[:fewest]]
             like_for_like += [mean / published.cleanrl for mean in last]
     told = ", ".join(f"{task} {ratio:.2f}" for task, ratio in over_zoo.items())
     return (
         f"MuJoCo, one flag line: IQM of score over CleanRL's on the three tasks it reports "
-        f"{iqm(np.array(over_cleanrl)):.2f} (of the last 100 training returns, as CleanRL "
+        f"{iqm(np.array(over_cleanrl)):.2f} (of the last training returns, which CleanRL "
         f"reports: {iqm(np.array(like_for_like)):.2f}); "
         f"mean of score over the zoo's {np.mean([*over_zoo.values()]):.2f} ({told})."
     )
@@ -743,11 +779,13 @@ def draw_learning() -> None:
 
 
 def report() -> None:
-    """The table of results/learning.md, the ablations' beside it, and a figure of each."""
+    """Tables in results/ (learning.md, every_run.md, ablations.md) and on stdout; two figures."""
     common.publish(
         RESULTS / "learning.md",
         [*table([*GRID, *OLD]), "", evaluated(), "", mujoco(), "", popgym(), "", minatar()],
     )
+
+    common.publish(RESULTS / "every_run.md", every_run([*GRID, *OLD]))
 
     changed = {panel_of(cell) for cell in ABLATIONS}
     plain = ("default", "first", "before")

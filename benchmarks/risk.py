@@ -260,10 +260,12 @@ def line(setting: Setting, rows: list[Row]) -> str:
     """One row of the table."""
     estimates = [estimate(rows, column) for column in SHOWN]
     figures = [f"{mean:.2f} +- {half:.2f}" for mean, half in estimates]
+    tails = [float(row["cvar"]) for row in rows]
+    seeds = f"{min(tails):.1f} to {max(tails):.1f}"
     risky = [float(row["risky"]) for row in rows if row["risky"]]
     told = f"{min(risky):.3f} to {max(risky):.3f}" if risky else ""
     names = (setting.task, setting.kind, setting.variant)
-    return common.markdown_row([*names, len(rows), *figures, told])
+    return common.markdown_row([*names, len(rows), *figures, seeds, told])
 
 
 def draw(groups: dict[Setting, list[Row]], optimum: Optimum) -> None:
@@ -302,7 +304,10 @@ def report() -> None:
     """Table in results/risk.md and on stdout, the figure in results/risk.png."""
     groups = common.by_setting(TABLE.rows())
     optimum = cliff_optima()
-    names = "task | script | variant | seeds | mean | CVaR | sampled: mean | CVaR | P(risky arm)"
+    names = (
+        "task | script | variant | seeds | mean | CVaR | sampled: mean | CVaR "
+        "| CVaR by seed | P(risky arm)"
+    )
     lines = [HEAD, *common.markdown_head(names)]
     lines += [line(setting, groups[setting]) for setting in ordered(groups)]
     lines += [

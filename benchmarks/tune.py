@@ -3,6 +3,7 @@
     python benchmarks/tune.py distributional_ppo_lstm PendulumNoVel-v1 --gamma 0.9
     python benchmarks/tune.py distributional_ppo_lstm CartPoleNoVel-v1 --seeds 1000 1001 --kappa 1
     python benchmarks/tune.py --report CartPoleNoVel-v1     # what the rows say, a line per setting
+    python benchmarks/tune.py --report CartPoleNoVel-v1 --seeds 1000 1001     # of these seeds alone
 
 Whatever this program does not know goes to the script. Runs that have a row are skipped. With
 --eval-every the row holds every evaluation, step:return, the last one included.
@@ -11,6 +12,8 @@ Whatever this program does not know goes to the script. Runs that have a row are
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Sequence
 
 import common
 import numpy as np
@@ -86,6 +89,15 @@ def later_scores(row: Row) -> list[float]:
     return [float(score) for step, score in points if int(step) > steps[-1] / 4]
 
 
+def steps_needed(steps: np.ndarray) -> str:
+    """Median of the steps to the threshold, and how many runs reach it."""
+    if not len(steps):
+        return "-"
+    reached = np.isfinite(steps).sum()
+    median = f"{np.median(steps):.0f}" if 2 * reached > len(steps) else "never"
+    return f"{median} ({reached} of {len(steps)})"
+
+
 def line(script: str, flags: str, rows: list[Row], threshold: float | None) -> str:
     """What the rows of one setting say."""
     final = np.array([float(row["return_mean"]) for row in rows])
@@ -101,21 +113,28 @@ def line(script: str, flags: str, rows: list[Row], threshold: float | None) -> s
             f"{final.min():.1f}",
             "-" if threshold is None else sum(final >= threshold),
             f"{np.mean(later):.1f}" if later else "-",
-            "-" if np.isnan(steps).all() else f"{np.nanmedian(steps):.0f}",
+            steps_needed(steps[~np.isnan(steps)]),
             f"{np.mean(lost):.3f}" if lost else "-",
+            " ".join(sorted({row["commit"] or "early" for row in rows})),
         ]
     )
 
 
-def report(task: str) -> list[str]:
+def in_order(flags: str) -> str:
+    """The same flags whatever the order they were given in; of one given twice the last."""
+    given = {part.split()[0]: part for part in re.split(r" (?=--)", flags) if part}
+    return " ".join(sorted(given.values()))
+
+
+def report(task: str, seeds: Sequence[int] = ()) -> list[str]:
     """A table: seeds, final evaluations, those at the threshold, the mean of all evaluations in the
     last three quarters of the runs, the median steps to the threshold and the mean share of later
-    steps in episodes below it, for every setting."""
+    steps in episodes below it, for every setting; of these seeds, if any, alone."""
     settings: dict[tuple[str, str], list[Row]] = {}  # by script and flags
     for row in TABLE.rows():
-        if row["task"] == task:
-            settings.setdefault((row["script"], row["flags"]), []).append(row)
-    names = "script | flags | seeds | mean | worst | reached | later | steps | lost"
+        if row["task"] == task and (not seeds or int(row["seed"]) in seeds):
+            settings.setdefault((row["script"], in_order(row["flags"])), []).append(row)
+    names = "script | flags | seeds | mean | worst | reached | later | steps | lost | commit"
     threshold = THRESHOLDS.get(task)
     rows = [line(*setting, settings[setting], threshold) for setting in sorted(settings)]
     return [*common.markdown_head(names), *rows]
@@ -127,15 +146,15 @@ def main() -> None:
     parser.add_argument("script", nargs="?", default="")
     parser.add_argument("task", help="gymnasium id")
     parser.add_argument("--report", action="store_true", help="only print what the rows say")
-    parser.add_argument("--seeds", nargs="*", type=int, default=[*range(1000, 1008)])
+    parser.add_argument("--seeds", nargs="*", type=int, help="1000 to 1007; of the report: all")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     args, flags = parser.parse_known_args()
     if args.report:
-        print(*report(args.task), sep="\n")
+        print(*report(args.task, args.seeds or ()), sep="\n")
         return
     if not args.script:
         parser.error("name the script ahead of the task")
-    cell = Cell(args.task, args.script, "tuning", " ".join(flags), args.seeds)
+    cell = Cell(args.task, args.script, "tuning", " ".join(flags), args.seeds or range(1000, 1008))
     run_missing(cell, args.processes)
 
 
