@@ -129,17 +129,30 @@ THRESHOLDS = {
 
 
 class Published(NamedTuple):
-    """Scores of others at 1,000,000 steps."""
+    """Scores of others' PPO and the steps they took; nan where there is none."""
 
-    cleanrl: float | None  # its PPO on the v4 task, training return
-    zoo: float  # rl-baselines3-zoo's PPO, tuned per task
+    zoo: float = math.nan  # final evaluation, flags tuned for the task, one run
+    zoo_steps: str = ""
+    cleanrl: float = math.nan  # training return, three seeds
+    cleanrl_steps: str = ""
 
 
+# zoo: DLR-RM/rl-baselines3-zoo, benchmark.md at 0088472 (LunarLander-v2, MuJoCo v3); without
+# velocities huggingface.co/sb3/ppo_lstm-TASK. CleanRL: docs.cleanrl.dev/rl-algorithms/ppo (v4)
 PUBLISHED = {
-    "HalfCheetah-v5": Published(1443, 5819),
-    "Hopper-v5": Published(2383, 2410),
-    "Walker2d-v5": Published(2288, 3479),
-    "Ant-v5": Published(None, 1327),
+    "CartPoleNoVel-v1": Published(500.0, "100k"),
+    "PendulumNoVel-v1": Published(-217.9, "100k"),
+    "MountainCarContinuousNoVel-v0": Published(91.5, "300k"),
+    "CartPole-v1": Published(500.0, "100k", 490, "500k"),
+    "Pendulum-v1": Published(-172.2, "100k"),
+    "Acrobot-v1": Published(-73.5, "1M", -86, "500k"),
+    "LunarLander-v3": Published(242.1, "1M"),
+    "HalfCheetah-v5": Published(5819, "1M", 1443, "1M"),
+    "Hopper-v5": Published(2410, "1M", 2383, "1M"),
+    "Walker2d-v5": Published(3479, "1M", 2288, "1M"),
+    "Ant-v5": Published(1327, "1M"),
+    "Humanoid-v5": Published(cleanrl=716, cleanrl_steps="1M"),
+    "Swimmer-v5": Published(281.6, "1M"),
 }
 LONG = "--total-timesteps 500000"
 MILLION = "--total-timesteps 1000000"
@@ -674,19 +687,39 @@ def every_run(cells: list[Cell]) -> list[str]:
     return lines
 
 
+def beside_published() -> list[str]:
+    """A line for each task of which others have published scores."""
+    names = "task | evaluation | zoo | its steps | last training returns | CleanRL | its steps"
+    lines = ["Beside what others have published of their PPO:", "", *common.markdown_head(names)]
+    for cell in GRID:
+        known = PUBLISHED.get(cell.task)
+        if known is None or cell.variant != "default" or not cell.script.startswith("dist"):
+            continue
+        last = np.mean([last_returns(points) for points in curves_of(cell)])
+        mine = (np.mean(scores_of(cell)), last)
+        theirs = ((known.zoo, known.zoo_steps), (known.cleanrl, known.cleanrl_steps))
+        cells = [cell.task]
+        for own, (score, steps) in zip(mine, theirs):
+            digits = 0 if abs(score) >= 1000 else 1
+            none = math.isnan(score)
+            cells += ["-"] * 3 if none else [f"{own:.{digits}f}", f"{score:.{digits}f}", steps]
+        lines.append(common.markdown_row(cells))
+    return lines
+
+
 def mujoco() -> str:
     """Scores of the one MuJoCo line over CleanRL's and over the zoo's per-task tuned PPO.
     Tasks count alike in what is pooled: as many of their first seeds as every task has."""
-    cells = {task: newest(CATEGORICAL, task) for task in PUBLISHED}
+    cells = {task: newest(CATEGORICAL, task) for task in ROBOTS[:4]}
     fewest = min(len(scores_of(cell)) for cell in cells.values())
     over_zoo = {}
     over_cleanrl = []
     like_for_like = []  # training returns, as CleanRL reports
-    for task, published in PUBLISHED.items():
-        cell = cells[task]
+    for task, cell in cells.items():
+        published = PUBLISHED[task]
         scores = scores_of(cell)
         over_zoo[task] = np.mean(scores) / published.zoo
-        if published.cleanrl:
+        if not math.isnan(published.cleanrl):
             last = [last_returns(points) for points in curves_of(cell)[:fewest]]
             over_cleanrl += [score / published.cleanrl for score in scores[:fewest]]
             like_for_like += [mean / published.cleanrl for mean in last]
@@ -780,11 +813,10 @@ def draw_learning() -> None:
 
 def report() -> None:
     """Tables in results/ (learning.md, every_run.md, ablations.md) and on stdout; two figures."""
-    common.publish(
-        RESULTS / "learning.md",
-        [*table([*GRID, *OLD]), "", evaluated(), "", mujoco(), "", popgym(), "", minatar()],
-    )
-
+    lines = table([*GRID, *OLD])
+    for told in (evaluated(), mujoco(), popgym(), minatar()):
+        lines += ["", told]
+    common.publish(RESULTS / "learning.md", [*lines, "", *beside_published()])
     common.publish(RESULTS / "every_run.md", every_run([*GRID, *OLD]))
 
     changed = {panel_of(cell) for cell in ABLATIONS}
