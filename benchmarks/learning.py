@@ -194,12 +194,10 @@ GRID = [
     *[Cell(task, SB3, "default", MILLION, THREE) for task in ROBOTS[:4]],
     *[Cell(f"envs:MinAtar/{game}-v1", SB3, "same_flags", MINATAR, THREE) for game in GAMES],
 ]
-# kept of earlier versions of the scripts until a newer row has taken their place; no longer run
-EARLIER = ("first", "before", "evaluated", "again", "lean")
+# of an earlier version of the scripts, which the ablations have changed; no longer run
 OLD = [
     Cell(path.parent.name, path.parent.parent.name, path.name, "", ())
-    for variant in EARLIER
-    for path in sorted(RESULTS.glob(f"distributional*/*/{variant}"))
+    for path in sorted(RESULTS.glob("distributional*/*/before"))
 ]
 
 
@@ -540,12 +538,6 @@ def cell_of(script: str, task: str, variant: str) -> Cell:
     return next(cell for cell in [*GRID, *OLD] if cell.setting == wanted)
 
 
-def newest(script: str, task: str) -> Cell:
-    """The cell of the default flags, or that of the first edition as long as nothing is newer."""
-    cell = cell_of(script, task, "default")
-    return cell if facts_of(cell) else cell_of(script, task, "first")
-
-
 def smoothed(points: np.ndarray, grid: np.ndarray) -> np.ndarray:
     """Mean return of the 20 episodes before each step of `grid`."""
     steps, returns = points.T
@@ -583,27 +575,6 @@ def last_returns(points: np.ndarray) -> float:
 
 
 # ------------------------------------------------------------------------------------------ reports
-def evaluated() -> str:
-    """When the mode of the policy reaches the threshold, and whether it stays there."""
-    task = "CartPoleNoVel-v1"
-    threshold = THRESHOLDS[task]
-    first = []
-    stayed = []
-    for facts in facts_of(cell_of(LSTM, task, "evaluated")):
-        steps, scores = np.array(facts["evaluations"]).T
-        good = scores >= threshold
-        first.append(steps[good.argmax()] if good.any() else np.inf)
-        stayed += [*good[good.argmax() + 1 :]] if good.any() else []
-    if not first:
-        return f"{task}, evaluated on the way: no runs yet."
-    return (
-        f"{task}, the mode of the policy evaluated every 5,120 steps (10 episodes, "
-        f"{len(first)} seeds): {threshold} is first reached after {np.median(first):,.0f} steps "
-        f"(median; {min(first):,.0f} to {max(first):,.0f}); of the later evaluations "
-        f"{np.mean(stayed):.0%} are that good."
-    )
-
-
 def training_seconds(cell: Cell) -> float:
     """Median time that the cell's runs spent on training, evaluations apart."""
     runs = facts_of(cell)
@@ -710,7 +681,7 @@ def beside_published() -> list[str]:
 def mujoco() -> str:
     """Scores of the one MuJoCo line over CleanRL's and over the zoo's per-task tuned PPO.
     Tasks count alike in what is pooled: as many of their first seeds as every task has."""
-    cells = {task: newest(CATEGORICAL, task) for task in ROBOTS[:4]}
+    cells = {task: cell_of(CATEGORICAL, task, "default") for task in ROBOTS[:4]}
     fewest = min(len(scores_of(cell)) for cell in cells.values())
     over_zoo = {}
     over_cleanrl = []
@@ -796,7 +767,7 @@ def draw_learning() -> None:
     task = "CartPoleNoVel-v1"
     grid = np.arange(2000, 100_001, 1000)
     figure, axes = plt.subplots(figsize=(7, 3.6), constrained_layout=True)
-    with_memory, without = newest(LSTM, task), cell_of(LSTM, task, "no_memory")
+    with_memory, without = (cell_of(LSTM, task, name) for name in ("default", "no_memory"))
     for cell, colour, name in ((with_memory, "C0", "LSTM"), (without, "C3", "state zeroed")):
         runs = curves_of(cell)
         if not runs:
@@ -814,13 +785,13 @@ def draw_learning() -> None:
 def report() -> None:
     """Tables in results/ (learning.md, every_run.md, ablations.md) and on stdout; two figures."""
     lines = table([*GRID, *OLD])
-    for told in (evaluated(), mujoco(), popgym(), minatar()):
+    for told in (mujoco(), popgym(), minatar()):
         lines += ["", told]
     common.publish(RESULTS / "learning.md", [*lines, "", *beside_published()])
     common.publish(RESULTS / "every_run.md", every_run([*GRID, *OLD]))
 
     changed = {panel_of(cell) for cell in ABLATIONS}
-    plain = ("default", "first", "before")
+    plain = ("default", "before")
     both = [*GRID, *OLD]
     base = [cell for cell in both if cell.variant in plain and panel_of(cell) in changed]
     beside = sorted([*base, *ABLATIONS], key=panel_of)
