@@ -120,24 +120,32 @@ def line(script: str, flags: str, rows: list[Row], threshold: float | None) -> s
     )
 
 
-def in_order(flags: str) -> str:
-    """The same flags whatever the order they were given in; of one given twice the last."""
+def parts(flags: str) -> frozenset[str]:
+    """Flags with their values; of one given twice the last."""
     given = {part.split()[0]: part for part in re.split(r" (?=--)", flags) if part}
-    return " ".join(sorted(given.values()))
+    return frozenset(given.values())
 
 
 def report(task: str, seeds: Sequence[int] = ()) -> list[str]:
-    """A table: seeds, final evaluations, those at the threshold, the mean of all evaluations in the
-    last three quarters of the runs, the median steps to the threshold and the mean share of later
-    steps in episodes below it, for every setting; of these seeds, if any, alone."""
-    settings: dict[tuple[str, str], list[Row]] = {}  # by script and flags
+    """The flags that all settings share, and a table: seeds, final evaluations, those at the
+    threshold, the mean of all evaluations in the last three quarters of the runs, the median steps
+    to the threshold and the mean share of later steps in episodes below it, for every setting; of
+    these seeds, if any, alone."""
+    settings: dict[tuple[str, frozenset[str]], list[Row]] = {}  # by script and flags
     for row in TABLE.rows():
         if row["task"] == task and (not seeds or int(row["seed"]) in seeds):
-            settings.setdefault((row["script"], in_order(row["flags"])), []).append(row)
-    names = "script | flags | seeds | mean | worst | reached | later | steps | lost | commit"
+            settings.setdefault((row["script"], parts(row["flags"])), []).append(row)
+
+    shared = frozenset.intersection(*(flags for _, flags in settings))
     threshold = THRESHOLDS.get(task)
-    rows = [line(*setting, settings[setting], threshold) for setting in sorted(settings)]
-    return [*common.markdown_head(names), *rows]
+    lines = common.markdown_head(
+        "script | flags | seeds | mean | worst | reached | later | steps | lost | commit"
+    )
+    lines += sorted(
+        line(script, " ".join(sorted(flags - shared)), rows, threshold)
+        for (script, flags), rows in settings.items()
+    )
+    return [f"{task}, all with {' '.join(sorted(shared)) or 'nothing'}:", "", *lines]
 
 
 def main() -> None:

@@ -180,11 +180,25 @@ def test_share_of_later_steps_in_episodes_below_the_threshold():
 def test_flags_in_another_order_are_one_setting():
     """Also where one is given twice: its last value holds, as for the scripts."""
     tune = importlib.import_module("tune")
-    assert tune.in_order("--kappa 1 --gamma 0.9") == "--gamma 0.9 --kappa 1"
-    assert (
-        tune.in_order("--seq-len 100 --no-norm-obs --seq-len 200") == "--no-norm-obs --seq-len 200"
-    )
-    assert tune.in_order("") == ""
+    assert tune.parts("--kappa 1 --gamma 0.9") == {"--gamma 0.9", "--kappa 1"}
+    assert tune.parts("--kappa 0 --norm-obs --kappa 1") == {"--kappa 1", "--norm-obs"}
+    assert tune.parts("") == set()
+
+
+def test_settings_are_told_by_what_differs(monkeypatch):
+    """Two settings, one of them in two orders; the discount is that of both."""
+    tune = importlib.import_module("tune")
+    rows = [
+        {"flags": flags, "task": "a", "script": "s", "seed": seed, "return_mean": seed}
+        for flags, seed in (("--g 1 --k 2", 1), ("--k 2 --g 1", 3), ("--g 1", 8))
+    ]
+    empty = dict.fromkeys(("evaluations", "steps_to_threshold", "share_lost", "commit"), "")
+    monkeypatch.setattr(tune.Table, "rows", lambda self: [row | empty for row in rows])
+    told = tune.report("a")
+    assert told[0] == "a, all with --g 1:"
+    assert told[4].startswith("| s | --k 2 | 2 | 2.0 | 1.0 |")
+    assert told[5].startswith("| s | none | 1 | 8.0 | 8.0 |")
+    assert len(tune.report("a", [3])) == 5
 
 
 def test_steps_to_the_threshold_are_those_of_most_runs():
