@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import common
 import gymnasium as gym
 import numpy as np
-from common import CATEGORICAL, LSTM, LSTM_ATOMS, QUANTILE, RESULTS, Cell, Point, Run
+from common import CATEGORICAL, LSTM, QUANTILE, RESULTS, Cell, Point, Run
 
 SB3 = "stable_baselines3_ppo"
 CONTRIB = "sb3_contrib_recurrent_ppo"
@@ -194,15 +194,8 @@ GRID = [
     *[Cell(task, SB3, "default", MILLION, THREE) for task in ROBOTS[:4]],
     *[Cell(f"envs:MinAtar/{game}-v1", SB3, "same_flags", MINATAR, THREE) for game in GAMES],
 ]
-# of an earlier version of the scripts, which the ablations have changed; no longer run
-OLD = [
-    Cell(path.parent.name, path.parent.parent.name, path.name, "", ())
-    for path in sorted(RESULTS.glob("distributional*/*/before"))
-]
-
-
-BOTH = {  # variant: flags; one thing differs from the row of the task in GRID, or from no_floor
-    "no_floor": "",  # Pendulum-v1 without the entropy floor it has in GRID, like its other variants
+BOTH = {  # variant: flags; one thing differs from the row of the task in GRID
+    "no_floor": "--min-entropy-penalty 0",
     "single_critic": "--num-critics 1",
     "twin_min": "--twin-reduce min",
     "twin_mean": "--twin-reduce mean",
@@ -223,9 +216,6 @@ OWN = {
         "quantiles_8": "--num-quantiles 8",
         "quantiles_128": "--num-quantiles 128",
         "sequence_16": "--seq-len 16",
-        "gamma_0.98": "--gamma 0.98",
-        # loss u^2 / (4 kappa): with this vf_coef the usual 0.5 * 0.5 * mean squared error
-        "scalar": "--num-quantiles 1 --kappa 10 --vf-coef 10",
     },
     CATEGORICAL: {
         "two_hot": "--target-encoding two_hot",
@@ -238,22 +228,19 @@ OWN = {
 def ablations() -> list[Cell]:
     """One thing changed at a time."""
     cells = []
-    for script, task, flags in (
-        (LSTM, "CartPoleNoVel-v1", ""),
-        (CATEGORICAL, "CartPole-v1", ""),
-        (CATEGORICAL, "Pendulum-v1", PENDULUM),
+    for script, task, same in (  # as what the task's row in GRID has already
+        (LSTM, "CartPoleNoVel-v1", ("twin_min", "no_floor")),
+        (CATEGORICAL, "CartPole-v1", ("twin_min", "no_floor")),
+        (CATEGORICAL, "Pendulum-v1", ("twin_mean",)),
     ):
-        # these are what the task's row in GRID, or no_floor, has already
-        same = ("twin_mean",) if task == "Pendulum-v1" else ("twin_min", "no_floor")
-        variants = BOTH | OWN[script]
+        base = next(cell for cell in GRID if cell.setting == (task, script, "default"))
         cells += [
-            Cell(task, script, variant, f"{flags} {own}", range(1, 6))
-            for variant, own in variants.items()
+            Cell(task, script, variant, f"{base.flags} {own}", FIVE)
+            for variant, own in (BOTH | OWN[script]).items()
             if variant not in same
         ]
-        # the other script's value distribution
-        other = LSTM_ATOMS if script == LSTM else QUANTILE
-        cells.append(Cell(task, other, "exchanged", flags, range(1, 6)))
+        if script == CATEGORICAL:  # of the recurrent script it is in critics.py
+            cells.append(Cell(task, QUANTILE, "exchanged", base.flags, FIVE))
     return cells
 
 
@@ -535,7 +522,7 @@ def curves_of(cell: Cell) -> list[np.ndarray]:
 def cell_of(script: str, task: str, variant: str) -> Cell:
     """One cell of the grid."""
     wanted = (task, script, variant)
-    return next(cell for cell in [*GRID, *OLD] if cell.setting == wanted)
+    return next(cell for cell in GRID if cell.setting == wanted)
 
 
 def smoothed(points: np.ndarray, grid: np.ndarray) -> np.ndarray:
@@ -784,20 +771,18 @@ def draw_learning() -> None:
 
 def report() -> None:
     """Tables in results/ (learning.md, every_run.md, ablations.md) and on stdout; two figures."""
-    lines = table([*GRID, *OLD])
+    lines = table(GRID)
     for told in (mujoco(), popgym(), minatar()):
         lines += ["", told]
     common.publish(RESULTS / "learning.md", [*lines, "", *beside_published()])
-    common.publish(RESULTS / "every_run.md", every_run([*GRID, *OLD]))
+    common.publish(RESULTS / "every_run.md", every_run(GRID))
 
     changed = {panel_of(cell) for cell in ABLATIONS}
-    plain = ("default", "before")
-    both = [*GRID, *OLD]
-    base = [cell for cell in both if cell.variant in plain and panel_of(cell) in changed]
-    beside = sorted([*base, *ABLATIONS], key=panel_of)
-    common.publish(RESULTS / "ablations.md", table(beside))
+    base = [cell for cell in GRID if cell.variant == "default" and panel_of(cell) in changed]
+    panels = sorted([*base, *ABLATIONS], key=panel_of)
+    common.publish(RESULTS / "ablations.md", table(panels))
 
-    draw_ablations(beside)
+    draw_ablations(panels)
     draw_learning()
 
 

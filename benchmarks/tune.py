@@ -5,8 +5,7 @@
     python benchmarks/tune.py --report CartPoleNoVel-v1     # what the rows say, a line per setting
     python benchmarks/tune.py --report CartPoleNoVel-v1 --seeds 1000 1001     # of these seeds alone
 
-Whatever this program does not know goes to the script. Runs that have a row are skipped. With
---eval-every the row holds every evaluation, step:return, the last one included.
+Whatever this program does not know goes to the script. Runs that have a row are skipped.
 """
 
 from __future__ import annotations
@@ -27,10 +26,9 @@ COLUMNS = (
     "seed",
     "return_mean",
     "return_std",
-    "evaluations",
-    "steps_to_threshold",  # of the training returns; empty in early rows and without threshold
+    "steps_to_threshold",  # of the training returns; empty without a threshold
     "share_lost",  # of the steps after that, in episodes below it; empty as well
-    "commit",  # empty in early rows
+    "commit",
 )
 TABLE = Table(RESULTS / "tuning.csv", COLUMNS, end="\n")
 
@@ -40,10 +38,9 @@ def run_one(run: Run) -> dict[str, object]:
     cell = run.cell
     script = common.load_script(cell.script)
     with common.trained(script, cell.task, run.seed, cell.flags) as done:
-        tags = ("eval/return_mean", "charts/episodic_return", "charts/episodic_length")
+        tags = ("charts/episodic_return", "charts/episodic_length")
         curves = common.scalars(done.directory, tags)
 
-    scores = [f"{point.step}:{point.value:.1f}" for point in curves["eval/return_mean"]]
     episodes = np.array(curves["charts/episodic_return"])
     lengths = np.array(curves["charts/episodic_length"])[:, 1]
     threshold = THRESHOLDS.get(cell.task)
@@ -58,7 +55,6 @@ def run_one(run: Run) -> dict[str, object]:
         "seed": run.seed,
         "return_mean": round(done.metrics["eval/return_mean"], 4),
         "return_std": round(done.metrics["eval/return_std"], 4),
-        "evaluations": " ".join(scores) if len(scores) > 1 else "",
         "steps_to_threshold": steps,
         "share_lost": lost,
         "commit": common.commit()[:7],
@@ -82,13 +78,6 @@ def run_missing(cell: Cell, processes: int) -> None:
     TABLE.record(run_one, runs, processes)
 
 
-def later_scores(row: Row) -> list[float]:
-    """Evaluations in the last three quarters of a run."""
-    points = [point.split(":") for point in row["evaluations"].split()]
-    steps = [int(step) for step, _ in points]
-    return [float(score) for step, score in points if int(step) > steps[-1] / 4]
-
-
 def steps_needed(steps: np.ndarray) -> str:
     """Median of the steps to the threshold, and how many runs reach it."""
     if not len(steps):
@@ -101,7 +90,6 @@ def steps_needed(steps: np.ndarray) -> str:
 def line(script: str, flags: str, rows: list[Row], threshold: float | None) -> str:
     """What the rows of one setting say."""
     final = np.array([float(row["return_mean"]) for row in rows])
-    later = [score for row in rows for score in later_scores(row)]
     steps = np.array([float(row["steps_to_threshold"] or "nan") for row in rows])
     lost = [float(row["share_lost"]) for row in rows if row["share_lost"]]
     return common.markdown_row(
@@ -112,10 +100,9 @@ def line(script: str, flags: str, rows: list[Row], threshold: float | None) -> s
             f"{final.mean():.1f}",
             f"{final.min():.1f}",
             "-" if threshold is None else sum(final >= threshold),
-            f"{np.mean(later):.1f}" if later else "-",
             steps_needed(steps[~np.isnan(steps)]),
             f"{np.mean(lost):.3f}" if lost else "-",
-            " ".join(sorted({row["commit"] or "early" for row in rows})),
+            " ".join(sorted({row["commit"] for row in rows})),
         ]
     )
 
@@ -128,18 +115,19 @@ def parts(flags: str) -> frozenset[str]:
 
 def report(task: str, seeds: Sequence[int] = ()) -> list[str]:
     """The flags that all settings share, and a table: seeds, final evaluations, those at the
-    threshold, the mean of all evaluations in the last three quarters of the runs, the median steps
-    to the threshold and the mean share of later steps in episodes below it, for every setting; of
-    these seeds, if any, alone."""
+    threshold, the median steps to it and the mean share of later steps in episodes below it, for
+    every setting; of these seeds, if any, alone."""
     settings: dict[tuple[str, frozenset[str]], list[Row]] = {}  # by script and flags
     for row in TABLE.rows():
         if row["task"] == task and (not seeds or int(row["seed"]) in seeds):
             settings.setdefault((row["script"], parts(row["flags"])), []).append(row)
 
+    if not settings:
+        return [f"{task}: no rows."]
     shared = frozenset.intersection(*(flags for _, flags in settings))
     threshold = THRESHOLDS.get(task)
     lines = common.markdown_head(
-        "script | flags | seeds | mean | worst | reached | later | steps | lost | commit"
+        "script | flags | seeds | mean | worst | reached | steps | lost | commit"
     )
     lines += sorted(
         line(script, " ".join(sorted(flags - shared)), rows, threshold)
