@@ -775,7 +775,7 @@ def report() -> None:
     for told in (mujoco(), popgym(), minatar()):
         lines += ["", told]
     common.publish(RESULTS / "learning.md", [*lines, "", *beside_published()])
-    common.publish(RESULTS / "every_run.md", every_run(GRID))
+    common.publish(RESULTS / "every_run.md", every_run([*GRID, *ABLATIONS]))
 
     changed = {panel_of(cell) for cell in ABLATIONS}
     base = [cell for cell in GRID if cell.variant == "default" and panel_of(cell) in changed]
