@@ -210,7 +210,7 @@ FLOORS = tuple(f"{figure}_floor" for figure in FIGURES)
 SIGNED = ("std", "cvar05", "cvar25")
 REAL_FIGURES = ("coverage", "bias", "spread", "predicted")
 SETTING = ("task", "script", "variant", "seed", "seconds")
-COLUMNS = (*SETTING, "mean", *FIGURES, *FLOORS, *REAL_FIGURES, "curve")
+COLUMNS = (*SETTING, "mean", *FIGURES, *FLOORS, *REAL_FIGURES, "curve", *common.ORIGIN)
 TUNED = ("task", "script", "seed", "seconds", *REAL_FIGURES, "episodes", "flags")
 TABLE = Table(RESULTS / "calibration.csv", COLUMNS)
 TUNING = Table(RESULTS / "tuning_calibration.csv", TUNED)
@@ -482,6 +482,7 @@ def run_one(run: Run) -> dict[str, Any]:
     with common.trained(script, env_id, 100 * run.seed, run.cell.flags) as done:
         agent, args = script.load_agent(done.directory)
     row = {**run.cell.setting._asdict(), "seed": run.seed, "seconds": done.seconds}
+    row |= common.origin()
     if task in REAL:
         return row | measure_real(script, agent, args)
     return row | measure(script, agent, args, PROCESSES[task].truth)
@@ -564,7 +565,8 @@ def tuning_lines() -> list[str]:
 def report() -> None:
     """Tables in results/calibration.md, tuning seeds in results/tuning_calibration.md, both on
     stdout; the figure in results/calibration.png."""
-    groups = common.by_setting(TABLE.rows())
+    rows = TABLE.rows()
+    groups = common.by_setting(rows)
     tasks = [*PROCESSES, *REAL]
     place = {cell.setting: i for i, cell in enumerate(cells())}
 
@@ -582,6 +584,7 @@ def report() -> None:
     names = "task | script | critics | coverage error | bias | spread | predicted | reached"
     lines += ["", REAL_HEAD, *common.markdown_head(names)]
     lines += [real_line(setting, groups[setting]) for setting in real]
+    lines += ["", f"Commit of the scripts, machine: {common.origins(rows)}."]
 
     common.publish(RESULTS / "calibration.md", lines)
     common.publish(RESULTS / "tuning_calibration.md", tuning_lines())

@@ -197,6 +197,26 @@ def machine() -> dict[str, Any]:
     return {"cores": os.cpu_count(), "machine": platform.machine()}
 
 
+ORIGIN = ("commit", "machine")
+
+
+def origin() -> dict[str, str]:
+    """Where a row comes from: last commit of the scripts ("+": changed since then), machine."""
+    git = ["git", "--no-optional-locks", "-C", str(HERE.parent)]
+    scripts = ["--", f"{LSTM}.py", f"{CATEGORICAL}.py"]
+
+    def ask(*words: str) -> str:
+        command = [*git, *words, *scripts]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+    changed = "+" if ask("status", "--short") else ""
+    told = machine()
+    return {
+        "commit": ask("log", "-1", "--format=%h") + changed,
+        "machine": f"{told['cores']} cores {told['machine']}",
+    }
+
+
 # ---------------------------------------------------------------------------------------- CSV files
 @dataclass(frozen=True)
 class Table:
@@ -237,6 +257,13 @@ class Table:
 def setting_of(row: Row) -> Setting:
     """What the row was measured on."""
     return Setting(row["task"], row["script"], row["variant"])
+
+
+def origins(rows: Iterable[Row], columns: Sequence[str] = ORIGIN) -> str:
+    """Every commit and machine of the rows, in one line."""
+    known = list(rows)
+    told = [sorted({row[column] for row in known}) for column in columns]
+    return "; ".join(", ".join(values) for values in told)
 
 
 def by_setting(rows: Iterable[Row]) -> dict[Setting, list[Row]]:

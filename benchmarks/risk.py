@@ -6,8 +6,7 @@
 
 Three tasks, each neutral and with cvar_weight 0.5 and 1; the mode of the final policy plays 500
 fresh episodes. One row of results/risk.csv is one run; interrupted at any point, the next call
-continues. Reported seeds are 1 to 5. Rows with a limit are of commit e34ea96, whose --cvar-limit
-and --cvar-dual-lr constrained the CVaR of episode returns; they are reported, no longer run.
+continues. Reported seeds are 1 to 5.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ VARIANTS = {"neutral": "", "weight 0.5": "--cvar-weight 0.5", "weight 1": "--cva
 MEASURED = ("mean", "std", "cvar")  # of the returns of an evaluation
 SAMPLED = tuple(f"sampled_{name}" for name in MEASURED)  # the same of the policy as it samples
 SETTING = ("task", "script", "variant", "seed", "seconds")
-COLUMNS = (*SETTING, *MEASURED, *SAMPLED, "dual", "risky")  # dual: of the rows with a limit
+COLUMNS = (*SETTING, *MEASURED, *SAMPLED, "risky", *common.ORIGIN)
 TABLE = Table(RESULTS / "risk.csv", COLUMNS)
 
 
@@ -149,6 +148,7 @@ def run_one(run: Run) -> dict[str, Any]:
         agent, args = script.load_agent(done.directory)
 
     row = {**cell.setting._asdict(), "seed": run.seed, "seconds": done.seconds}
+    row |= common.origin()
     if cell.task == "lottery":
         row["risky"] = risky_probability(script, agent)
     row |= {name: done.metrics[f"eval/return_{name}"] for name in MEASURED}
@@ -222,8 +222,8 @@ def cliff_optima(alpha: float = 0.1) -> Optimum:
 
 # ------------------------------------------------------------------------------------------- report
 HEAD = """\
-500 evaluation episodes of the policy's mode, and of the policy as it samples (on which a
-limit acted, see risk.py); means over seeds +- 95 % interval. CVaR at 0.2 (lottery), 0.1.
+500 evaluation episodes of the policy's mode, and of the policy as it samples; means over seeds
++- 95 % interval. CVaR at 0.2 (lottery), 0.1.
 """
 SHOWN = ("mean", "cvar", "sampled_mean", "sampled_cvar")
 
@@ -246,14 +246,8 @@ def estimate(rows: list[Row], column: str) -> Estimate:
 
 
 def ordered(groups: dict[Setting, list[Row]]) -> list[Setting]:
-    """Settings as the grid has them, what is no longer run last."""
-    names = (*TASKS, CATEGORICAL, LSTM, *VARIANTS)
-    place = {name: i for i, name in enumerate(names)}
-
-    def rank(setting: Setting) -> list[tuple[int, str]]:
-        return [(place.get(part, 99), part) for part in setting]
-
-    return sorted(groups, key=rank)
+    """Settings as the grid has them."""
+    return [cell.setting for cell in cells() if cell.setting in groups]
 
 
 def line(setting: Setting, rows: list[Row]) -> str:
@@ -277,7 +271,7 @@ def draw(groups: dict[Setting, list[Row]], optimum: Optimum) -> None:
         task, script, variant = setting
         known = colours.setdefault((task, script), {})
         known[variant] = f"C{len(known)}"
-        if task not in panels or "slow" in variant:  # these are in the table alone
+        if task not in panels:  # in the table alone
             continue
         mean = estimate(groups[setting], "mean")
         cvar = estimate(groups[setting], "cvar")
@@ -302,7 +296,8 @@ def draw(groups: dict[Setting, list[Row]], optimum: Optimum) -> None:
 
 def report() -> None:
     """Table in results/risk.md and on stdout, the figure in results/risk.png."""
-    groups = common.by_setting(TABLE.rows())
+    rows = TABLE.rows()
+    groups = common.by_setting(rows)
     optimum = cliff_optima()
     names = (
         "task | script | variant | seeds | mean | CVaR | sampled: mean | CVaR "
@@ -315,6 +310,8 @@ def report() -> None:
         f"Cliff, by dynamic programming: best mean {optimum.mean:.1f}, "
         f"CVaR of that policy {optimum.its_cvar:.1f}, "
         f"best CVaR of any policy {optimum.cvar:.1f}.",
+        "",
+        f"Commit of the scripts, machine: {common.origins(rows)}.",
     ]
     common.publish(RESULTS / "risk.md", lines)
     draw(groups, optimum)

@@ -463,20 +463,8 @@ class Origin:
 
 def origin() -> Origin:
     """The scripts' last commit, the class of the machine, the packages."""
-    git = ["git", "--no-optional-locks", "-C", str(HERE.parent)]
-    scripts = ["--", f"{LSTM}.py", f"{CATEGORICAL}.py"]
-
-    def ask(*words: str) -> str:
-        command = [*git, *words, *scripts]
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-
-    changed = "+" if ask("status", "--short") else ""
-    told = common.machine()
-    return Origin(
-        commit=ask("log", "-1", "--format=%h") + changed,
-        machine=f"{told['cores']} cores {told['machine']}",
-        versions=" ".join(f"{package} {version(package)}" for package in PACKAGES),
-    )
+    versions = " ".join(f"{package} {version(package)}" for package in PACKAGES)
+    return Origin(**common.origin(), versions=versions)
 
 
 class Measurement(NamedTuple):
@@ -695,9 +683,7 @@ def pass_line(cell: str, rows: list[Row]) -> list:
 def origins(picked: dict[str, Programs]) -> str:
     """Commits, machines and versions of the rows that are shown."""
     shown = [row for programs in picked.values() for rows in programs.values() for row in rows]
-    columns = ("commit", "machine", "versions")
-    told = [sorted({row[column] for row in shown}) for column in columns]
-    return "; ".join(", ".join(values) for values in told)
+    return common.origins(shown, (*common.ORIGIN, "versions"))
 
 
 GRID_HEAD = (

@@ -168,6 +168,7 @@ COLUMNS = (
     "drawn",  # mean reward of the run, where it is the truth that was seen
     "bad",  # probability of the bad arm
     "mean",  # of an evaluation, in CartPole-v1's own unit
+    *common.ORIGIN,
 )
 TABLE = Table(RESULTS / "truth.csv", COLUMNS)
 
@@ -283,7 +284,7 @@ def run_one(run: Run) -> dict[str, Any]:
     """Train one seed: its row."""
     work = run_peer if run.cell.script == SB3 else run_ours
     figures = {name: round(value, 4) for name, value in work(run).items()}
-    return {**run.cell.setting._asdict(), "seed": run.seed, **figures}
+    return {**run.cell.setting._asdict(), "seed": run.seed, **figures, **common.origin()}
 
 
 # ------------------------------------------------------------------------------------------- report
@@ -380,9 +381,11 @@ def units_table(groups: Groups) -> list[str]:
 
 def report() -> None:
     """Tables in results/truth.md and on stdout."""
-    groups = common.by_setting(TABLE.rows())
+    rows = TABLE.rows()
+    groups = common.by_setting(rows)
     lines = [RARE_HEAD, *rare_table(groups), "", ARMS_HEAD, *arms_table(groups)]
     lines += ["", UNITS_HEAD, *units_table(groups)]
+    lines += ["", f"Commit of the scripts, machine: {common.origins(rows)}."]
     common.publish(RESULTS / "truth.md", lines)
 
 
