@@ -203,6 +203,7 @@ REAL = {  # a policy without noise has returns without a distribution
     "--gae-lambda 0.98 ",
 }
 ATOMS = " --num-atoms 201"
+PRECISE = " --no-norm-returns"  # steps of the optimizer are smaller in units of 17 to a std
 UNITS = " --no-norm-returns --v-min -20 --v-max 480"  # moving statistics move what atoms mean
 REDUCE = {"min": "--twin-reduce min", "mean": "--twin-reduce mean", "single": "--num-critics 1"}
 FIGURES = ("w1", "std", "cvar05", "cvar25", "decile")  # each with its floor
@@ -258,6 +259,8 @@ def real_cells() -> list[Cell]:
                 own += " --seq-len 32"
             usual = USUAL[task] + own
             cells.append(Cell(task, script, "mean, usual", usual, range(1, 4)))
+            if task == "Pendulum-v1" and script == LSTM:
+                own += PRECISE
             if script == CATEGORICAL:
                 own += ATOMS
                 own += UNITS if task == "Hopper-v5" else ""
