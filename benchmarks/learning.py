@@ -665,28 +665,38 @@ def beside_published() -> list[str]:
     return lines
 
 
-def mujoco() -> str:
-    """Scores of the one MuJoCo line over CleanRL's and over the zoo's per-task tuned PPO.
+def over_published(scores: dict[str, list[float]]) -> str:
+    """Scores of each MuJoCo task over CleanRL's and over the zoo's per-task tuned PPO, in words.
     Tasks count alike in what is pooled: as many of their first seeds as every task has."""
-    cells = {task: cell_of(CATEGORICAL, task, "default") for task in ROBOTS[:4]}
-    fewest = min(len(scores_of(cell)) for cell in cells.values())
-    over_zoo = {}
+    fewest = min(map(len, scores.values()))
     over_cleanrl = []
-    like_for_like = []  # training returns, as CleanRL reports
-    for task, cell in cells.items():
-        published = PUBLISHED[task]
-        scores = scores_of(cell)
-        over_zoo[task] = np.mean(scores) / published.zoo
-        if not math.isnan(published.cleanrl):
-            last = [last_returns(points) for points in curves_of(cell)[:fewest]]
-            over_cleanrl += [score / published.cleanrl for score in scores[:fewest]]
-            like_for_like += [mean / published.cleanrl for mean in last]
+    over_zoo = {}
+    for task, own in scores.items():
+        known = PUBLISHED[task]
+        over_zoo[task] = np.mean(own) / known.zoo
+        if not math.isnan(known.cleanrl):
+            over_cleanrl += [score / known.cleanrl for score in own[:fewest]]
     told = ", ".join(f"{task} {ratio:.2f}" for task, ratio in over_zoo.items())
     return (
-        f"MuJoCo, one flag line: IQM of score over CleanRL's on the three tasks it reports "
-        f"{iqm(np.array(over_cleanrl)):.2f} (of the last training returns, which CleanRL "
-        f"reports: {iqm(np.array(like_for_like)):.2f}); "
-        f"mean of score over the zoo's {np.mean([*over_zoo.values()]):.2f} ({told})."
+        f"IQM of score over CleanRL's on the three tasks it reports "
+        f"{iqm(np.array(over_cleanrl)):.2f}; "
+        f"mean of score over the zoo's {np.mean([*over_zoo.values()]):.2f} ({told})"
+    )
+
+
+def mujoco() -> str:
+    """The one MuJoCo line beside published scores, final evaluations and training returns."""
+    cells = {task: cell_of(CATEGORICAL, task, "default") for task in ROBOTS[:4]}
+    scores = {task: scores_of(cell) for task, cell in cells.items()}
+    fewest = min(map(len, scores.values()))
+    like_for_like = []  # training returns, as CleanRL reports
+    for task, cell in cells.items():
+        cleanrl = PUBLISHED[task].cleanrl
+        if not math.isnan(cleanrl):
+            like_for_like += [last_returns(x) / cleanrl for x in curves_of(cell)[:fewest]]
+    return (
+        f"MuJoCo, one flag line: {over_published(scores)}; IQM of the last training returns, "
+        f"which CleanRL reports, over CleanRL's {iqm(np.array(like_for_like)):.2f}."
     )
 
 
