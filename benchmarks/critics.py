@@ -8,9 +8,9 @@ Feed-forward on MuJoCo: HL-Gauss, two-hot, 51 quantiles, scalar, each with twins
 with a single critic; on MinAtar HL-Gauss, 51 quantiles, scalar, with twins. Recurrent: quantiles,
 atoms, scalar, with twins. The one difference that seeds 1 to 5 showed on MuJoCo, a single critic of
 51 quantiles ahead of a single scalar one, is tried again on seeds 6 to 10. Quantiles in the
-feed-forward script and atoms in the recurrent one are those of `compose.py`. The scalar critic is the quantile script with a single quantile and
---kappa 10, whose loss is u^2 / (4 kappa) for errors below ten standard deviations:
-with --vf-coef 10 the usual 0.5 * 0.5 * u^2; V is that output.
+feed-forward script and atoms in the recurrent one are those of `compose.py`. The scalar critic is
+the quantile script with a single quantile and --kappa 10, whose loss is u^2 / (4 kappa) for errors
+below ten standard deviations: with --vf-coef 10 the usual 0.5 * 0.5 * u^2; V is that output.
 
 Runs are kept as `learning.py` keeps them, and those of the defaults are the same. Two scores of a
 run: its final evaluation, and the mean of its training returns over all steps. Both count as
@@ -36,6 +36,7 @@ from common import CATEGORICAL, LSTM, LSTM_ATOMS, QUANTILE, RESULTS, Cell
 
 SCALAR = "--num-quantiles 1 --kappa 10 --vf-coef 10 --value-from distribution"
 REPEATS = 2_000  # of the bootstrap
+COLOURS = {"HL-Gauss": "C0", "two-hot": "C1", "quantiles": "C2", "scalar": "C3"}
 
 
 class Critic(NamedTuple):
@@ -272,10 +273,9 @@ def draw(families: dict[str, Family]) -> None:
         scores = normalised(family, raw_scores(family))
         highest = max(x.max() for x in scores.values())
         taus = np.linspace(0, highest, 101)
-        kinds = list(dict.fromkeys(name.split(", ")[0] for name in scores))
         for name in scores:
             profile = [(scores[name] > tau).mean() for tau in taus]
-            colour = f"C{kinds.index(name.split(', ')[0])}"
+            colour = next(colour for kind, colour in COLOURS.items() if kind in name)
             style = "--" if name.endswith("single") else "-"
             panel.plot(taus, profile, style, color=colour, lw=1.5, label=name)
         panel.axvline(1, color="0.6", lw=0.8)

@@ -567,6 +567,11 @@ def middle(rows: list[Row], column: str = "value", part: str | None = None) -> f
     return median(values) if values else math.nan
 
 
+def commits(rows: list[Row]) -> str:
+    """Of the scripts that were measured."""
+    return " ".join(sorted({row["commit"] for row in rows}))
+
+
 def markdown(names: str, lines: list[list]) -> list[str]:
     """Markdown, or nothing without lines."""
     if not lines:
@@ -606,6 +611,7 @@ def grid_line(cell: str, rows: Programs) -> list:
         both("steps_per_reset"),
         both("peak_mb"),
         len(rows["ours"]),
+        commits(rows["ours"]),
     ]
 
 
@@ -623,13 +629,15 @@ def compiled_line(cell: str, rows: Programs) -> list:
         f"{middle(compiled, 'short_s') - usual:.0f}",
         f"{middle(compiled, 'peak_mb'):.0f}",
         len(compiled),
+        commits(compiled),
     ]
 
 
 def cleanrl_line(cell: str, rows: Programs) -> list:
     """Speeds and their ratio."""
     speeds = [f"{middle(rows[program]):,.0f}" for program in ("ours", "cleanrl")]
-    return [cell, *speeds, compare(rows, "cleanrl"), len(rows["ours"])]
+    ratio = compare(rows, "cleanrl")
+    return [cell, *speeds, ratio, len(rows["ours"]), commits(rows["ours"])]
 
 
 class Size(NamedTuple):
@@ -667,6 +675,7 @@ def growth_lines(axis: str, picked: dict[str, Programs]) -> list[list]:
                 f"{middle(rows, 'peak_mb'):.0f}",
                 len(rows),
                 f"{middle(kept):,.0f}" if kept else "",
+                commits(rows),
             ]
         )
         sizes.append(now)
@@ -677,7 +686,7 @@ def pass_line(cell: str, rows: list[Row]) -> list:
     """Milliseconds of one LSTM pass, ours and step by step."""
     parts = ("unroll resets", "loop resets", "unroll none", "loop none")
     times = [f"{middle(rows, 'parts', part):.1f}" for part in parts]
-    return [cell.split("-")[1], *times, len(rows)]
+    return [cell.split("-")[1], *times, len(rows), commits(rows)]
 
 
 def origins(picked: dict[str, Programs]) -> str:
@@ -689,20 +698,20 @@ def origins(picked: dict[str, Programs]) -> str:
 GRID_HEAD = (
     "cell | steps/s | sb3 | ratio (lowest, highest) | floor, steps/s | share of it "
     f"| ms of the floor: {' + '.join(PARTS)} | ms of ours "
-    "| steps per reset, sb3 | peak MB, sb3 | repeats"
+    "| steps per reset, sb3 | peak MB, sb3 | repeats | commit"
 )
 COMPILED_HEAD = (
     "cell, with `--compile` | steps/s | ratio to sb3 (lowest, highest) | to ours without it "
-    "| share of the floor | seconds to compile | with a cache | peak MB | repeats"
+    "| share of the floor | seconds to compile | with a cache | peak MB | repeats | commit"
 )
-CLEANRL_HEAD = "cell | steps/s | CleanRL | ratio (lowest, highest) | repeats"
+CLEANRL_HEAD = "cell | steps/s | CleanRL | ratio (lowest, highest) | repeats | commit"
 GROWTH_HEAD = (
     "axis | size | steps/s | seconds per iteration | exponent since the line above "
-    "| since the first | peak MB | repeats | memory kept: steps/s"
+    "| since the first | peak MB | repeats | memory kept: steps/s | commit"
 )
 PASS_HEAD = (
     "LSTM pass: columns | `unroll_lstm`, episodes of 60: ms | step loop "
-    "| `unroll_lstm`, no end: ms | step loop | repeats"
+    "| `unroll_lstm`, no end: ms | step loop | repeats | commit"
 )
 
 

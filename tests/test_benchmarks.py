@@ -311,7 +311,7 @@ def test_tuned_settings_are_told_as_their_rows_say():
     assert not {line for line in told if line.startswith("| distributional")} - lines
 
 
-@pytest.mark.parametrize("title", ["MuJoCo", "MinAtar", "recurrent"])
+@pytest.mark.parametrize("title", ["MuJoCo", "MuJoCo, fresh seeds", "MinAtar", "recurrent"])
 def test_the_comparison_of_critics_is_that_of_the_committed_runs(critics, title):
     """Lines of a family, intervals and all."""
     family = critics.FAMILIES[title]
