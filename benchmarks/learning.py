@@ -678,7 +678,7 @@ def over_published(scores: dict[str, list[float]]) -> str:
             over_cleanrl += [score / known.cleanrl for score in own[:fewest]]
     told = ", ".join(f"{task} {ratio:.2f}" for task, ratio in over_zoo.items())
     return (
-        f"IQM of score over CleanRL's on the three tasks it reports "
+        f"IQM of score over CleanRL's on the three of these tasks that it reports "
         f"{iqm(np.array(over_cleanrl)):.2f}; "
         f"mean of score over the zoo's {np.mean([*over_zoo.values()]):.2f} ({told})"
     )

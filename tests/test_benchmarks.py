@@ -249,6 +249,21 @@ def test_tasks_on_which_the_peer_is_ahead_are_named(monkeypatch):
     assert told == "Title: at least the peer's mean on 2 of 3 tasks; behind on task-c."
 
 
+def test_scores_beside_published_ones():
+    """Over CleanRL's 1443, 2383 and 2288: 1 and 2, 3 and 3, 4 and 10; without the lowest and the
+    highest 2, 3, 3, 4: 3.00. A third seed of one task is not pooled. Means over the zoo's 5819,
+    2410 and 3479: 2164.5, 7149 and 16016 give 0.372, 2.966 and 4.604, on average 2.65."""
+    learning = importlib.import_module("learning")
+    scores = {
+        "HalfCheetah-v5": [1443, 2886, 2164.5],
+        "Hopper-v5": [7149, 7149],
+        "Walker2d-v5": [9152, 22880],
+    }
+    told = learning.over_published(scores)
+    assert "that it reports 3.00; mean of score over the zoo's 2.65" in told
+    assert told.endswith("(HalfCheetah-v5 0.37, Hopper-v5 2.97, Walker2d-v5 4.60)")
+
+
 # ------------------------------------------------------------------------------------------ READMEs
 RESULTS = ROOT / "benchmarks" / "results"
 SCRIPTS = ("distributional_ppo_lstm", "distributional_ppo_categorical")
