@@ -105,7 +105,7 @@ FAMILIES = {
         low={},
         critics={name: feed_forward()[name] for name in MINATAR},
         reference="scalar, twins",
-        seeds=range(1, 4),
+        seeds=range(1, 6),
     ),
     "recurrent": Family(
         tasks={
