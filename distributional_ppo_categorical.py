@@ -7,9 +7,8 @@ One iteration of `train`:
     collect_rollout   the actor alone acts for T steps in N environments
     prepare_batch     one pass of the critics: a return distribution for every state and successor,
                       hence advantages and targets; the return statistics move
-    update            an Adam step per minibatch of shuffled rows, until the KL divergence exceeds
-                      `target_kl`, on
-                      clipped policy loss - ent_coef * entropy + vf_coef * cross-entropy of targets
+    update            an Adam step per minibatch of shuffled rows, until KL exceeds `target_kl`, on
+                      clipped policy loss - ent_coef * entropy + vf_coef * losses of the critics
     obs_moments       the observation statistics take in the rollout
 
 Shapes: T steps, N environments, B rows, D observation, P action parts, A action floats, K atoms, J
@@ -32,6 +31,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
@@ -118,7 +118,7 @@ class Args:
     # V: the mean of the distribution, or a further output of each critic, blind to no rare return
     value_from: Literal["distribution", "mean_head"] = "mean_head"
     twin_reduce: Literal["min", "mean", "min_quantile"] = "min"  # how twins give one distribution
-    norm_returns: bool = True  # critics predict normalised returns (PopArt)
+    norm_returns: bool = True  # critics predict normalised returns
     norm_returns_memory: int = 100  # rollouts whose returns the statistics tell of, integer >= 1
     vf_clip_coef: float = 0.2  # range d of value clipping (vf_clip), in normalised returns, > 0
     # lambda_return: one number, understates spread and risk; sr_lambda: samples of the return
@@ -174,7 +174,7 @@ class Args:
         enough = self.num_iterations > 0
         self.rule("total_timesteps", enough, f"must be at least one rollout, {size}")
         equal = self.local_envs * self.num_steps % self.num_minibatches == 0
-        self.rule("num_minibatches", equal, f"must divide the rollout, {size}")
+        self.rule("num_minibatches", equal, f"must divide the rollout, {size} / processes")
         gpu = torch.cuda.is_available() or not self.cuda
         self.rule("cuda", gpu, "torch sees no GPU; leave it out")
         found = not self.resume or Path(self.resume).is_dir()
@@ -242,7 +242,8 @@ def exchange(call: Callable, *args: Any) -> None:
     """What all processes call at once; the first time they find each other."""
     if not distributed.is_initialized():
         gpu = torch.cuda.is_available()
-        distributed.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+        patience = timedelta(days=7)  # others wait while process 0 evaluates
+        distributed.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=patience)
         atexit.register(time.sleep, 0.5)  # threads of torch that outlive Python abort its exit
         atexit.register(distributed.destroy_process_group)
     try:
@@ -522,14 +523,14 @@ def sr_lambda_atoms(rewards: Tensor, next_probs: Tensor, atoms: Tensor, terminat
                     truncated: Tensor, gamma: float, gae_lambda: float,
                     generator: torch.Generator | None = None) -> Tensors:  # fmt: skip
     """What `sr_lambda_probs` projects: returns and their probabilities, both (T, N, K)."""
-    T = len(rewards)
+    T, N = rewards.shape
     ended = terminated | truncated
     ended[-1] = True
     step = torch.arange(T, device=rewards.device)[:, None].expand_as(rewards)
     last = torch.where(ended, step, T).flip(0).cummin(0).values.flip(0)  # step the episode ends at
     # a geometric n by inversion, P(n > i) = lambda^i; lambda 0 gives n - 1 = 0, lambda 1 gives T
-    draws = torch.rand(rewards.shape, generator=generator, device=rewards.device).clamp(min=1e-30)
-    lengths = (draws.log() / draws.new_tensor(gae_lambda).log()).abs()
+    draws = own(torch.rand((T, WORLD_SIZE * N), generator=generator, device=rewards.device))
+    lengths = (draws.clamp(min=1e-30).log() / draws.new_tensor(gae_lambda).log()).abs()
     at = torch.minimum(step + lengths.clamp(max=T).long(), last)  # step t + n - 1
     # R^(n): rewards to the end (GAE of a critic that says 0) without those after step t + n - 1
     zero = torch.zeros_like(rewards)
@@ -695,8 +696,7 @@ class ValueDistribution(nn.Module):
     def move_statistics(self, heads: nn.ModuleList, outputs: Tensor, returns: Tensor) -> Tensors:
         """Take in returns. Probabilities of fixed atoms cannot be rescaled as PopArt would: their
         decoded mean jumps, and the coming update repairs it; what V exceeds it by stays. Gives the
-        outputs in the new units and the old means (C, ..., 1 or 2) to clip around, as these atoms
-        read them."""
+        outputs in the new units and the old means in these, (C, ..., 1 or 2), to clip around."""
         old_std = self.moments.std
         if self.args.norm_returns:
             self.moments.update(returns)
@@ -836,8 +836,7 @@ class ActionDistribution(nn.Module):
 
 
 def make_encoder(space: Box, args: Args) -> nn.Sequential:
-    """Observations to features (..., H), by two hidden layers, for images by convolutions and
-    one."""
+    """Observations to features (..., H), by two hidden layers or convolutions and one."""
     activation = ACTIVATIONS[args.activation]
     if len(space.shape) == 3:
         convolutions = Convolutions(space, activation)
@@ -998,8 +997,7 @@ def see_vectors(env: gym.Env, args: Args, hidden: tuple[int, ...]) -> gym.Env:
 def make_env(args: Args, **options: Any) -> gym.Env:
     """One environment: images, channels first, or float32 vectors, masked; episode statistics.
     `options` are gymnasium's. Atari games come as Machado et al. 2018 ask, but with the actions
-    that each game knows. Raises `UsageError` for an unknown task, a missing package, spaces that
-    are neither, a bad mask."""
+    that each game knows. Raises `UsageError` for bad ids, packages, spaces and masks."""
     hidden = VELOCITIES.get(args.env_id.split("-")[0], ())
     name = args.env_id.replace("NoVel-", "-") if hidden else args.env_id
     if args.is_atari:  # sticky actions; a lost life does not end the episode
@@ -1469,14 +1467,16 @@ def load_agent(path: str | Path) -> tuple[Agent, Args]:
     return agent, args
 
 
-def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Of all that a checkpoint holds of a module, by name."""
-    return {name: tuple(x.shape) for name, x in module.state_dict().items()}
+def shapes(agent: Agent) -> dict[str, tuple]:
+    """Of all that a checkpoint holds, by name, and the ends of the distribution's support."""
+    support = agent.value_dist.support
+    ends = {"value_dist.support": (float(support[0]), float(support[-1]))}
+    return {name: tuple(x.shape) for name, x in agent.state_dict().items()} | ends
 
 
 def make_agent(args: Args) -> Agent:
     """The agent to train: that of the run to resume, or a new one, with weights and normalisers of
-    `init_from`. Raises `UsageError` where shapes differ."""
+    `init_from`. Raises `UsageError` where shapes or supports differ."""
     if args.resume:
         return load_agent(args.resume)[0]
     agent = Agent(args)
@@ -1578,8 +1578,7 @@ def run_episode(env: gym.Env, agent: Agent, args: Args, episode: int) -> list[fl
 def evaluate(agent: Agent, args: Args, video_dir: Path | None = None) -> dict[str, float]:
     """Metrics of `eval_episodes` fresh episodes; statistics and torch's RNG stay as they are.
     The first reset has seed + 1,000,000. Tasks without a time limit are cut at 10,000 steps. With
-    `capture_video` the first 3 episodes are filmed into `video_dir`, each kept in memory to its
-    end."""
+    `capture_video` the first 3 are filmed into `video_dir`, each kept in memory to its end."""
     if args.capture_video and video_dir:
         env = make_env(args, render_mode="rgb_array")
         env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: episode < 3)

@@ -9,7 +9,7 @@ One iteration of `train`:
                       hence advantages and targets; return statistics and value heads move (PopArt)
     update            an Adam step per minibatch of shuffled training sequences, each an unbroken
                       stretch of one environment, until the KL divergence exceeds `target_kl`, on
-                      clipped policy loss - ent_coef * entropy + vf_coef * quantile regression loss
+                      clipped policy loss - ent_coef * entropy + vf_coef * losses of the critics
     obs_moments       the observation statistics take in the rollout
 
 Shapes: T steps, N environments, B rows, D observation, P action parts, A action floats, K
@@ -33,6 +33,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from functools import cache, partial
 from importlib import import_module
 from itertools import pairwise
@@ -178,7 +179,7 @@ class Args:
         whole = self.num_steps % self.sequence_length == 0
         self.rule("seq_len", whole, "must divide num_steps (0: whole)")
         equal = self.num_sequences % self.num_minibatches == 0
-        divide = f"must divide the {self.num_sequences} sequences of a rollout, {size} / seq_len"
+        divide = f"must divide the {self.num_sequences} sequences, {size} / seq_len / processes"
         self.rule("num_minibatches", equal, divide)
         gpu = torch.cuda.is_available() or not self.cuda
         self.rule("cuda", gpu, "torch sees no GPU; leave it out")
@@ -261,7 +262,8 @@ def exchange(call: Callable, *args: Any) -> None:
     """What all processes call at once; the first time they find each other."""
     if not distributed.is_initialized():
         gpu = torch.cuda.is_available()
-        distributed.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+        patience = timedelta(days=7)  # others wait while process 0 evaluates
+        distributed.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=patience)
         atexit.register(time.sleep, 0.5)  # threads of torch that outlive Python abort its exit
         atexit.register(distributed.destroy_process_group)
     try:
@@ -553,12 +555,13 @@ def sr_lambda_targets(rewards: Tensor, next_quantiles: Tensor, terminated: Tenso
                 theta_i(s'_t) otherwise, and at time limits and at the end of the rollout
     rewards, terminated, truncated (T, N); next_quantiles theta(s'_t) (T, N, K) of true successors.
     The mean over draws is the lambda-return of `gae`. Source: Nam et al. 2021 (GMAC)."""
-    draws = torch.rand(next_quantiles.shape, generator=generator, device=rewards.device)
+    T, N, K = next_quantiles.shape
+    draws = own(torch.rand((T, WORLD_SIZE * N, K), generator=generator, device=rewards.device))
     replace = (draws >= gae_lambda) | (terminated | truncated)[..., None]
     discount = gamma * (~terminated).to(rewards.dtype)[..., None]
     targets = torch.empty_like(next_quantiles)
     x = next_quantiles[-1]
-    for t in reversed(range(len(rewards))):
+    for t in reversed(range(T)):
         y = next_quantiles[t].where(replace[t], x)
         x = targets[t] = rewards[t, :, None] + discount[t] * y
     return targets
@@ -592,8 +595,7 @@ def rescale_head(linear: nn.Linear, old_mean: Tensor, old_std: Tensor, new_mean:
 class ValueDistribution(nn.Module):
     """What the script asks of a value distribution: quantiles at the levels `support` (K,).
     Critics' `outputs` are K quantiles and, with `value_from` mean_head, V: (..., K or K + 1),
-    normalised by `moments`; results are in the task's units. Some arguments serve the other kind of
-    distribution alone."""
+    normalised by `moments`; results are in the task's units. Some arguments serve the sibling."""
 
     def __init__(self, args: Args) -> None:
         super().__init__()
@@ -688,8 +690,7 @@ class ValueDistribution(nn.Module):
 
     def move_statistics(self, heads: nn.ModuleList, outputs: Tensor, returns: Tensor) -> Tensors:
         """Take in returns and rescale the heads in the same moment, so that decoded predictions
-        stay (PopArt). Gives `outputs` in the new units, as predictions and as the old values to
-        clip around."""
+        stay (PopArt). Gives `outputs` in the new units, as predictions and as old values."""
         old_mean = self.moments.mean
         old_std = self.moments.std
         decoded = self.decode(outputs)
@@ -863,8 +864,7 @@ def unroll_lstm(lstm: nn.LSTM, inputs: Tensor, state: Tensors, episode_start: Te
 
 
 def make_encoder(space: Box, args: Args) -> nn.Sequential:
-    """Observations to inputs of the LSTM (..., H), by a hidden layer, for images behind
-    convolutions."""
+    """Observations to inputs of the LSTM (..., H), by a hidden layer, behind convolutions."""
     activation = ACTIVATIONS[args.activation]
     if len(space.shape) == 3:
         convolutions = Convolutions(space, activation)
@@ -1054,8 +1054,7 @@ def see_vectors(env: gym.Env, args: Args, hidden: tuple[int, ...]) -> gym.Env:
 def make_env(args: Args, **options: Any) -> gym.Env:
     """One environment: images, channels first, or float32 vectors, masked; episode statistics.
     `options` are gymnasium's. Atari games come as Machado et al. 2018 ask, but with the actions
-    that each game knows. Raises `UsageError` for an unknown task, a missing package, spaces that
-    are neither, a bad mask."""
+    that each game knows. Raises `UsageError` for bad ids, packages, spaces and masks."""
     hidden = VELOCITIES.get(args.env_id.split("-")[0], ())
     name = args.env_id.replace("NoVel-", "-") if hidden else args.env_id
     if args.is_atari:  # sticky actions; a lost life does not end the episode
@@ -1565,14 +1564,16 @@ def load_agent(path: str | Path) -> tuple[Agent, Args]:
     return agent, args
 
 
-def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Of all that a checkpoint holds of a module, by name."""
-    return {name: tuple(x.shape) for name, x in module.state_dict().items()}
+def shapes(agent: Agent) -> dict[str, tuple]:
+    """Of all that a checkpoint holds, by name, and the ends of the distribution's support."""
+    support = agent.value_dist.support
+    ends = {"value_dist.support": (float(support[0]), float(support[-1]))}
+    return {name: tuple(x.shape) for name, x in agent.state_dict().items()} | ends
 
 
 def make_agent(args: Args) -> Agent:
     """The agent to train: that of the run to resume, or a new one, with weights and normalisers of
-    `init_from`. Raises `UsageError` where shapes differ."""
+    `init_from`. Raises `UsageError` where shapes or supports differ."""
     if args.resume:
         return load_agent(args.resume)[0]
     agent = Agent(args)
@@ -1674,8 +1675,7 @@ def run_episode(env: gym.Env, agent: Agent, args: Args, episode: int) -> list[fl
 def evaluate(agent: Agent, args: Args, video_dir: Path | None = None) -> dict[str, float]:
     """Metrics of `eval_episodes` fresh episodes; statistics and torch's RNG stay as they are.
     The first reset has seed + 1,000,000. Tasks without a time limit are cut at 10,000 steps. With
-    `capture_video` the first 3 episodes are filmed into `video_dir`, each kept in memory to its
-    end."""
+    `capture_video` the first 3 are filmed into `video_dir`, each kept in memory to its end."""
     if args.capture_video and video_dir:
         env = make_env(args, render_mode="rgb_array")
         env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: episode < 3)

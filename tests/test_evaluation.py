@@ -324,6 +324,21 @@ def test_a_run_that_started_so_resumes_without_the_earlier_one(script, tmp_path,
     assert scalars(directory).keys() == scalars(whole["run_dir"]).keys()
 
 
+def refusal(script, tmp_path, capsys, flags):
+    """What is said where a run with these flags is to start from one without."""
+    first = flags_for(script, tmp_path, 1, env_id="probes:Walk-v0")
+    earlier = script.train(first)["run_dir"]
+    flags = {"env_id": "probes:Walk-v0", "init_from": earlier} | flags
+    args = flags_for(script, tmp_path, 1, **flags)
+    before = sorted(tmp_path.rglob("*"))
+    code, _, err = run_main(script, capsys, words(args))
+    assert code == 2
+    assert err.startswith(f"error: --init-from {earlier}: ")
+    assert err.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
+    return err
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
@@ -335,17 +350,15 @@ def test_a_run_that_started_so_resumes_without_the_earlier_one(script, tmp_path,
 )
 def test_shapes_that_differ_are_named(script, tmp_path, capsys, flags, named):
     """One line with the flag, the run, the parameter; nothing is written."""
-    first = flags_for(script, tmp_path, 1, env_id="probes:Walk-v0")
-    earlier = script.train(first)["run_dir"]
-    flags = {"env_id": "probes:Walk-v0", "init_from": earlier} | flags
-    args = flags_for(script, tmp_path, 1, **flags)
-    before = sorted(tmp_path.rglob("*"))
-    code, _, err = run_main(script, capsys, words(args))
-    assert code == 2
-    assert err.startswith(f"error: --init-from {earlier}: ")
-    assert named in err
-    assert err.count("\n") == 1
-    assert sorted(tmp_path.rglob("*")) == before
+    assert named in refusal(script, tmp_path, capsys, flags)
+
+
+def test_another_support_is_named(tmp_path, capsys):
+    """The same logits on other atoms are another distribution."""
+    import distributional_ppo_categorical as script
+
+    named = "value_dist.support is (-5.0, 5.0) there, (-5.0, 7.0) by these flags"
+    assert named in refusal(script, tmp_path, capsys, {"v_max": 7.0})
 
 
 def test_only_a_new_run_starts_from_others(script, tmp_path, capsys):

@@ -31,6 +31,7 @@ TASKS = {
         "learning_rate": 1e-2,
     },
     "continuous": {"env_id": "Pendulum-v1", "num_steps": 75},
+    "samples": {"env_id": "probes:Staggered-v0", "value_target": "sr_lambda", "cvar_weight": 0.5},
 }
 
 
@@ -94,6 +95,18 @@ def test_processes_give_what_one_gives(tmp_path, name, task, processes):
     process = torchrun(script, many, processes, words(replace(args, run_dir=str(many))))
     assert await_end(process, 120) == 0, (many / "err").read_text()
     check_equal(run_of_one, checkpoint(many))
+
+
+def test_the_others_wait_for_a_long_evaluation(script, monkeypatch):
+    """Process 0 evaluates alone, maybe for longer than the half hour that torch would wait."""
+    asked = {}
+    monkeypatch.setattr(script.distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(
+        script.distributed, "init_process_group", lambda backend, **options: asked.update(options)
+    )
+    monkeypatch.setattr(script.atexit, "register", lambda *call: None)
+    script.exchange(list)
+    assert asked["timeout"].days >= 1
 
 
 def test_environments_are_shared_out_evenly(tmp_path):

@@ -38,7 +38,7 @@ SEAMS = {  # defined in both, different on purpose
 }
 # Lines a script may have. Who wants to add a mechanism takes one out, and does not pay in line
 # breaks.
-CEILINGS = {LSTM: 1850, CATEGORICAL: 1754}
+CEILINGS = {LSTM: 1850, CATEGORICAL: 1753}
 # Methods of one ValueDistribution alone, which nothing but the class itself calls: what outputs
 # mean there, quantiles in the task's units, or probabilities of atoms in the task's units.
 OF_ONE = {LSTM: {"quantiles"}, CATEGORICAL: {"normalized_mean", "probs", "task_atoms"}}

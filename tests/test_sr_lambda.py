@@ -233,6 +233,18 @@ def test_targets_repeat_with_a_generator(function):
     assert not torch.equal(out, function(0.6, seed=4))
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("function", [samples, probabilities])
+def test_a_process_draws_for_its_environments_what_one_process_would(function, rank, monkeypatch):
+    """Four environments in one process, or two in each of two: the same targets, no draw twice."""
+    whole = function(0.6, copies=2)
+    for script in (lstm, categorical):
+        monkeypatch.setattr(script, "WORLD_SIZE", 2)
+        monkeypatch.setattr(script, "RANK", rank)
+    assert torch.equal(function(0.6), whole[:, 2 * rank : 2 * rank + 2])
+    assert not torch.equal(whole[:, :2], whole[:, 2:])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_samples_leave_the_arguments_alone(dtype):
     """Nam et al. 2021 (GMAC), SR(lambda), as a pure function that keeps the dtype."""
