@@ -16,9 +16,9 @@ Runs are kept as `learning.py` keeps them, and those of the defaults are the sam
 run: its final evaluation, and the mean of its training returns over all steps. Both count as
 (score - low) / (mean of the reference - low): 1 is what the scalar critic gets, on MuJoCo the
 single one, else the twins. Reported as Agarwal et al. 2021 ask: interquartile mean over tasks and
-seeds, probability of improvement over the scalar critic of as many heads, 95 % intervals by
-bootstrap stratified by task, performance profiles. (Their library, rliable 1.2.0, does not import
-beside pandas 3.)
+seeds, probability of improvement over the scalar critic of as many heads, by how much smaller than
+its share of runs that end below 0.9 a row's is, 95 % intervals by bootstrap stratified by task,
+performance profiles. (Their library, rliable 1.2.0, does not import beside pandas 3.)
 """
 
 from __future__ import annotations
@@ -194,6 +194,11 @@ def improvement(scores: np.ndarray, rival: np.ndarray) -> float:
     return float(((mine > theirs) + 0.5 * (mine == theirs)).mean())
 
 
+def fewer_low(scores: np.ndarray, rival: np.ndarray) -> float:
+    """By how much the share of runs that end below 0.9 is smaller than the rival's."""
+    return float((rival < 0.9).mean() - (scores < 0.9).mean())
+
+
 def resampled(scores: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """As many seeds, drawn with replacement in each task by itself."""
     rows = rng.integers(len(scores), size=scores.shape)
@@ -206,6 +211,14 @@ def estimate(function: Callable[..., float], *samples: np.ndarray) -> str:
     draws = [function(*(resampled(x, rng) for x in samples)) for _ in range(REPEATS)]
     low, high = np.percentile(draws, [2.5, 97.5])
     return f"{function(*samples):.2f} ({low:.2f} to {high:.2f})"
+
+
+def beside(
+    function: Callable[..., float], scores: dict[str, np.ndarray], name: str, family: Family
+) -> str:
+    """A figure of a row beside its scalar rival, with its interval; nothing for the rival."""
+    rival = scores.get(family.critics[name].rival)
+    return "-" if rival is None else estimate(function, scores[name], rival)
 
 
 def short(task: str) -> str:
@@ -224,18 +237,18 @@ def table(title: str, family: Family) -> list[str]:
     measured = (raw, raw_scores(family, over_the_run))
     lines = common.markdown_head(
         f"{title} | seeds | {' | '.join(map(short, family.tasks))} | IQM at the end "
-        "| better than scalar | IQM over the run | better than scalar | ends below 0.9"
+        "| better than scalar | IQM over the run | better than scalar | ends below 0.9 | fewer by"
     )
     for name in raw:
         means = map(brief, raw[name].mean(0))
         figures = []
         for returns in measured:
             scores = normalised(family, returns)
-            rival = scores.get(family.critics[name].rival)
-            better = "-" if rival is None else estimate(improvement, scores[name], rival)
-            figures += [estimate(iqm, scores[name]), better]
-        ends = normalised(family, raw)[name]
-        figures.append(f"{(ends < 0.9).sum()} of {ends.size}")
+            figures.append(estimate(iqm, scores[name]))
+            figures.append(beside(improvement, scores, name, family))
+        ends = normalised(family, raw)
+        figures.append(f"{(ends[name] < 0.9).sum()} of {ends[name].size}")
+        figures.append(beside(fewer_low, ends, name, family))
         lines.append(common.markdown_row([name, len(raw[name]), *means, *figures]))
     return lines
 

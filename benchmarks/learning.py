@@ -163,6 +163,7 @@ POPGYM = (
     "NoisyPositionOnlyCartPoleEasy", "NoisyPositionOnlyPendulumEasy", "MultiarmedBanditEasy",
     "HigherLowerEasy", "BattleshipEasy", "ConcentrationEasy", "MineSweeperEasy",
 )  # fmt: skip
+SINGLE = " --num-quantiles 51 --num-critics 1"
 ROBOTS = ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Ant-v5", "Humanoid-v5")
 THREE, FIVE, TEN, TWENTY = (range(1, seeds + 1) for seeds in (3, 5, 10, 20))
 # flags: beyond --env-id and --seed
@@ -181,6 +182,7 @@ GRID = [
     *[Cell(task, CATEGORICAL, "default", MUJOCO, TEN) for task in ROBOTS[:4]],
     Cell("Humanoid-v5", CATEGORICAL, "default", MUJOCO, FIVE),
     Cell("HalfCheetah-v5", CATEGORICAL, "memory_100", MUJOCO + RETURNS_OVER_100, FIVE),
+    *[Cell(task, QUANTILE, "quantiles_single", MUJOCO + SINGLE, TEN) for task in ROBOTS[:4]],
     Cell("Swimmer-v5", CATEGORICAL, "default", MUJOCO + " --gamma 0.9999", THREE),
     *[Cell(f"envs:MinAtar/{game}-v1", CATEGORICAL, "default", MINATAR, THREE) for game in GAMES],
     Cell("CartPoleNoVel-v1", CONTRIB, "zoo", "--total-timesteps 100000", FIVE),
@@ -684,9 +686,10 @@ def over_published(scores: dict[str, list[float]]) -> str:
     )
 
 
-def mujoco() -> str:
-    """The one MuJoCo line beside published scores, final evaluations and training returns."""
-    cells = {task: cell_of(CATEGORICAL, task, "default") for task in ROBOTS[:4]}
+def mujoco(title: str, script: str, variant: str) -> str:
+    """Runs with the one MuJoCo line beside published scores, final evaluations and training
+    returns."""
+    cells = {task: cell_of(script, task, variant) for task in ROBOTS[:4]}
     scores = {task: scores_of(cell) for task, cell in cells.items()}
     fewest = min(map(len, scores.values()))
     like_for_like = []  # training returns, as CleanRL reports
@@ -695,7 +698,7 @@ def mujoco() -> str:
         if not math.isnan(cleanrl):
             like_for_like += [last_returns(x) / cleanrl for x in curves_of(cell)[:fewest]]
     return (
-        f"MuJoCo, one flag line: {over_published(scores)}; IQM of the last training returns, "
+        f"{title}: {over_published(scores)}; IQM of the last training returns, "
         f"which CleanRL reports, over CleanRL's {iqm(np.array(like_for_like)):.2f}."
     )
 
@@ -782,7 +785,13 @@ def draw_learning() -> None:
 def report() -> None:
     """Tables in results/ (learning.md, every_run.md, ablations.md) and on stdout; two figures."""
     lines = table(GRID)
-    for told in (mujoco(), popgym(), minatar()):
+    beside_peers = (
+        mujoco("MuJoCo, one flag line", CATEGORICAL, "default"),
+        mujoco("The same, a single critic of 51 quantiles", QUANTILE, "quantiles_single"),
+        popgym(),
+        minatar(),
+    )
+    for told in beside_peers:
         lines += ["", told]
     common.publish(RESULTS / "learning.md", [*lines, "", *beside_published()])
     common.publish(RESULTS / "every_run.md", every_run([*GRID, *ABLATIONS]))

@@ -4,7 +4,7 @@
         --vary learning_rate=loguniform:1e-4:1e-2 kappa=choice:0:0.05:1 --samples 20 --seeds 3
     python benchmarks/sweep.py ... --search optuna --asha    # model the score, stop the worst
     python benchmarks/sweep.py ... --pbt --samples 8          # population based training
-    python benchmarks/sweep.py ... --address auto             # on a running Ray cluster
+    python benchmarks/sweep.py ... --address HOST:6379        # on a Ray cluster, `ray start --head`
     python benchmarks/sweep.py --resume FOLDER                # go on after a kill
     python benchmarks/sweep.py --report FOLDER                # table and plot from its CSV alone
 

@@ -100,6 +100,13 @@ def test_probability_of_improvement_counts_pairs_of_a_task(critics):
     assert critics.improvement(theirs, mine) == 0.6875
 
 
+def test_fewer_low_runs_than_the_rival(critics):
+    """One of four ends below 0.9, of the rival's three: 0.75 - 0.25."""
+    mine, theirs = np.array([[0.9, 1], [0.5, 2]]), np.array([[0.8, 0], [0.89, 1]])
+    assert critics.fewer_low(mine, theirs) == 0.5
+    assert critics.fewer_low(theirs, mine) == -0.5
+
+
 def test_bootstrap_draws_seeds_in_each_task_by_itself(critics):
     """Entries stay in their column, rows do not stay together, and some are drawn twice."""
     scores = np.arange(40.0).reshape(20, 2)
