@@ -16,9 +16,9 @@ Runs are kept as `learning.py` keeps them, and those of the defaults are the sam
 run: its final evaluation, and the mean of its training returns over all steps. Both count as
 (score - low) / (mean of the reference - low): 1 is what the scalar critic gets, on MuJoCo the
 single one, else the twins. Reported as Agarwal et al. 2021 ask: interquartile mean over tasks and
-seeds, probability of improvement over the scalar critic of as many heads, by how much smaller than
-its share of runs that end below 0.9 a row's is, 95 % intervals by bootstrap stratified by task,
-performance profiles. (Their library, rliable 1.2.0, does not import beside pandas 3.)
+seeds, probability of improvement over the scalar critic of as many heads, 95 % intervals by
+bootstrap stratified by task, performance profiles; and, ours, the scalar critic's share of runs
+that end below 0.9 minus the row's. (Their library, rliable 1.2.0, does not import beside pandas 3.)
 """
 
 from __future__ import annotations

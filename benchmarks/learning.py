@@ -504,10 +504,15 @@ def run_missing(runs: list[Run], processes: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------ reading
+def kept_files(cell: Cell, suffix: str) -> list[Path]:
+    """One file of every run of a cell, in the order of their seeds."""
+    paths = folder(cell).glob(f"seed*.{suffix}")
+    return sorted(paths, key=lambda path: int(path.stem.removeprefix("seed")))
+
+
 def facts_of(cell: Cell) -> list[dict[str, Any]]:
     """What is kept beside the curves of a cell's runs."""
-    paths = sorted(folder(cell).glob("seed*.json"))
-    return [json.loads(path.read_text()) for path in paths]
+    return [json.loads(path.read_text()) for path in kept_files(cell, "json")]
 
 
 def scores_of(cell: Cell) -> list[float]:
@@ -517,7 +522,7 @@ def scores_of(cell: Cell) -> list[float]:
 
 def curves_of(cell: Cell) -> list[np.ndarray]:
     """Training episodes of every run of a cell, (episodes, 2): step and return."""
-    paths = sorted(folder(cell).glob("seed*.csv"))
+    paths = kept_files(cell, "csv")
     return [np.loadtxt(path, delimiter=",", skiprows=1, ndmin=2) for path in paths]
 
 

@@ -256,6 +256,19 @@ def test_tasks_on_which_the_peer_is_ahead_are_named(monkeypatch):
     assert told == "Title: at least the peer's mean on 2 of 3 tasks; behind on task-c."
 
 
+def test_files_of_runs_come_in_the_order_of_their_seeds(monkeypatch, tmp_path):
+    """Seed 10 behind seed 2."""
+    learning = importlib.import_module("learning")
+    monkeypatch.setattr(learning, "RESULTS", tmp_path)
+    cell = learning.Cell("task", "script", "default", "", range(1, 11))
+    learning.folder(cell).mkdir(parents=True)
+    for seed in (10, 2, 1):
+        (learning.folder(cell) / f"seed{seed}.json").write_text("{}")
+    names = [path.stem for path in learning.kept_files(cell, "json")]
+    assert names == ["seed1", "seed2", "seed10"]
+    assert learning.kept_files(cell, "csv") == []
+
+
 def test_scores_beside_published_ones():
     """Over CleanRL's 1443, 2383 and 2288: 1 and 2, 3 and 3, 4 and 10; without the lowest and the
     highest 2, 3, 3, 4: 3.00. A third seed of one task is not pooled. Means over the zoo's 5819,
