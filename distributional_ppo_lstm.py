@@ -1566,9 +1566,9 @@ def load_agent(path: str | Path) -> tuple[Agent, Args]:
 
 def shapes(agent: Agent) -> dict[str, tuple]:
     """Of all that a checkpoint holds, by name, and the ends of the distribution's support."""
-    support = agent.value_dist.support
-    ends = {"value_dist.support": (float(support[0]), float(support[-1]))}
-    return {name: tuple(x.shape) for name, x in agent.state_dict().items()} | ends
+    ends = agent.value_dist.support[[0, -1]]
+    held = {name: tuple(x.shape) for name, x in agent.state_dict().items()}
+    return held | {"value_dist.support": tuple(ends.tolist())}
 
 
 def make_agent(args: Args) -> Agent:

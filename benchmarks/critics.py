@@ -234,7 +234,8 @@ def brief(score: float) -> str:
 def table(title: str, family: Family) -> list[str]:
     """A line for every critic that has run on all tasks of a family."""
     raw = raw_scores(family)
-    measured = (raw, raw_scores(family, over_the_run))
+    ends = normalised(family, raw)
+    measured = (ends, normalised(family, raw_scores(family, over_the_run)))
     lines = common.markdown_head(
         f"{title} | seeds | {' | '.join(map(short, family.tasks))} | IQM at the end "
         "| better than scalar | IQM over the run | better than scalar | ends below 0.9 | fewer by"
@@ -242,11 +243,9 @@ def table(title: str, family: Family) -> list[str]:
     for name in raw:
         means = map(brief, raw[name].mean(0))
         figures = []
-        for returns in measured:
-            scores = normalised(family, returns)
+        for scores in measured:
             figures.append(estimate(iqm, scores[name]))
             figures.append(beside(improvement, scores, name, family))
-        ends = normalised(family, raw)
         figures.append(f"{(ends[name] < 0.9).sum()} of {ends[name].size}")
         figures.append(beside(fewer_low, ends, name, family))
         lines.append(common.markdown_row([name, len(raw[name]), *means, *figures]))
