@@ -1,26 +1,54 @@
-"""Recurrent PPO with twin quantile critics.
+"""Recurrent PPO whose twin critics predict quantiles of the return.
 
-    python distributional_ppo_lstm.py            # CartPole without velocities; --help for the flags
+    python distributional_ppo_lstm.py           # learns CartPole without velocities
+    python distributional_ppo_lstm.py --help    # lists every flag with its range and its default
 
-One iteration of `train`:
+One iteration of `train` has four parts:
 
-    collect_rollout   the actor alone acts for T steps in N environments
-    prepare_batch     one pass of the critics: a return distribution for every state and successor,
-                      hence advantages and targets; return statistics and value heads move (PopArt)
-    update            an Adam step per minibatch of shuffled training sequences, each an unbroken
-                      stretch of one environment, until the KL divergence exceeds `target_kl`, on
-                      clipped policy loss - ent_coef * entropy + vf_coef * losses of the critics
-    obs_moments       the observation statistics take in the rollout
+    collect_rollout      The actor alone acts for T steps in N environments.
+    prepare_batch        The critics run once over the rollout. The return distributions that they
+                         predict give advantages and targets. Then the return statistics move.
+    update               Adam takes a step on each minibatch of sequences, epoch after epoch, until
+                         the policy has moved by `target_kl`.
+    update_obs_moments   The observation statistics take in the rollout.
 
-Shapes: T steps, N environments, B rows, D observation, P action parts, A action floats, K
-quantiles, J target samples, C critics, H LSTM width; training cuts the rollout into M sequences of
-L steps. Where D is written images have three axes, channels first. Rewards, values and returns are
-in the task's units, what networks see and predict is normalised, images by their first layer.
-Papers are cited at their formulas. The sibling, distributional_ppo_categorical.py, is feed-forward,
-with categorical critics."""
+Four things differ from most PPO scripts:
+
+    True successors      A time limit is no death. An episode that is cut there is bootstrapped from
+                         the value of its own final observation (Pardo et al. 2018). The first
+                         observation of the next episode would be wrong.
+    Critics come later   Nothing needs a value while the actor acts. One pass over the rollout is
+                         faster, and it sees every true successor.
+    Distributions        Each critic predicts a distribution of returns. Its tail is what a
+                         risk-averse policy learns from.
+    Stop before a step   The KL divergence from the policy that acted is measured ahead of each
+                         step. The step that would go on from too large a divergence is not taken.
+
+Shapes are written with these letters:
+
+    T   steps of a rollout
+    N   environments
+    L   steps of a training sequence, an unbroken stretch of one environment
+    M   training sequences of a rollout, or of a minibatch
+    B   rows of a minibatch
+    D   entries of an observation; an image has three axes instead, channels first
+    A   floats of a continuous action
+    P   parts of a discrete action
+    H   width of an LSTM
+    C   critics
+    K   quantiles of a predicted distribution
+    J   samples of a target distribution
+
+Rewards, values and returns are in the task's units. What networks see and predict is normalised.
+Papers are cited where their formulas are. The sibling, distributional_ppo_categorical.py, is
+feed-forward and has categorical critics.
+"""
+
+from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import json
 import math
 import os
@@ -29,16 +57,15 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
-from functools import cache, partial
+from dataclasses import asdict, dataclass, fields, make_dataclass
+from functools import partial
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import gymnasium as gym
 import numpy as np
@@ -49,177 +76,274 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor, distributed, nn, optim
 from torch.utils.tensorboard import SummaryWriter, summary
 
-VELOCITIES = {  # entries that are zero in the velocity-free tasks of rl-baselines3-zoo
-    "CartPoleNoVel": (1, 3), "MountainCarNoVel": (1,), "MountainCarContinuousNoVel": (1,),
-    "PendulumNoVel": (2,), "LunarLanderNoVel": (2, 3, 5), "LunarLanderContinuousNoVel": (2, 3, 5),
-}  # fmt: skip
-LOG_STD_RANGE = (-5.0, 2.0)  # of Gaussian actions: std from 0.0067 to 7.4
-HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
-STATS = "episode_statistics"  # key of a finished episode's return and length in `info`
-RANK = int(os.environ.get("RANK", "0"))  # number of this process, by torchrun
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))  # processes that share the environments
-STOP: list[int] = []  # signals received: end after this iteration, with a checkpoint
-ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
 Tensors = tuple[Tensor, ...]
 
 
-class UsageError(ValueError):
-    """A mistake of the user: one line without a traceback, exit code 2."""
+# ------------------------------------------------------------------------------------------- flags
+@dataclass(frozen=True)
+class Range:
+    """The finite numbers that a flag may have."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    above_low: bool = False  # excludes `low` itself
+
+    def __contains__(self, value: float) -> bool:
+        inside = self.low < value if self.above_low else self.low <= value
+        return math.isfinite(value) and inside and value <= self.high
+
+    def __str__(self) -> str:
+        if math.isfinite(self.low) and math.isfinite(self.high):
+            return f"[{self.low:g}, {self.high:g}]"
+        if math.isfinite(self.low):
+            return f"{'>' if self.above_low else '>='}{self.low:g}"
+        return ""
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise `UsageError` unless the condition holds."""
-    if not condition:
-        raise UsageError(message)
+def bounded(kind: Any, *bounds: Any) -> Any:
+    """The type of a flag together with its range, which help and checks read from here."""
+    allowed = Range(*bounds)
+    word = "INT" if kind is int else "FLOAT"
+    metavar = str(allowed) if str(allowed).startswith("[") else f"{word}{allowed}"
+    if kind == float | None:
+        metavar = f"None|{metavar}"
+    return Annotated[kind, allowed, tyro.conf.arg(metavar=metavar)]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The flag that makes another one work, by having any other value than this."""
+
+    flag: str
+    other_than: Any
+
+
+LOG_STD_RANGE = (-5.0, 2.0)  # of Gaussian actions: a std from 0.0067 to 7.4
+Count = bounded(int, 1)
+CountOrZero = bounded(int, 0)
+Seed = bounded(int, 0, 4_000_000_000)
+Number = bounded(float)
+NonNegative = bounded(float, 0)
+NonNegativeOrNone = bounded(float | None, 0)
+Positive = bounded(float, 0, math.inf, True)
+PositiveOrNone = bounded(float | None, 0, math.inf, True)
+Fraction = bounded(float, 0, 1)
+TailMass = bounded(float, 1e-3, 1)
+LogStd = bounded(float, *LOG_STD_RANGE)
 
 
 @dataclass
-class Args:
-    """Recurrent PPO with twin quantile critics."""
+class TaskArgs:
+    """The task and how much of it is seen."""
 
-    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run directory's name
-    seed: int = 1  # seed of environments, weights and sampling, integer >= 0
-    torch_deterministic: bool = True  # deterministic cuDNN kernels (CPU runs always repeat exactly)
-    cuda: bool = False  # run the networks on the GPU; small ones are faster on the CPU
-    torch_threads: int = 1  # CPU threads of torch, integer >= 1; 1 is fastest for small networks
-    compile: bool = False  # torch.compile what is around the LSTMs: a minute, then a little faster
-    run_dir: str = "runs"  # directory under which the run directory is created
-    eval_episodes: int = 50  # episodes of an evaluation, integer >= 1
-    eval_every: int = 0  # iterations between evaluations, integer >= 0; 0: only at the end
-    checkpoint_every: int = 100  # iterations between checkpoints, integer >= 0; 0: at the end
-    resume: str = ""  # run directory to continue, with its flags; total_timesteps may grow
-    init_from: str = ""  # run directory or checkpoint whose weights and statistics to start with
-    eval_sampled: bool = False  # evaluate the policy as it samples, not by its mode
-    capture_video: bool = False  # film the first 3 episodes of every evaluation; needs moviepy
-    evaluate: str = ""  # run directory or checkpoint to evaluate with its flags; trains nothing
-    env_id: str = "CartPoleNoVel-v1"  # gymnasium id, module:id, or a velocity-free id of the zoo
-    total_timesteps: int = 100_000  # environment steps of the run, rounded down to whole rollouts
-    num_envs: int = 8  # parallel environments, of all processes, integer >= 1
-    num_steps: int = 64  # steps of each environment per rollout, integer >= 1
-    masked_obs: tuple[int, ...] = ()  # entries of the observation vector multiplied by zero
-    hidden_size: int = 64  # width of encoders and value heads, integer >= 1
-    lstm_hidden_size: int = 64  # width of the actor's and of the critic's LSTM, integer >= 1
-    activation: Literal["tanh", "relu"] = "relu"  # of encoders and value heads
-    log_std_init: float = 0.0  # initial log-std of Gaussian actions, in [-5, 2]
-    norm_obs: bool = True  # normalise observation vectors by running moments, clipped to +-10
-    learning_rate: float = 1e-3  # of Adam, > 0
-    anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
-    gamma: float = 0.99  # discount per step, in [0, 1]
-    gae_lambda: float = 0.9  # weight of longer returns in GAE, in [0, 1]
-    num_minibatches: int = 2  # per epoch; divides the training sequences of a rollout
-    seq_len: int = 0  # steps of a training sequence, divides num_steps; 0: the whole rollout
-    update_epochs: int = 8  # passes over each rollout, integer >= 1
-    norm_adv: bool = True  # normalise advantages over the rollout
-    norm_adv_memory: int = 100  # rollouts whose advantage std holds on, integer >= 0; 0: none
-    clip_coef: float = 0.2  # clipping range of the probability ratio, > 0
-    ent_coef: float = 0.0  # weight of the entropy bonus, per nat, >= 0
-    ent_coef_final: float | None = None  # the same at the end of the run, linear; None: constant
-    min_entropy: float = 0.0  # floor of the mean entropy, nats; needs min_entropy_penalty > 0
-    min_entropy_penalty: float = 0.0  # weight of the shortfall below the floor, per nat, >= 0
-    vf_coef: float = 0.5  # weight of the value loss, >= 0
-    max_grad_norm: float = 0.5  # clipping norm of the gradient of all parameters, > 0
-    target_kl: float | None = None  # stop the update ahead of a step at a larger KL, nats, > 0
-    num_critics: Literal[1, 2] = 2  # value heads with parameters of their own
-    # V: the mean of the distribution, or a further output of each critic, blind to no rare return
+    env_id: str = "CartPoleNoVel-v1"
+    """Gymnasium id, `module:id`, or a velocity-free id of rl-baselines3-zoo."""
+    total_timesteps: int = 100_000
+    """Environment steps of the run, rounded down to whole rollouts."""
+    num_envs: Count = 8
+    """Parallel environments, counted over all processes."""
+    num_steps: Count = 64
+    """Steps of each environment in a rollout."""
+    masked_obs: tuple[int, ...] = ()
+    """Entries of the observation vector that the networks see as zero."""
+
+
+@dataclass
+class NetworkArgs:
+    """Networks of the actor and of the critics, which share no parameter."""
+
+    hidden_size: Count = 64
+    """Width of the encoders and of the hidden layers of the value heads."""
+    lstm_hidden_size: Count = 64
+    """Width of the actor's LSTM and of the critics' LSTM."""
+    activation: Literal["tanh", "relu"] = "relu"
+    """Activation of the encoders and of the value heads."""
+    log_std_init: LogStd = 0.0
+    """Initial log-std of Gaussian actions."""
+    norm_obs: bool = True
+    """Normalise observation vectors by running moments, clipped to +-10."""
+
+
+@dataclass
+class PPOArgs:
+    """Advantages and the policy's update."""
+
+    learning_rate: Positive = 1e-3
+    """Learning rate of Adam at the start of the run."""
+    anneal_lr: bool = True
+    """Lower the learning rate linearly to 0 over the run."""
+    gamma: Fraction = 0.99
+    """Discount per step."""
+    gae_lambda: Fraction = 0.9
+    """Weight of longer returns in GAE and in SR(lambda)."""
+    num_minibatches: Count = 2
+    """Minibatches of an epoch. The number divides the training sequences of a rollout."""
+    seq_len: CountOrZero = 0
+    """Steps of a training sequence. They divide num_steps; 0 takes the whole rollout."""
+    update_epochs: Count = 8
+    """Passes over each rollout."""
+    norm_adv: bool = True
+    """Normalise the advantages of each rollout."""
+    norm_adv_memory: Annotated[CountOrZero, Needs("norm_adv", False)] = 100
+    """Rollouts over which the running std of advantages fades. 0 keeps no running std."""
+    clip_coef: Positive = 0.2
+    """Clipping range of the probability ratio."""
+    ent_coef: NonNegative = 0.0
+    """Weight of the entropy bonus, per nat."""
+    ent_coef_final: NonNegativeOrNone = None
+    """Weight of the entropy bonus at the end of the run, reached linearly. None: constant."""
+    min_entropy: Annotated[Number, Needs("min_entropy_penalty", 0.0)] = 0.0
+    """Mean entropy below which a penalty applies, in nats. Needs --min-entropy-penalty."""
+    min_entropy_penalty: NonNegative = 0.0
+    """Weight of what the mean entropy lacks to --min-entropy, per nat."""
+    max_grad_norm: Positive = 0.5
+    """Norm to which the gradient of all parameters is clipped."""
+    target_kl: PositiveOrNone = None
+    """KL divergence from the policy that acted, in nats.
+    A minibatch with a larger one ends the update ahead of its step."""
+
+
+@dataclass
+class CriticArgs:
+    """The critics and the value V that they give."""
+
+    vf_coef: NonNegative = 0.5
+    """Weight of the critics' loss."""
+    num_critics: Literal[1, 2] = 2
+    """Value heads, each with parameters of its own."""
     value_from: Literal["distribution", "mean_head"] = "mean_head"
-    twin_reduce: Literal["min", "mean", "min_quantile"] = "min"  # how twins give one distribution
-    norm_returns: bool = True  # critics predict normalised returns (PopArt)
-    norm_returns_memory: int = 10  # rollouts whose returns the statistics tell of, integer >= 1
-    vf_clip_coef: float = 0.2  # range d of value clipping (vf_clip), in normalised returns, > 0
-    # lambda_return: one number, understates spread and risk; sr_lambda: samples of the return
+    """V is the mean of the predicted distribution, or a further output of each critic.
+    The further output also learns from rewards that are too rare for the distribution."""
+    twin_reduce: Annotated[Literal["min", "mean"], Needs("num_critics", 1)] = "min"
+    """How two critics give one prediction: the one with the smaller V, or their mean."""
+    norm_returns: bool = True
+    """Critics predict normalised returns (PopArt)."""
+    norm_returns_memory: Annotated[Count, Needs("norm_returns", False)] = 10
+    """Rollouts over which the return statistics fade."""
+    vf_clip_coef: Annotated[Positive, Needs("vf_clip", "none")] = 0.2
+    """Range of value clipping, in normalised returns. Needs --vf-clip."""
     value_target: Literal["lambda_return", "sr_lambda"] = "lambda_return"
-    cvar_alpha: float = 0.05  # tail mass averaged by CVaR, in [1e-3, 1]; 1 is the mean
-    cvar_weight: float = 0.0  # weight of the CVaR advantage, in [0, 1]; ignored at cvar_alpha 1
+    """What the distribution learns: lambda-returns, or samples of the return by SR(lambda).
+    The spread of lambda-returns is smaller than that of returns, and so is the predicted risk."""
 
-    # ---- value distribution: quantiles (flags) ----
-    num_quantiles: int = 32  # quantiles of each critic, integer >= 1
-    kappa: float = 0.05  # Huber threshold, normalised returns, >= 0; 0: pinball loss
-    # value clipping: whether and how a critic's quantiles are kept near its own old ones
+
+# ---- value distribution: quantiles (flags) -------------------------------------------------------
+@dataclass
+class ValueDistributionArgs:
+    """Quantiles of the return."""
+
+    num_quantiles: Count = 32
+    """Quantiles that each critic predicts."""
+    kappa: NonNegative = 0.05
+    """Huber threshold of the quantile loss, in normalised returns. 0 gives the pinball loss."""
     vf_clip: Literal["none", "per_quantile", "mean_only", "mean_and_variance"] = "none"
+    """What value clipping keeps near its old value: nothing, each quantile by itself,
+    the mean of the quantiles, or their mean and their spread."""
 
-    def check_distribution(self) -> None:
-        self.bound(1, math.inf, "num_quantiles")
-        self.bound(0, math.inf, "kappa")
 
-    # ---- end of value distribution ----
+# ---- end of value distribution -------------------------------------------------------------------
+
+
+@dataclass
+class RiskArgs:
+    """Conditional value at risk (CVaR), for metrics and for a risk-averse policy."""
+
+    cvar_alpha: TailMass = 0.05
+    """Share of the worst returns that CVaR averages. 1 gives the mean."""
+    cvar_weight: Annotated[Fraction, Needs("cvar_alpha", 1.0)] = 0.0
+    """Weight of the CVaR advantage. 0 learns from the mean alone."""
+
+
+@dataclass
+class RunArgs:
+    """What a run is called, when it is saved, and how it is evaluated."""
+
+    exp_name: str = "distributional_ppo_lstm"
+    """Name of the experiment, a part of the run directory's name."""
+    seed: Seed = 1
+    """Seed of environments, weights and sampling."""
+    run_dir: str = "runs"
+    """Directory in which the run directory is created."""
+    eval_episodes: Count = 50
+    """Episodes of an evaluation."""
+    eval_every: CountOrZero = 0
+    """Iterations between evaluations. 0 evaluates only at the end."""
+    eval_sampled: bool = False
+    """Evaluate actions that the policy samples. The default evaluates the policy's mode."""
+    checkpoint_every: CountOrZero = 100
+    """Iterations between checkpoints. 0 saves only at the end."""
+    capture_video: bool = False
+    """Film the first 3 episodes of every evaluation. Needs moviepy."""
+    resume: str = ""
+    """Run directory to continue with its own flags. --total-timesteps may grow."""
+    init_from: str = ""
+    """Run directory or checkpoint whose weights and statistics the run starts from."""
+    evaluate: str = ""
+    """Run directory or checkpoint to evaluate with its own flags. Nothing is trained."""
+
+
+@dataclass
+class MachineArgs:
+    """The machine."""
+
+    cuda: bool = False
+    """Run the networks on the GPU. Small networks are faster on the CPU."""
+    torch_deterministic: Annotated[bool, Needs("cuda", False)] = True
+    """Use deterministic cuDNN kernels. Runs on the CPU repeat exactly in any case."""
+    torch_threads: Count = 1
+    """CPU threads of torch. One is the fastest for small networks."""
+
+
+GROUPS = {  # in the order of --help
+    "task": TaskArgs,
+    "networks": NetworkArgs,
+    "ppo": PPOArgs,
+    "critics": CriticArgs,
+    "value_distribution": ValueDistributionArgs,
+    "risk": RiskArgs,
+    "run": RunArgs,
+    "machine": MachineArgs,
+}
+
+
+@dataclass
+class Args(
+    MachineArgs, RunArgs, RiskArgs, ValueDistributionArgs,
+    CriticArgs, PPOArgs, NetworkArgs, TaskArgs,
+):  # fmt: skip
+    """All flags. `Args(gamma=0.9)` raises `UsageError` for a value out of its range."""
 
     def __post_init__(self) -> None:
-        """Derive the sizes; raise `UsageError` with flag, value, bound and remedy."""
-        for name, hint in get_type_hints(Args).items():
-            self.check_type(name, hint)
-        inf = math.inf
-        self.bound(1, inf, "torch_threads", "eval_episodes", "num_envs", "num_steps")
-        self.bound(1, inf, "num_minibatches", "update_epochs")
-        self.bound(1, inf, "norm_returns_memory", "hidden_size", "lstm_hidden_size")
-        self.bound(0, inf, "eval_every", "checkpoint_every", "seq_len", "vf_coef")
-        self.bound(0, inf, "norm_adv_memory", "ent_coef", "ent_coef_final", "min_entropy_penalty")
-        self.bound(1e-12, inf, "learning_rate", "clip_coef", "max_grad_norm", "target_kl")
-        self.bound(1e-12, inf, "vf_clip_coef")
-        self.bound(0, 1, "gamma", "gae_lambda", "cvar_weight")
-        self.bound(1e-3, 1, "cvar_alpha")
-        self.bound(0, 4e9, "seed")
-        self.bound(-1e9, 1e9, "min_entropy")
-        self.bound(*LOG_STD_RANGE, "log_std_init")
-        self.check_distribution()
+        check_flags(self)
 
-        equal = self.num_envs % WORLD_SIZE == 0
-        self.rule("num_envs", equal, f"must be a multiple of the {WORLD_SIZE} processes")
-        self.local_envs = self.num_envs // WORLD_SIZE  # of this process
-        self.batch_size = self.num_envs * self.num_steps  # samples of a rollout
-        self.num_iterations = self.total_timesteps // self.batch_size  # rollouts, and updates
-        self.is_atari = self.env_id.split(":")[-1].startswith("ALE/")  # rewards are clipped
-        self.sequence_length = self.seq_len or self.num_steps  # L, steps of a training sequence
-        local_size = self.local_envs * self.num_steps
-        self.num_sequences = local_size // self.sequence_length  # M, of a process's rollout
+    @property
+    def batch_size(self) -> int:
+        """Samples of a rollout, counted over all processes."""
+        return self.num_envs * self.num_steps
 
-        size = "num_envs * num_steps"
-        self.rule("num_steps", self.batch_size > 1, f"a rollout, {size}, needs 2 steps")
-        enough = self.num_iterations > 0
-        self.rule("total_timesteps", enough, f"must be at least one rollout, {size}")
-        whole = self.num_steps % self.sequence_length == 0
-        self.rule("seq_len", whole, "must divide num_steps (0: whole)")
-        equal = self.num_sequences % self.num_minibatches == 0
-        divide = f"must divide the {self.num_sequences} sequences, {size} / seq_len / processes"
-        self.rule("num_minibatches", equal, divide)
-        gpu = torch.cuda.is_available() or not self.cuda
-        self.rule("cuda", gpu, "torch sees no GPU; leave it out")
-        found = not self.resume or Path(self.resume).is_dir()
-        self.rule("resume", found, "is not a run directory")
-        self.rule("evaluate", not (self.evaluate and self.resume), "excludes --resume")
+    @property
+    def num_iterations(self) -> int:
+        """Rollouts of the run."""
+        return self.total_timesteps // self.batch_size
 
-    def check_type(self, name: str, hint: Any) -> None:
-        """Require what the annotation says; an integer serves as a float, a bool as neither."""
-        value = getattr(self, name)
-        if get_origin(hint) is Literal:
-            choices = get_args(hint)
-            self.rule(name, value in choices, f"must be one of {', '.join(map(str, choices))}")
-        elif get_origin(hint) is tuple:
-            holds = isinstance(value, tuple) and all(type(entry) is int for entry in value)
-            self.rule(name, holds, "must be a tuple of integers")
-        else:
-            wider = hint | int if isinstance(0.0, hint) else hint
-            holds = isinstance(value, wider) and isinstance(value, bool) == (hint is bool)
-            self.rule(name, holds, f"must be {getattr(hint, '__name__', hint)}")
+    @property
+    def sequence_length(self) -> int:
+        """L, steps of a training sequence."""
+        return self.seq_len or self.num_steps
 
-    def bound(self, low: float, high: float, *names: str) -> None:
-        """Require finite numbers in [low, high]; None passes."""
-        for name in names:
-            value = getattr(self, name)
-            holds = value is None or (math.isfinite(value) and low <= value <= high)
-            self.rule(name, holds, f"must be finite and in [{low:g}, {high:g}]")
-
-    def rule(self, name: str, holds: bool, text: str) -> None:
-        require(holds, f"--{name.replace('_', '-')} {getattr(self, name)}: {text}")
+    @property
+    def is_atari(self) -> bool:
+        """Whether the task is an Atari game, whose rewards are clipped for learning."""
+        return self.env_id.split(":")[-1].startswith("ALE/")
 
 
-# ------------------------------------------------------------------------ what flows, with shapes
+# ------------------------------------------------------------------------- what flows, with shapes
 class Carry(NamedTuple):
-    """What one rollout hands to the next."""
+    """What the actor hands from one rollout to the next."""
 
-    obs: np.ndarray  # (N, D) to act on next, raw
-    episode_start: np.ndarray  # (N,) bool, obs opens an episode
+    obs: np.ndarray  # (N, D) raw, to act on next
+    episode_start: np.ndarray  # (N,) bool, whether obs opens an episode
     actor_state: Tensor  # (2, N, H) h and c ahead of obs, zero where an episode opens
-    critic_state: Tensor  # (2, N, H) of the critics, which `unroll_lstm` zeroes there
 
 
 class Rollout(NamedTuple):
@@ -227,113 +351,468 @@ class Rollout(NamedTuple):
 
     obs: Tensor  # (T, N, D) s_t, raw
     next_obs: Tensor  # (T, N, D) true successor s'_t, raw: the final one where an episode ended
-    episode_start: Tensor  # (T, N) bool, s_t opens an episode
-    actions: Tensor  # (T, N, P) indices or (T, N, A) floats, as sampled
-    params: Tensor  # (T, N, 2, A) or (T, N, P, largest part) of the action distribution
-    rewards: Tensor  # (T, N) in the task's units, float64
-    terminated: Tensor  # (T, N) bool, s'_t is terminal: nothing follows
-    truncated: Tensor  # (T, N) bool, a time limit: s'_t has a value
+    episode_start: Tensor  # (T, N) bool, whether s_t opens an episode
+    actions: Tensor  # (T, N, P) indices or (T, N, A) floats, as they were sampled
+    params: Tensor  # (T, N, P, largest part) or (T, N, 2, A), the action distribution
+    rewards: Tensor  # (T, N) float64, in the task's units
+    terminated: Tensor  # (T, N) bool: s'_t is terminal and nothing follows
+    truncated: Tensor  # (T, N) bool: a time limit cut the episode, and s'_t has a value
     actor_state: Tensor  # (T / L, 2, N, H) ahead of each training sequence
-    episodes: list[tuple[int, float, int]]  # step t, return and length of those that ended
+    episodes: list[tuple[int, float, int]]  # step t, return and length of each that ended
 
 
 class Batch(NamedTuple):
-    """A rollout cut into M training sequences of L steps, or some of them; nothing has a graph."""
+    """A rollout cut into M training sequences of L steps, or some of them. Nothing has a graph."""
 
     obs: Tensor  # (L, M, D) normalised
     episode_start: Tensor  # (L, M) bool
     actor_state: Tensor  # (2, M, H) ahead of the sequence
     critic_state: Tensor  # (2, M, H) ahead of the sequence
     actions: Tensor  # (L, M, P) or (L, M, A)
-    params: Tensor  # (L, M, 2, A) or (L, M, P, largest part) of the policy that acted
+    params: Tensor  # (L, M, P, largest part) or (L, M, 2, A) of the policy that acted
     log_probs: Tensor  # (L, M) of the actions under that policy, nats
-    advantages: Tensor  # (L, M) as the policy loss takes them
-    targets: Tensor  # (L, M, J) of the value distribution, normalised returns
-    returns: Tensor  # (L, M) lambda-returns, normalised: of the mean outputs
-    old_values: Tensor  # (L, M, C, K or K + 1) outputs of each critic, to clip around
+    advantages: Tensor  # (L, M) as the policy's loss takes them
+    targets: Tensor  # (L, M, J) what the value distributions learn, normalised returns
+    returns: Tensor  # (L, M) lambda-returns, normalised: what the mean outputs learn
+    old_values: Tensor  # (L, M, C, K or K + 1) outputs before the update, to clip around
 
 
-# ----------------------------------------------------------------------------------- many processes
-class OtherProcessEnded(RuntimeError):
-    """What the processes of a run find when one of them has ended."""
+# --------------------------------------------------------------------------------------- algorithm
+def train(args: Args) -> dict[str, Any]:
+    """Train, evaluate and save.
+
+    Returns the last value of every metric, and `run_dir`. A fault is raised with a note that names
+    the last checkpoint. The first Ctrl-C ends the run after its iteration, with a checkpoint and
+    KeyboardInterrupt. Sets the seeds of all random number generators and options of torch.
+    """
+    run, agent, optimizer, envs = start(args)  # anew, resumed, or with the weights of another run
+    with run:
+        carry, critic_state = open_episodes(envs, agent, run)
+        for progress in run.iterations():
+            rollout, carry = collect_rollout(envs, agent, carry, args)
+            run.lap("rollout")
+            batch, critic_state, metrics = prepare_batch(agent, rollout, critic_state, args)
+            run.lap("values")
+            metrics |= update(agent, optimizer, batch, args, progress)
+            agent.update_obs_moments(rollout.obs)  # last: acting and training saw the same inputs
+            run.lap("update")
+            run.end_iteration(rollout, metrics, (*carry, critic_state))
+    return run.results
 
 
-def exchange(call: Callable, *args: Any) -> None:
-    """What all processes call at once; the first time they find each other."""
-    if not distributed.is_initialized():
-        gpu = torch.cuda.is_available()
-        patience = timedelta(days=7)  # others wait while process 0 evaluates
-        distributed.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=patience)
-        atexit.register(time.sleep, 0.5)  # threads of torch that outlive Python abort its exit
-        atexit.register(distributed.destroy_process_group)
-    try:
-        call(*args)
-    except RuntimeError as error:  # of the connection
-        raise OtherProcessEnded("another process of the run ended") from error
+def collect_rollout(
+    envs: gym.vector.VectorEnv, agent: Agent, carry: Carry, args: Args
+) -> tuple[Rollout, Carry]:
+    """Act for T steps in N environments. Returns the rollout and what the next one starts from.
+
+    Only the actor runs, and no statistics move. Where an episode ends, the environment is reset
+    within the same step: `envs.step` then gives the first observation of the next episode, and the
+    final observation of the old one comes in `info`.
+
+    Raises RuntimeError for observations and rewards that are not finite.
+    """
+    T = args.num_steps
+    N = envs.num_envs
+    obs = np.empty((T, N, *carry.obs.shape[1:]), carry.obs.dtype)
+    next_obs = np.empty_like(obs)
+    rewards = np.empty((T, N))
+    terminated = np.empty((T, N), bool)
+    truncated = np.empty((T, N), bool)
+    episode_start = np.empty((T, N), bool)
+    actions = []
+    params = []
+    actor_states = []
+    episodes = []
+
+    current_obs, opens, state = carry
+    normalize = agent.obs_normalizer()
+    with torch.inference_mode():
+        noise = own(agent.action_dist.noise(T, args.num_envs))
+        for t in range(T):
+            if t % args.sequence_length == 0:
+                actor_states.append(state)
+            obs[t] = current_obs
+            episode_start[t] = opens
+
+            seen = normalize(torch.as_tensor(obs[t], device=agent.device))
+            step_params, state = agent.policy_params_step(seen, state)
+            action = agent.action_dist.sample(step_params, noise[t])
+            params.append(step_params)
+            actions.append(action)
+
+            result = envs.step(agent.action_dist.to_env(action))
+            current_obs, rewards[t], terminated[t], truncated[t], info = result
+            next_obs[t] = current_obs
+            ended = terminated[t] | truncated[t]
+            if ended.any():  # there `current_obs` already belongs to the next episode
+                next_obs[t, ended] = np.stack(info["final_obs"][ended])
+                state = state * ~torch.as_tensor(ended, device=agent.device)[:, None]
+                episodes += finished_episodes(info, ended, t)
+            opens = ended
+            check_finite(next_obs[t], current_obs, rewards[t], f"step {t} of the rollout")
+
+    if args.is_atari:
+        rewards = rewards.clip(-1, 1)  # the episodes' returns keep what was paid
+    to_device = partial(torch.as_tensor, device=agent.device)
+    rollout = Rollout(
+        obs=to_device(obs),
+        next_obs=to_device(next_obs),
+        episode_start=to_device(episode_start),
+        actions=torch.stack(actions),
+        params=torch.stack(params),
+        rewards=to_device(rewards),
+        terminated=to_device(terminated),
+        truncated=to_device(truncated),
+        actor_state=torch.stack(actor_states),
+        episodes=episodes,
+    )
+    return rollout, Carry(current_obs.copy(), opens, state)
 
 
-def average(x: Tensor) -> Tensor:
-    """Mean over all processes of tensors of one shape; x itself where there is one process."""
-    if WORLD_SIZE > 1:
-        x = x.detach() / WORLD_SIZE
-        exchange(distributed.all_reduce, x)
-    return x
+def run_critics(
+    agent: Agent, rollout: Rollout, obs: Tensor, next_obs: Tensor, state: Tensor, args: Args
+) -> Tensors:
+    """Predict the return distribution of every state s_t and of every true successor s'_t.
+
+    obs and next_obs are (T, N, D), normalised; state is (2, N, H), that of the critics' LSTM ahead
+    of step 0. Returns the outputs of all critics for both, each (C, T, N, K or K + 1), the states
+    (T / L, 2, N, H) ahead of each training sequence, and the state after the last step.
+
+    Where the episode goes on, s'_t is the next step of the same pass. At a time limit the pass is
+    cut: a copy of the state takes one more step, to the final observation, and leaves no trace
+    (Pardo et al. 2018). `gae` ignores the outputs for successors of terminated steps.
+    """
+    body = agent.critic_body
+    time_limit = (rollout.truncated & ~rollout.terminated).any(1).tolist()
+    ends = [t + 1 for t in range(args.num_steps)
+            if time_limit[t] or (t + 1) % args.sequence_length == 0]  # fmt: skip
+    inputs = body.encoder(obs)
+    features = []
+    next_features = []
+    states = []
+
+    for first, end in pairwise([0, *ends]):
+        if first % args.sequence_length == 0:
+            states.append(state)
+        opens = rollout.episode_start[first:end]
+        stretch, after = unroll_lstm(body.lstm, inputs[first:end], state.split(1), opens)
+        state = torch.cat(after)
+        successor, _ = body.step(next_obs[end - 1], state)
+        features.append(stretch)
+        next_features.append(stretch[1:])
+        next_features.append(successor[None])
+
+    outputs = agent.value_outputs(torch.cat(features))
+    next_outputs = agent.value_outputs(torch.cat(next_features))
+    return outputs, next_outputs, torch.stack(states), state
 
 
-def of_all(thing: Any) -> list:
-    """A thing of every process, in their order."""
-    things = [thing] * WORLD_SIZE
-    if WORLD_SIZE > 1:
-        exchange(distributed.all_gather_object, things, thing)
-    return things
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    next_values: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    gamma: float,
+    gae_lambda: float,
+) -> Tensors:
+    """Estimate advantages by GAE with correct time limits. Returns advantages A and returns A + V.
 
-
-def joined(x: Tensor) -> Tensor:
-    """Tensors (T, n) of all processes along their environments, (T, N)."""
-    if WORLD_SIZE == 1:
-        return x
-    whole = x.new_zeros(len(x), WORLD_SIZE * x.shape[1])
-    own(whole).copy_(x)
-    return WORLD_SIZE * average(whole)
-
-
-def own(x: Tensor) -> Tensor:
-    """This process's part of what `joined` gives."""
-    return x.chunk(WORLD_SIZE, 1)[RANK]
-
-
-# ---------------------------------------------------------------------------- advantages and policy
-def gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor,
-        truncated: Tensor, gamma: float, gae_lambda: float) -> Tensors:  # fmt: skip
-    """Generalized advantage estimation with correct time limits: advantages A and returns A + V.
         delta_t = r_t + gamma * (1 - terminated_t) * V(s'_t) - V(s_t)
         A_t     = delta_t + gamma * lambda * (1 - (terminated_t or truncated_t)) * A_{t+1}
-    All (T, N), or (T, N, R) for R reward terms with masks (T, N). s'_t is the true successor: the
-    final observation where an episode ended; both ends at once are a termination. Either end cuts
-    the recursion: the next episode's rewards must not leak across a time limit. Raises ValueError
-    for entries that are not finite. Source: Schulman et al. 2016, eq. 16; Pardo et al. 2018."""
+
+    All tensors are (T, N), or (T, N, R) for R reward terms with masks (T, N). s'_t is the true
+    successor: the final observation where an episode ended. A step that is terminated and truncated
+    counts as terminated.
+
+    The two masks differ. Termination cuts the bootstrap, since nothing follows. Either end cuts the
+    recursion, since the rewards of the next episode must not leak into this one.
+
+    Raises ValueError for entries that are not finite.
+    Source: Schulman et al. 2016, eq. 16; time limits: Pardo et al. 2018.
+    """
     for name, x in (("rewards", rewards), ("values", values), ("next_values", next_values)):
-        if bad := int((~torch.isfinite(x)).sum()):
+        bad = int((~torch.isfinite(x)).sum())
+        if bad:
             raise ValueError(f"gae: {bad} of {x.numel()} {name} are not finite")
+
     shape = terminated.shape + (1,) * (values.dim() - terminated.dim())  # masks lack further axes
-    alive = (~terminated).to(values.dtype).view(shape)
+    goes_on = (~terminated).to(values.dtype).view(shape)
     unbroken = (~(terminated | truncated)).to(values.dtype).view(shape)
-    delta = rewards + gamma * alive * next_values - values  # (T, N)
+    delta = rewards + gamma * goes_on * next_values - values  # (T, N)
     decay = gamma * gae_lambda * unbroken
-    sums = [torch.zeros_like(delta[0])]  # from the end
+
+    advantage = torch.zeros_like(delta[0])
+    advantages = []  # from the last step to the first
     for d, c in zip(delta.flip(0), decay.flip(0)):
-        sums.append(torch.addcmul(d, c, sums[-1]))
-    advantages = torch.stack(sums[1:]).flip(0)
+        advantage = torch.addcmul(d, c, advantage)
+        advantages.append(advantage)
+    advantages = torch.stack(advantages).flip(0)
     return advantages, advantages + values
 
 
-def normalize_advantages(advantages: Tensor, eps: float = 1e-8) -> Tensor:
-    """(A - mean) / (std + eps), population std over all entries.
-    No branch on std, which would be discontinuous. Constant input gives zeros, exactly: that is why
-    the first entry is subtracted first."""
-    shifted = advantages - advantages.flatten()[0]
-    centered = shifted - shifted.mean()
-    return centered / (centered.square().mean().sqrt() + eps)
+@torch.no_grad()
+def prepare_batch(
+    agent: Agent, rollout: Rollout, critic_state: Tensor, args: Args
+) -> tuple[Batch, Tensor, dict]:
+    """Turn a rollout into a batch. Returns it, the critics' state after the rollout, and metrics.
+
+    The order matters (van Hasselt et al. 2016). Values are decoded with the old statistics. Then
+    the statistics take in the targets, the value heads are rescaled in the same moment, and the old
+    values are expressed in the new units.
+    """
+    dist = agent.value_dist
+    if args.norm_returns and dist.moments.count == 0:
+        dist.moments.merge(*first_return_moments(rollout, args), weight=2)
+
+    # 1. The critics predict distributions of the return from every s_t and every s'_t.
+    obs = agent.normalize_obs(rollout.obs)
+    next_obs = agent.normalize_obs(rollout.next_obs)
+    outputs, next_outputs, critic_states, critic_state = run_critics(
+        agent, rollout, obs, next_obs, critic_state, args
+    )
+    reduced = dist.reduce_twins(outputs)  # (T, N, K or K + 1)
+    next_reduced = dist.reduce_twins(next_outputs)
+
+    # 2. They give advantages and targets, in the task's units.
+    advantages, returns = gae(
+        rollout.rewards,
+        dist.value(reduced),
+        dist.value(next_reduced),
+        rollout.terminated,
+        rollout.truncated,
+        args.gamma,
+        args.gae_lambda,
+    )
+    if args.value_target == "sr_lambda":
+        targets = dist.sample_targets(rollout, next_reduced, args.gae_lambda)
+    else:
+        targets = dist.point_targets(returns)
+    if args.cvar_weight > 0 and args.cvar_alpha < 1:
+        risk_advantages = dist.risk_advantages(targets, reduced)
+        advantages = advantages.lerp(risk_advantages, args.cvar_weight)
+    scaled = scale_advantages(agent, advantages, args)
+    metrics = describe_critics(dist, rollout, outputs, reduced, next_reduced, returns)
+    metrics |= describe_advantages(advantages, scaled)
+
+    # 3. The return statistics move, and the value heads with them.
+    old_values, moved = dist.move_statistics(agent.critic_heads, outputs, targets)
+    metrics |= moved
+
+    # 4. Time is cut into training sequences.
+    def cut(x: Tensor) -> Tensor:  # (T, N, ...) -> (L, M, ...)
+        stretches = x.unflatten(0, (-1, args.sequence_length))  # (T / L, L, N, ...)
+        return stretches.transpose(0, 1).flatten(1, 2)
+
+    def ahead(states: Tensor) -> Tensor:  # (T / L, 2, N, H) -> (2, M, H)
+        return states.transpose(0, 1).flatten(1, 2)
+
+    batch = Batch(
+        obs=cut(obs),
+        episode_start=cut(rollout.episode_start),
+        actor_state=ahead(rollout.actor_state),
+        critic_state=ahead(critic_states),
+        actions=cut(rollout.actions),
+        params=cut(rollout.params),
+        log_probs=cut(agent.action_dist.log_prob(rollout.params, rollout.actions)),
+        advantages=cut(scaled.float()),
+        targets=cut(dist.encode_targets(targets)),
+        returns=cut(dist.moments.normalize(returns).float()),
+        old_values=cut(old_values.movedim(0, 2).float()),
+    )
+    return batch, critic_state, metrics
+
+
+def batch_moments(x: Tensor) -> Tensors:
+    """Mean and population variance over the first axis, over the rows of all processes."""
+    mean = average(x.mean(0))
+    return mean, average((x - mean).square().mean(0))
+
+
+def first_return_moments(rollout: Rollout, args: Args) -> Tensors:
+    """Mean and variance of the discounted rewards of the first rollout.
+
+    The return statistics start from them, since untrained critics know nothing of the task's units.
+    """
+    zero = torch.zeros_like(rollout.rewards)
+    _, sums = gae(
+        rollout.rewards, zero, zero, rollout.terminated, rollout.truncated, args.gamma, 1.0
+    )
+    return batch_moments(sums.flatten())
+
+
+def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
+    """Center advantages (T, N) and divide them by the larger of their std and its running value.
+
+    Where all returns are alike, the std is the noise of rounding and of the critics. Dividing by it
+    would turn that noise into the policy's gradient.
+    """
+    if not args.norm_adv:
+        return advantages
+    _, variance = batch_moments(advantages.flatten())
+    missing = torch.zeros_like(variance)
+    if args.norm_adv_memory:
+        agent.adv_moments.merge(torch.zeros_like(variance), variance, weight=2)
+        missing = (agent.adv_moments.std - variance.sqrt()).clamp(min=0)
+    return normalize_advantages(advantages, missing + 1e-30, average)  # in any unit of reward
+
+
+def normalize_advantages(
+    advantages: Tensor, eps: float | Tensor = 1e-8, average: Callable = lambda x: x
+) -> Tensor:
+    """(A - mean) / (std + eps), with the population std over all entries.
+
+    There is no branch on the size of std: a branch would be discontinuous. Constant input gives
+    exact zeros, because one entry is subtracted from all before the mean is taken. `average` gives
+    the mean of a number over several processes that hold equal parts of the advantages.
+    """
+    shifted = advantages - average(advantages.flatten()[0])
+    centered = shifted - average(shifted.mean())
+    return centered / (average(centered.square().mean()).sqrt() + eps)
+
+
+def minibatches(batch: Batch, args: Args) -> Iterator[Batch]:
+    """In every epoch, shuffle the training sequences (axis 1) and give each of them once."""
+    orders = [torch.randperm(batch.obs.shape[1]) for _ in range(args.update_epochs)]
+    for order in torch.stack(orders).to(batch.obs.device):
+        for chosen in order.chunk(args.num_minibatches):
+            yield Batch(*(x.index_select(1, chosen) for x in batch))
+
+
+def losses(agent: Agent, mb: Batch, args: Args, ent_coef: float) -> tuple[Tensor, dict]:
+    """Compute the loss of a minibatch, a scalar with its graph, and metrics without one.
+
+        loss = clipped policy loss + entropy loss + vf_coef * mean over critics of their losses
+
+    A metric is a scalar or has one number a row. This is a pure function of the parameters and the
+    minibatch. Source: Schulman et al. 2017, eq. 9.
+    """
+    actor_features = agent.actor_body(mb.obs, mb.actor_state, mb.episode_start)
+    critic_features = agent.critic_body(mb.obs, mb.critic_state, mb.episode_start)
+
+    params = agent.policy_params(actor_features)
+    log_ratio = agent.action_dist.log_prob(params, mb.actions) - mb.log_probs  # (L, M)
+    pg_loss, approx_kl, clipfrac = clipped_policy_loss(
+        log_ratio.flatten(), mb.advantages.flatten(), args.clip_coef
+    )
+    entropy = agent.action_dist.entropy(params)
+    h_loss = entropy_loss(entropy, ent_coef, args.min_entropy, args.min_entropy_penalty)
+
+    outputs = agent.value_outputs(critic_features)  # (C, L, M, K or K + 1)
+    old_values = mb.old_values.movedim(2, 0)
+    value_losses, clipped = agent.value_dist.loss(outputs, mb.targets, mb.returns, old_values)
+    loss = pg_loss + h_loss + args.vf_coef * value_losses.mean()
+
+    metrics = {
+        "losses/policy_loss": pg_loss,
+        "losses/value_loss": value_losses,
+        "losses/entropy": entropy,
+        "losses/approx_kl": approx_kl,
+        "losses/clipfrac": clipfrac,
+        "twin/loss_1": value_losses[0],
+        "twin/loss_2": value_losses[-1],
+        "value/clip_fraction": clipped,
+        "policy/log_ratio": log_ratio.flatten(),
+        "policy/kl_exact": agent.action_dist.kl(mb.params, params.detach()),
+    }
+    return loss, {tag: x.detach() for tag, x in metrics.items()}
+
+
+def update(
+    agent: Agent, optimizer: optim.Adam, batch: Batch, args: Args, progress: float
+) -> dict[str, float]:
+    """Train on one rollout for `update_epochs` epochs, or fewer where the policy moves too far.
+
+    The exact KL(old || new) of a minibatch is measured ahead of its step. The first one above
+    `target_kl` ends the update. Returns metrics: means over the minibatches that were evaluated,
+    and norms of the gradients of the steps that were taken.
+
+    Raises RuntimeError for a loss or a gradient that is not finite.
+    """
+    learning_rate, ent_coef = schedules(args, progress)
+    optimizer.param_groups[0]["lr"] = learning_rate
+    [vector] = optimizer.param_groups[0]["params"]  # all parameters, see `make_optimizer`
+    actor, critics = agent.parts()
+    actor_size = sum(p.numel() for p in actor)
+    evaluated = []  # metrics of each minibatch
+    norms = []  # gradient norms of actor and critics, for each step taken
+
+    for mb in minibatches(batch, args):
+        loss, metrics = losses(agent, mb, args, ent_coef)
+        evaluated.append(metrics)
+        gradients = torch.autograd.grad(loss, [*actor, *critics])
+        told = (loss.detach(), metrics["policy/kl_exact"].mean())
+        flat = average(torch.cat([x.flatten() for x in (*gradients, *told)]))
+        vector.grad, told = flat.split([len(flat) - 2, 2])
+        parts = vector.grad.tensor_split([actor_size])
+        numbers = torch.stack([*told, *(part.norm() for part in parts)])
+        loss, kl, actor_norm, critic_norm = numbers.tolist()  # one transfer
+        if args.target_kl is not None and kl > args.target_kl:
+            break
+
+        norm = math.hypot(actor_norm, critic_norm)
+        check_step(loss, norm, len(norms))
+        norms.append((actor_norm, critic_norm))
+        vector.grad *= min(1, args.max_grad_norm / (norm + 1e-6))
+        optimizer.step()
+        agent.action_dist.clamp_parameters()
+
+    metrics = describe_update(evaluated, norms, args)
+    return metrics | {"charts/learning_rate": learning_rate, "policy/entropy_coef": ent_coef}
+
+
+# ------------------------------------------------------------------------- formulas of the policy
+# Flags by the name of a kind of task. They apply ahead of the flags that are typed.
+PRESETS: dict[str, dict[str, Any]] = {}
+
+
+def schedules(args: Args, progress: float) -> tuple[float, float]:
+    """Learning rate and entropy coefficient after this fraction of the run."""
+    final_learning_rate = 0.0 if args.anneal_lr else args.learning_rate
+    final_ent_coef = args.ent_coef if args.ent_coef_final is None else args.ent_coef_final
+    learning_rate = linear_schedule(args.learning_rate, final_learning_rate, progress)
+    return learning_rate, linear_schedule(args.ent_coef, final_ent_coef, progress)
+
+
+def linear_schedule(start: float, end: float, progress: float) -> float:
+    """start + (end - start) * progress, with progress clamped to [0, 1]."""
+    return start + (end - start) * min(max(progress, 0.0), 1.0)
+
+
+def clipped_policy_loss(log_ratio: Tensor, advantages: Tensor, clip_coef: float) -> Tensors:
+    """Compute PPO's clipped surrogate. Returns loss, approx_kl and clip fraction, all scalars.
+
+        r = exp(clamp(log_ratio, -20, 20)),  log_ratio = log pi_new(a|s) - log pi_old(a|s)
+        loss = -mean(min(r * A, clip(r, 1 - eps, 1 + eps) * A))
+        approx_kl = mean((r - 1) - log r)            in nats, >= 0 (Schulman's k3 estimator)
+        clip fraction = mean(|r - 1| > eps)
+
+    Both inputs are (B,). The clamp only keeps exp finite. A tight one would remove the gradient
+    where r is far above 1 and A is negative, where PPO needs it most.
+    Source: Schulman et al. 2017, eq. 7.
+    """
+    log_ratio = log_ratio.clamp(-20, 20)
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - clip_coef, 1 + clip_coef)
+    loss = -torch.min(ratio * advantages, clipped * advantages).mean()
+    with torch.no_grad():
+        approx_kl = (log_ratio.expm1() - log_ratio).mean()  # r - 1 would lose digits near r = 1
+        clip_fraction = ((ratio - 1).abs() > clip_coef).to(ratio.dtype).mean()
+    return loss, approx_kl, clip_fraction
+
+
+def entropy_loss(
+    entropy: Tensor, ent_coef: float, min_entropy: float, penalty_coef: float
+) -> Tensor:
+    """-ent_coef * mean(H) + penalty_coef * relu(min_entropy - mean(H)), a scalar.
+
+    entropy is (B,), in nats. The entropy of a Gaussian may be negative, so a floor of 0 is not
+    neutral. Source: Schulman et al. 2017, eq. 9; the floor is ours.
+    """
+    mean = entropy.mean()
+    if ent_coef == penalty_coef == 0:
+        return torch.zeros_like(mean)  # spares a backward pass whose gradient is 0
+    return -ent_coef * mean + penalty_coef * torch.relu(min_entropy - mean)
 
 
 def explained_variance(predictions: Tensor, targets: Tensor) -> Tensor:
@@ -344,52 +823,13 @@ def explained_variance(predictions: Tensor, targets: Tensor) -> Tensor:
     return torch.where(varies, 1 - residual / variance, 0)
 
 
-def clipped_policy_loss(log_ratio: Tensor, advantages: Tensor, clip_coef: float) -> Tensors:
-    """PPO's clipped surrogate; loss, approx_kl and clip fraction, scalars, from (B,) inputs.
-        r = exp(clamp(log_ratio, -20, 20)),  log_ratio = log pi_new(a|s) - log pi_old(a|s)
-        loss = -mean(min(r * A, clip(r, 1 - eps, 1 + eps) * A))
-        approx_kl = mean((r - 1) - log r)                 in nats, >= 0 (Schulman's k3 estimator)
-        clip fraction = mean(|r - 1| > eps)
-    The clamp is this wide because a tight one removes the gradient at r >> 1, A < 0.
-    Source: Schulman et al. 2017, eq. 7."""
-    log_ratio = log_ratio.clamp(-20, 20)
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - clip_coef, 1 + clip_coef)
-    loss = -torch.min(ratio * advantages, clipped * advantages).mean()
-    with torch.no_grad():
-        approx_kl = (log_ratio.expm1() - log_ratio).mean()  # r - 1 would round below log r
-        clip_fraction = ((ratio - 1).abs() > clip_coef).to(ratio.dtype).mean()
-    return loss, approx_kl, clip_fraction
-
-
-def entropy_loss(entropy: Tensor, ent_coef: float, min_entropy: float,
-                 penalty_coef: float) -> Tensor:  # fmt: skip
-    """-ent_coef * mean(H) + penalty_coef * relu(min_entropy - mean(H)), a scalar.
-    entropy (B,) in nats; that of Gaussians may be negative, so that a floor of 0 is not neutral.
-    Source: Schulman et al. 2017, eq. 9; the floor is ours."""
-    mean = entropy.mean()
-    if ent_coef == penalty_coef == 0:
-        return torch.zeros_like(mean)  # no pass backward that gives 0
-    return -ent_coef * mean + penalty_coef * torch.relu(min_entropy - mean)
-
-
-def linear_schedule(start: float, end: float, progress: float) -> float:
-    """start + (end - start) * progress, with progress clamped to [0, 1]."""
-    return start + (end - start) * min(max(progress, 0.0), 1.0)
-
-
-def empirical_cvar(returns: Tensor, alpha: float) -> float:
-    """Mean of the lowest fraction alpha of a sample (n,), one return counting in part."""
-    size = alpha * len(returns)
-    mass = (size - torch.arange(len(returns)).double()).clamp(0, 1)
-    return float((mass * returns.sort().values).sum() / size)
-
-
-# ---------------------------------------------------------------------------------- running moments
 class RunningMoments(nn.Module):
-    """Mean and variance of everything seen, in float64, saved with the weights.
-    `count` starts at 0: the first update gives exactly the moments of its batch. It is capped at
-    `max_count`, so that old data fade. Source: Chan et al. 1983 (never E[x^2] - E[x]^2)."""
+    """Mean and variance of everything seen so far, in float64, saved with the weights.
+
+    `count` starts at 0, so the first update gives exactly the moments of its batch. A count above
+    `max_count` is capped, so that old data fade. Moments are merged as in Chan et al. 1983; the
+    difference E[x^2] - E[x]^2 would lose all digits where the mean is large.
+    """
 
     def __init__(self, shape: tuple[int, ...] = (), max_count: float | None = None) -> None:
         super().__init__()
@@ -400,29 +840,36 @@ class RunningMoments(nn.Module):
 
     @property
     def std(self) -> Tensor:
-        """The one scale of `normalize` and `denormalize`, in whatever units: the floor is a ten
-        millionth of the mean, which float32 does not resolve."""
+        """The scale of `normalize` and `denormalize`.
+
+        It has a floor for data that do not vary: a ten-millionth of the mean, which is what float32
+        resolves. The floor scales with the data, so their unit does not matter.
+        """
         return (self.var + (1e-7 * self.mean).square() + 1e-60).sqrt()
 
     @torch.no_grad()
-    def update(self, x: Tensor, parts: int = 1) -> None:
-        """Take in a batch; all axes ahead of `shape` are samples. Of a batch in equal `parts`, one
-        in each process, this is one."""
+    def update(self, x: Tensor) -> None:
+        """Take in a batch; all axes ahead of the shape of the moments are samples."""
         x = x.double().reshape(-1, *self.mean.shape)
-        size = parts * len(x)
-        mean = average(x.mean(0))
-        var = average((x - mean).square().mean(0))
-        past = self.count / (self.count + size)  # its weight in the merged moments
+        mean = x.mean(0)
+        self.merge(mean, (x - mean).square().mean(0), len(x))
+
+    @torch.no_grad()
+    def merge(self, mean: Tensor, var: Tensor, weight: float) -> None:
+        """Take in the moments of `weight` samples that were computed elsewhere."""
+        past = self.count / (self.count + weight)  # weight of the past in the merged moments
         delta = mean - self.mean
         between = past * delta.square()
         self.var = past * self.var + (1 - past) * (var + between)
         self.mean = self.mean + (1 - past) * delta  # a new tensor: callers may hold the old one
-        self.count = (self.count + size).clamp(max=self.max_count)
+        self.count = (self.count + weight).clamp(max=self.max_count)
 
-    def normalize(self, x: Tensor) -> Tensor:  # keeps the dtype
+    def normalize(self, x: Tensor) -> Tensor:
+        """(x - mean) / std, in the dtype of x."""
         return ((x - self.mean) / self.std).to(x.dtype)
 
-    def denormalize(self, z: Tensor) -> Tensor:  # the inverse
+    def denormalize(self, z: Tensor) -> Tensor:
+        """std * z + mean, the inverse of `normalize`."""
         return (z * self.std + self.mean).to(z.dtype)
 
 
@@ -433,50 +880,45 @@ def quantile_midpoints(num_quantiles: int) -> Tensor:
 
 
 def quantile_huber_loss(quantiles: Tensor, targets: Tensor, taus: Tensor, kappa: float) -> Tensor:
-    """Quantile regression of every prediction on every target sample, (B,).
+    """Regress every predicted quantile on every target sample, (B, K) and (B, J) -> (B,).
+
         u[b, i, j] = targets[b, j] - quantiles[b, i]
         L(u)       = 0.5 u^2 where |u| <= kappa, kappa (|u| - 0.5 kappa) elsewhere
-        loss[b]    = mean_i mean_j |tau_i - 1{u < 0}| L(u) / kappa      (kappa = 0: L / kappa = |u|)
-    quantiles (B, K), targets (B, J), leading axes broadcast; taus (K,). Divided by kappa as in IQN:
-    it meets the pinball loss as kappa -> 0. Mean over i (QR-DQN sums). No gradient through the
-    indicator. Source: Dabney et al. 2018a (QR-DQN), eq. 8 to 10; 2018b (IQN), eq. 3."""
-    if kappa == 0:
-        return pinball_loss(quantiles, targets, taus)
+        loss[b]    = mean_i mean_j |tau_i - 1{u < 0}| L(u) / kappa
+
+    With kappa = 0 the last factor L / kappa is |u|: the pinball loss. taus are (K,). Further
+    leading axes broadcast. The indicator carries no gradient.
+
+    The loss is divided by kappa as in IQN, so that it meets the pinball loss as kappa goes to 0. It
+    is a mean over i, where QR-DQN sums, so that its size does not depend on K.
+    Source: Dabney et al. 2018a (QR-DQN), eq. 8 to 10; 2018b (IQN), eq. 3.
+    """
     u = targets[..., None, :] - quantiles[..., None]  # (B, K, J)
-    linear = u.abs() - 0.5 * kappa
-    size = torch.where(u.abs() < kappa, 0.5 * u.square() / kappa, linear)  # L / kappa
+    size = u.abs()
+    if kappa > 0:
+        size = torch.where(size < kappa, 0.5 * u.square() / kappa, size - 0.5 * kappa)
     weight = (taus[:, None] - (u < 0).to(u.dtype)).abs()
     return (weight * size).mean((-2, -1))
 
 
-def pinball_loss(quantiles: Tensor, targets: Tensor, taus: Tensor) -> Tensor:
-    """`quantile_huber_loss` for kappa = 0 without its tensor of all pairs, (B,).
-    A quantile q of level tau costs, with n of the J targets x_j below q and S the sum of these,
-        mean_j |tau - 1{x_j < q}| |x_j - q| = mean_j (tau (x_j - q) + max(q - x_j, 0))
-                                            = tau (mean_j x_j - q) + (n q - S) / J
-    A search in the sorted targets gives n, their prefix sums give S."""
-    center = targets.mean(-1, keepdim=True)  # subtracted, or large returns would round in the sums
-    q = quantiles - center  # (B, K)
-    x = (targets - center).sort(-1).values  # (B, J)
-    x = x.expand(*q.shape[:-1], -1).contiguous()
-    n = torch.searchsorted(x, q.detach().contiguous())  # (B, K)
-    prefix_sums = nn.functional.pad(x.cumsum(-1), (1, 0))  # (B, J + 1), of the n lowest at n
-    below = (n * q - prefix_sums.gather(-1, n)) / x.shape[-1]
-    linear = taus * (x.mean(-1, True) - q)
-    return (below + linear).mean(-1)
+def clip_quantiles(
+    quantiles: Tensor, old_quantiles: Tensor, clip_delta: float, mode: str
+) -> Tensor:
+    """Keep predictions within d = clip_delta of the old ones, (B, K) -> (B, K).
 
+    m is the mean over the K quantiles, and s = sqrt(variance + 1e-12):
 
-def clip_quantiles(quantiles: Tensor, old_quantiles: Tensor, clip_delta: float,
-                   mode: str) -> Tensor:  # fmt: skip
-    """Predictions whose quantiles, or mean alone, moved by at most d = clip_delta, (B, K).
-    With m the mean and s = sqrt(variance + 1e-12) over the K quantiles:
         per_quantile:       q_old + clamp(q - q_old, -d, d)
         mean_only:          q + (m_c - m),  m_c = m_old + clamp(m - m_old, -d, d)
         mean_and_variance:  m_c + (q - m) * min(1, 2 s_old / s)
-    Each is PPO's value clipping for K = 1 (reference code of Schulman et al. 2017); modes ours."""
+
+    For K = 1 each mode is PPO's value clipping, which is in the reference code of Schulman et al.
+    2017 but not in the paper. The modes are ours. Raises ValueError for another mode.
+    """
     if mode == "per_quantile":
         return old_quantiles + (quantiles - old_quantiles).clamp(-clip_delta, clip_delta)
-    mean, old_mean = quantiles.mean(-1, True), old_quantiles.mean(-1, True)
+    mean = quantiles.mean(-1, True)
+    old_mean = old_quantiles.mean(-1, True)
     clipped_mean = old_mean + (mean - old_mean).clamp(-clip_delta, clip_delta)
     if mode == "mean_only":
         return quantiles + (clipped_mean - mean)
@@ -488,91 +930,116 @@ def clip_quantiles(quantiles: Tensor, old_quantiles: Tensor, clip_delta: float,
 
 
 def squared_error(values: Tensor, returns: Tensor) -> Tensor:
-    """0.5 (V - R)^2 of values (..., 1) and returns (...); 0 of values (..., 0)."""
+    """0.5 (V - R)^2 of values (..., 1) and returns (...). Values (..., 0) give 0."""
     return 0.5 * (values - returns[..., None]).square().sum(-1)
 
 
 def clip_values(values: Tensor, old_values: Tensor, clip_delta: float) -> Tensor:
-    """V_old + clamp(V - V_old, -d, d), PPO's value clipping (reference code of Schulman et al.
-    2017)."""
+    """V_old + clamp(V - V_old, -d, d): PPO's value clipping (reference code of Schulman 2017)."""
     return old_values + (values - old_values).clamp(-clip_delta, clip_delta)
 
 
 def clipped_value_loss(loss: Tensor, loss_clipped: Tensor) -> Tensor:
-    """max(loss, loss_clipped) per sample, (B,): for each critic alone, ahead of any averaging."""
+    """max(loss, loss_clipped) per sample, (B,). It is taken for each critic before any mean."""
     return torch.max(loss, loss_clipped)
 
 
 def cvar_weights(num_quantiles: int, alpha: float, dtype: torch.dtype | None = None) -> Tensor:
-    """Weights (K,) of the sorted quantiles in their CVaR; sum 1.
+    """Weights (K,) that the sorted quantiles have in their CVaR. Their sum is 1.
+
         CVaR_alpha = (1 / alpha) * integral_0^alpha F^-1(tau) dtau
-    On the axis x = K tau - 0.5, from -0.5 to K - 0.5, quantile k lies at x = k. F^-1 is linear from
-    quantile to quantile; the outer two segments reach on to the ends. Let [a, b] be the part below
-    alpha of the segment from k to k + 1, and m = (a + b) / 2 - k. Its mean of F^-1 is the value at
-    its middle, (1 - m) q_k + m q_{k+1}, and its share of the integral (b - a) / (alpha K).
-    alpha = 1 is the plain mean, not the limit. ValueError for alpha outside [1e-3, 1].
-    Source: Rockafellar & Uryasev 2000; the interpolation is ours."""
+
+    Quantile k of level tau_k lies at x = k on the axis x = K tau - 0.5, which runs from -0.5 to
+    K - 0.5. F^-1 is taken as linear between neighbouring quantiles; the first and the last segment
+    reach on to the ends of the axis.
+
+    Let [a, b] be the part of the segment from k to k + 1 that lies below alpha, and let
+    m = (a + b) / 2 - k be its middle. A linear function has its mean in the middle, which is
+    (1 - m) q_k + m q_{k+1}. The part's share of the integral is (b - a) / (alpha K).
+
+    alpha = 1 gives the plain mean. Raises ValueError for alpha outside [1e-3, 1].
+    Source: Rockafellar & Uryasev 2000; the interpolation is ours.
+    """
     if not 1e-3 <= alpha <= 1:
         raise ValueError(f"cvar: alpha {alpha} is outside [1e-3, 1]")
     if alpha == 1 or num_quantiles == 1:
         return torch.full((num_quantiles,), 1 / num_quantiles, dtype=dtype)
-    edges = torch.arange(num_quantiles).double()  # of the K - 1 segments on the axis x
+    edges = torch.arange(num_quantiles).double()  # of the K - 1 segments, on the axis x
     edges[0] = -0.5
     edges[-1] = num_quantiles - 0.5
     edges = edges.clamp(max=alpha * num_quantiles - 0.5)
     middle = (edges[1:] + edges[:-1]) / 2
     m = middle - torch.arange(num_quantiles - 1)
-    share = edges.diff() / (alpha * num_quantiles)  # (b - a) / (alpha K)
-    left = nn.functional.pad(share * (1 - m), (0, 1))  # of q_k
-    right = nn.functional.pad(share * m, (1, 0))  # of q_{k+1}
+    share = edges.diff() / (alpha * num_quantiles)
+    left = nn.functional.pad(share * (1 - m), (0, 1))  # goes to q_k
+    right = nn.functional.pad(share * m, (1, 0))  # goes to q_{k+1}
     return (left + right).to(dtype or torch.get_default_dtype())
 
 
 def cvar(quantiles: Tensor, alpha: float) -> Tensor:
-    """Mean of the lower tail of mass alpha, (B, K) -> (B,); see `cvar_weights`."""
+    """Mean of the lower tail of mass alpha, (B, K) -> (B,). See `cvar_weights`."""
     weights = cvar_weights(quantiles.shape[-1], alpha, torch.float64).to(quantiles)
     return (quantiles.sort(-1).values * weights).sum(-1)
 
 
 def value_at_risk(quantiles: Tensor, alpha: float) -> Tensor:
-    """F^-1(alpha) of the quantile function of `cvar_weights`, (B, K) -> (B,); same ValueError."""
+    """F^-1(alpha) of the quantile function of `cvar_weights`, (B, K) -> (B,).
+
+    Raises ValueError for alpha outside [1e-3, 1]. Source: Rockafellar & Uryasev 2000.
+    """
     if not 1e-3 <= alpha <= 1:
         raise ValueError(f"value_at_risk: alpha {alpha} is outside [1e-3, 1]")
     ordered = quantiles.sort(-1).values
     num_quantiles = quantiles.shape[-1]
-    position = alpha * num_quantiles - 0.5  # in steps of the quantile index
+    position = alpha * num_quantiles - 0.5  # on the axis of the quantiles' indices
     left = max(min(math.floor(position), num_quantiles - 2), 0)
     right = min(left + 1, num_quantiles - 1)
     return ordered[..., left].lerp(ordered[..., right], position - left)
 
 
-def sr_lambda_targets(rewards: Tensor, next_quantiles: Tensor, terminated: Tensor,
-                      truncated: Tensor, gamma: float, gae_lambda: float,
-                      generator: torch.Generator | None = None) -> Tensor:  # fmt: skip
-    """Samples of the return by sample replacement SR(lambda), (T, N, K).
+def sr_lambda_targets(
+    rewards: Tensor,
+    next_quantiles: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    gamma: float,
+    gae_lambda: float,
+    generator: torch.Generator | None = None,
+    draws: Tensor | None = None,
+) -> Tensor:
+    """Draw samples of the return by sample replacement SR(lambda), (T, N, K).
+
         X_t,i = r_t + gamma * (1 - terminated_t) * Y_t,i
         Y_t,i = X_{t+1},i with probability lambda, if the episode goes on after t
                 theta_i(s'_t) otherwise, and at time limits and at the end of the rollout
-    rewards, terminated, truncated (T, N); next_quantiles theta(s'_t) (T, N, K) of true successors.
-    The mean over draws is the lambda-return of `gae`. Source: Nam et al. 2021 (GMAC)."""
-    T, N, K = next_quantiles.shape
-    draws = own(torch.rand((T, WORLD_SIZE * N, K), generator=generator, device=rewards.device))
+
+    rewards, terminated and truncated are (T, N). next_quantiles are theta(s'_t), (T, N, K), of true
+    successors. The mean over draws is the lambda-return of `gae`. `draws` are uniform numbers
+    (T, N, K) to use in place of new ones. Source: Nam et al. 2021 (GMAC).
+    """
+    if draws is None:
+        draws = torch.rand(next_quantiles.shape, generator=generator, device=rewards.device)
     replace = (draws >= gae_lambda) | (terminated | truncated)[..., None]
     discount = gamma * (~terminated).to(rewards.dtype)[..., None]
     targets = torch.empty_like(next_quantiles)
     x = next_quantiles[-1]
-    for t in reversed(range(T)):
+    for t in reversed(range(len(rewards))):
         y = next_quantiles[t].where(replace[t], x)
-        x = targets[t] = rewards[t, :, None] + discount[t] * y
+        x = rewards[t, :, None] + discount[t] * y
+        targets[t] = x
     return targets
 
 
 def cvar_advantages(targets: Tensor, quantiles: Tensor, alpha: float) -> Tensor:
-    """Advantage of the policy gradient of CVaR_alpha, (T, N); no gradient.
-        nu = VaR_alpha(Z(s_t)),  u(x) = nu + min(x - nu, 0) / alpha
+    """Compute the advantage of the policy gradient of CVaR_alpha, (T, N), without a gradient.
+
+        nu  = VaR_alpha(Z(s_t)),  u(x) = nu + min(x - nu, 0) / alpha
         A_t = mean_j u(X_t,j) - CVaR_alpha(Z(s_t))
-    targets X (T, N, J), quantiles of Z (T, N, K). Guards the tail of every state's own returns, not
-    that of the start state alone. Source: Rockafellar & Uryasev 2000."""
+
+    targets X are (T, N, J), quantiles of Z are (T, N, K). The advantage protects the tail of every
+    state's own return distribution, not only that of the start state.
+    Source: Rockafellar & Uryasev 2000.
+    """
     targets = targets.detach()
     quantiles = quantiles.detach()
     nu = value_at_risk(quantiles, alpha)[..., None] if alpha < 1 else targets.amax(-1, True)
@@ -580,11 +1047,16 @@ def cvar_advantages(targets: Tensor, quantiles: Tensor, alpha: float) -> Tensor:
     return gain.mean(-1) - cvar(quantiles, alpha)
 
 
-def rescale_head(linear: nn.Linear, old_mean: Tensor, old_std: Tensor, new_mean: Tensor,
-                 new_std: Tensor) -> None:  # fmt: skip
-    """PopArt: change a linear layer in place so that std * output + mean stays what it was.
+def rescale_head(
+    linear: nn.Linear, old_mean: Tensor, old_std: Tensor, new_mean: Tensor, new_std: Tensor
+) -> None:
+    """Change a linear layer in place so that std * output + mean stays what it was (PopArt).
+
         w' = w s / s',    b' = b s / s' + (mu - mu') / s'
-    In float64: mu may be a million times s. Source: van Hasselt et al. 2016, eq. 5."""
+
+    It is computed in float64, since mu may be a million times s.
+    Source: van Hasselt et al. 2016, eq. 5.
+    """
     ratio = old_std / new_std
     bias = linear.bias.double() * ratio + (old_mean - new_mean) / new_std
     with torch.no_grad():
@@ -593,9 +1065,12 @@ def rescale_head(linear: nn.Linear, old_mean: Tensor, old_std: Tensor, new_mean:
 
 
 class ValueDistribution(nn.Module):
-    """What the script asks of a value distribution: quantiles at the levels `support` (K,).
-    Critics' `outputs` are K quantiles and, with `value_from` mean_head, V: (..., K or K + 1),
-    normalised by `moments`; results are in the task's units. Some arguments serve the sibling."""
+    """The value distribution that the critics predict: K quantiles at the levels `support`.
+
+    A critic's outputs are K quantiles and, with `value_from` mean_head, V: (..., K or K + 1). They
+    are normalised by `moments`. Values, targets and advantages are in the task's units. The targets
+    of a rollout are J equally likely samples of the return for each step, (T, N, J).
+    """
 
     def __init__(self, args: Args) -> None:
         super().__init__()
@@ -604,74 +1079,103 @@ class ValueDistribution(nn.Module):
         self.register_buffer("support", quantile_midpoints(args.num_quantiles), persistent=False)
         self.num_outputs = args.num_quantiles + (args.value_from == "mean_head")
 
-    def split(self, outputs: Tensor) -> Tensors:  # into (..., K) and (..., 0 or 1)
+    def split(self, outputs: Tensor) -> Tensors:
+        """Quantiles (..., K) and the mean output (..., 0 or 1)."""
         return outputs.tensor_split([len(self.support)], -1)
 
-    def decode(self, x: Tensor) -> Tensor:  # float64: returns may be large beside their spread
+    def decode(self, x: Tensor) -> Tensor:
+        """In the task's units and in float64: returns may be large beside their spread."""
         return self.moments.denormalize(x.double())
 
-    def quantiles(self, outputs: Tensor) -> Tensor:  # (..., K) in the task's units
-        return self.decode(self.split(outputs)[0])
+    def mean(self, outputs: Tensor) -> Tensor:
+        """Mean of the distribution, (...)."""
+        return self.decode(self.split(outputs)[0]).mean(-1)
 
-    def mean(self, outputs: Tensor) -> Tensor:  # (...) of the distribution
-        return self.quantiles(outputs).mean(-1)
-
-    def value(self, outputs: Tensor) -> Tensor:  # (...) V, by `value_from`
+    def value(self, outputs: Tensor) -> Tensor:
+        """V, (...): the mean of the distribution or the mean output, by `value_from`."""
         if self.args.value_from == "distribution":
             return self.mean(outputs)
         return self.decode(outputs[..., -1])
 
-    def describe(self, outputs: Tensor) -> dict[str, Tensor]:
-        """Deciles 1, 5 and 9, standard deviation, VaR and CVaR of the distribution, each (...)."""
-        quantiles = self.split(outputs)[0].sort(-1).values  # what is sorted is soon sorted again
-        levels = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "value_at_risk": self.args.cvar_alpha}
-        stats = {name: value_at_risk(quantiles, level) for name, level in levels.items()}
-        stats["cvar"] = cvar(quantiles, self.args.cvar_alpha)
-        stats = {name: self.decode(x) for name, x in stats.items()}
-        std = quantiles.std(-1, correction=0).double()
-        return stats | {"std": std * self.moments.std}
-
     def reduce_twins(self, outputs: Tensor) -> Tensor:
-        """Outputs of one critic from those of C, (C, ..., K or K + 1), by `twin_reduce`.
-        min: the critic of the smaller V (Fujimoto et al. 2018); mean: pooled quantiles, neighbours
-        averaged; min_quantile: elementwise, sorted, which is more pessimistic: mean(min q) <=
-        min(mean). A V of its own is the mean or the minimum of the V's."""
-        if self.args.twin_reduce == "min" or len(outputs) == 1:
+        """Reduce the outputs of C critics, (C, ..., K or K + 1), to those of one, by `twin_reduce`.
+
+        min:   the critic with the smaller V (Fujimoto et al. 2018)
+        mean:  the quantiles of both pooled, neighbours averaged; a V of its own is the mean of both
+        """
+        if len(outputs) == 1:
+            return outputs[0]
+        if self.args.twin_reduce == "min":
             values = self.value(outputs)
-            first = (values[0] <= values[-1])[..., None]
-            return torch.where(first, outputs[0], outputs[-1])
+            return torch.where((values[0] <= values[1])[..., None], outputs[0], outputs[1])
         quantiles, values = self.split(outputs)
-        if self.args.twin_reduce == "mean":
-            pooled = torch.cat((*quantiles,), -1).sort(-1).values  # (..., 2 K)
-            averaged = pooled.unflatten(-1, (-1, 2)).mean(-1)
-            return torch.cat((averaged, values.mean(0)), -1)
-        lowest = quantiles.sort(-1).values.amin(0)
-        return torch.cat((lowest, values.amin(0)), -1)
+        pooled = torch.cat((*quantiles,), -1).sort(-1).values  # (..., 2 K)
+        averaged = pooled.unflatten(-1, (-1, 2)).mean(-1)
+        return torch.cat((averaged, values.mean(0)), -1)
 
-    def sample_returns(self, rewards: Tensor, next_outputs: Tensor, terminated: Tensor,
-                       truncated: Tensor, gamma: float, gae_lambda: float) -> Tensors:  # fmt: skip
-        """SR(lambda) samples of the return and their weights, both (T, N, J)."""
-        theta = self.quantiles(next_outputs)
-        x = sr_lambda_targets(rewards, theta, terminated, truncated, gamma, gae_lambda)
-        return x, torch.full_like(x, 1 / x.shape[-1])
+    def point_targets(self, returns: Tensor) -> Tensor:
+        """Targets that are one number for each step, from lambda-returns (T, N)."""
+        return returns[..., None]
 
-    def risk_advantages(self, samples: Tensor, weights: Tensor, outputs: Tensor) -> Tensor:
-        """`cvar_advantages` of equally weighted samples (T, N, J), outputs of s_t."""
-        return cvar_advantages(samples, self.quantiles(outputs), self.args.cvar_alpha)
+    def sample_targets(self, rollout: Rollout, next_outputs: Tensor, gae_lambda: float) -> Tensor:
+        """Targets by SR(lambda), from the outputs (T, N, K or K + 1) for true successors."""
+        theta = self.decode(self.split(next_outputs)[0])
+        size = (len(theta), self.args.num_envs, theta.shape[-1])
+        return sr_lambda_targets(
+            rollout.rewards, theta, rollout.terminated, rollout.truncated,
+            self.args.gamma, gae_lambda, draws=own(torch.rand(size, device=theta.device)),
+        )  # fmt: skip
 
-    def encode_targets(self, samples: Tensor, weights: Tensor) -> Tensor:
-        """Weighted samples (T, N, J) as `loss` wants them: here as they are, normalised."""
-        return self.moments.normalize(samples).float()
+    def risk_advantages(self, targets: Tensor, outputs: Tensor) -> Tensor:
+        """`cvar_advantages` of targets, given the outputs (T, N, K or K + 1) for s_t."""
+        quantiles = self.decode(self.split(outputs)[0])
+        return cvar_advantages(targets, quantiles, self.args.cvar_alpha)
 
-    def target_metrics(self, outputs: Tensor, samples: Tensor, weights: Tensor) -> dict:
-        """Metrics of this kind alone: the share of neighbouring quantiles in the wrong order."""
-        crossing = self.split(outputs)[0].diff(dim=-1) < 0
-        return {"value/crossing_fraction": crossing.float().mean().nan_to_num()}  # 0 for K = 1
+    def move_statistics(
+        self, heads: nn.ModuleList, outputs: Tensor, targets: Tensor
+    ) -> tuple[Tensor, dict]:
+        """Take the targets into the return statistics and rescale the heads in the same moment.
+
+            mean  of the targets
+            scale = max(std of the targets, root mean square of V - mean)
+
+        With the targets' std alone, constant returns would shrink the scale to its floor, and a
+        critic may be off by thousands of that. Decoded predictions stay what they were (PopArt).
+        Returns `outputs` (C, T, N, K or K + 1) in the new units, and metrics.
+        """
+        values = self.value(outputs)  # (C, T, N), by the old statistics
+        decoded = self.decode(outputs)
+        old_mean = self.moments.mean
+        old_std = self.moments.std
+        if self.args.norm_returns:
+            mean = average(targets.mean())
+            variance = average((targets - mean).square().mean())
+            error = average((values - mean).square().mean())
+            self.moments.merge(mean, torch.maximum(variance, error), weight=2)
+        for head in heads:
+            rescale_head(head[-1], old_mean, old_std, self.moments.mean, self.moments.std)
+
+        moved = self.moments.normalize(decoded).to(outputs)
+        crossing = self.split(moved)[0].diff(dim=-1) < 0
+        return moved, {
+            "value/crossing_fraction": crossing.float().mean().nan_to_num(),  # 0 for K = 1
+            "norm/return_mean": self.moments.mean,
+            "norm/return_std": self.moments.std,
+            "norm/value_shift": (self.value(moved) - values).abs().mean(),  # rounding alone
+        }
+
+    def encode_targets(self, targets: Tensor) -> Tensor:
+        """What the loss regresses on: the samples (T, N, J), normalised."""
+        return self.moments.normalize(targets).float()
 
     def loss(self, outputs: Tensor, targets: Tensor, returns: Tensor, old: Tensor) -> Tensors:
         """Losses of C critics, (C, ...), and 1 where value clipping moves the prediction, else 0.
+
             quantile regression on targets (..., J)  +  0.5 (V - returns)^2 of a V of its own
-        outputs and old (C, ..., K or K + 1): each is clipped around its own, targets never are."""
+
+        outputs and old are (C, ..., K or K + 1). Each critic is clipped around its own old outputs.
+        Targets are never clipped.
+        """
         args = self.args
         quantiles, values = self.split(outputs)
         loss = quantile_huber_loss(quantiles, targets, self.support, args.kappa)
@@ -688,27 +1192,93 @@ class ValueDistribution(nn.Module):
         moved = torch.cat((clipped - quantiles, clipped_values - values), -1)
         return loss + v_loss, (moved.abs() > 1e-6).any(-1).float()
 
-    def move_statistics(self, heads: nn.ModuleList, outputs: Tensor, returns: Tensor) -> Tensors:
-        """Take in returns and rescale the heads in the same moment, so that decoded predictions
-        stay (PopArt). Gives `outputs` in the new units, as predictions and as old values."""
-        old_mean = self.moments.mean
-        old_std = self.moments.std
-        decoded = self.decode(outputs)
-        if self.args.norm_returns:
-            self.moments.update(returns)
-        for head in heads:
-            rescale_head(head[-1], old_mean, old_std, self.moments.mean, self.moments.std)
-        moved = self.moments.normalize(decoded).to(outputs)
-        return moved, moved
+    def describe(self, outputs: Tensor, samples: Tensor) -> dict:
+        """Metrics of the outputs (T, N, K or K + 1) for s_t, beside samples of the return."""
+        quantiles = self.split(outputs)[0].sort(-1).values
+        levels = (0.1, 0.5, 0.9)
+        deciles = torch.stack([self.decode(value_at_risk(quantiles, level)) for level in levels])
+        value_at_alpha = self.decode(value_at_risk(quantiles, self.args.cvar_alpha))
+        std = quantiles.std(-1, correction=0).double() * self.moments.std
+        return {
+            "value/p10": deciles[0].mean(),
+            "value/p50": deciles[1].mean(),
+            "value/p90": deciles[2].mean(),
+            "value/predicted_returns": deciles,
+            "value/realised_returns": samples.mean(-1),
+            "value/std_predicted": std.mean(),
+            "value/distribution_gap": (self.mean(outputs) - self.value(outputs)).abs().mean(),
+            "cvar/predicted": self.decode(cvar(quantiles, self.args.cvar_alpha)).mean(),
+            "cvar/coverage": (samples < value_at_alpha[..., None]).double().mean(),
+        }
 
 
 # ---- end of value distribution -------------------------------------------------------------------
 
 
-# ----------------------------------------------------------------------------------------- networks
+# ---------------------------------------------------------------------------------------- networks
+ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
+HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+
+
+def unroll_lstm(
+    lstm: nn.LSTM, inputs: Tensor, state: Tensors, episode_start: Tensor
+) -> tuple[Tensor, Tensors]:
+    """Run a one-layer LSTM over a rollout whose episodes begin anywhere. It does the same as
+
+        for t in range(T):
+            state = [x * ~episode_start[t, :, None] for x in state]
+            outputs[t], state = lstm(inputs[t : t + 1], state)
+
+    in one fused call instead of T. inputs are (T, N, F). state is (h, c), each (1, N, H), ahead of
+    step 0. episode_start is (T, N) bool: the state is zero when a step opens an episode. Returns
+    outputs (T, N, H) and the state after the last step.
+
+    Each environment is a column of rows: its T steps, and one reset row ahead of each step that
+    opens an episode. Two further inputs mark the rows that are no steps. Their weights drive the
+    gates to exactly 0 or 1, since sigmoid(-1e4) = 0 and sigmoid(1e4) = 1 in floating point:
+
+        step       (0, 0):  an ordinary step
+        reset row  (1, 0):  input gate 0, forget gate 0, so c = 0 and h = 0, and no gradient passes
+        rest row   (0, 1):  input gate 0, forget gate 1, so c stays; it fills the shorter columns
+    """
+    if not episode_start.any():
+        return lstm(inputs, state)
+    T, N, F = inputs.shape
+
+    # Step t of a column goes to row t plus the number of reset rows so far.
+    row = torch.arange(T, device=inputs.device)[:, None] + episode_start.cumsum(0)
+    position = row * N + torch.arange(N, device=inputs.device)  # (T, N), rows and columns flattened
+    steps = position.flatten()
+    num_rows = int(row[-1].max()) + 1
+
+    # Every row is a rest row, but for the steps, and a reset row ahead of each that opens.
+    marks = inputs.new_tensor([0, 1]).repeat(num_rows * N, 1)
+    marks[steps] = 0
+    marks[position[episode_start] - N] = inputs.new_tensor([1, 0])
+    rows = inputs.new_zeros(num_rows * N, F).index_copy(0, steps, inputs.flatten(0, 1))
+    rows = torch.cat((rows, marks), 1).view(num_rows, N, F + 2)
+
+    # The weights of the marks, for the gates i, f, g, o in torch's order.
+    gates = inputs.new_tensor([[-1e4, -1e4], [-1e4, 1e4], [0, 0], [0, 0]])
+    gates = gates.repeat_interleave(lstm.hidden_size, 0)
+    input_weight = torch.cat((lstm.weight_ih_l0, gates), 1)
+
+    # torch.lstm is what nn.LSTM calls. nn.LSTM itself would refuse the two further inputs.
+    weights = (input_weight, lstm.weight_hh_l0, lstm.bias_ih_l0, lstm.bias_hh_l0)
+    outputs, _, c = torch.lstm(
+        rows, state, weights, has_biases=True, num_layers=1, dropout=0.0, train=True,
+        bidirectional=False, batch_first=False,
+    )  # fmt: skip
+    outputs = outputs.flatten(0, 1).index_select(0, steps).view(T, N, -1)
+    return outputs, (outputs[-1:], c)  # rest rows keep c but not h
+
+
 def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias_const: float = 0.0) -> nn.Module:
-    """Orthogonal weights of gain `std`, constant biases. Ahead of the values they are above 0: an
-    observation that never changes, normalised 0, would leave all units of a ReLU network dead."""
+    """Give a layer orthogonal weights of gain `std` and constant biases.
+
+    A few layers get biases of 0.1. An observation that never changes is 0 when it is normalised,
+    and with biases of 0 all units of a ReLU network would be dead there.
+    """
     for name, parameter in layer.named_parameters():  # an LSTM has four
         if "bias" in name:
             nn.init.constant_(parameter, bias_const)
@@ -718,153 +1288,164 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias_const: float = 
 
 
 class Convolutions(nn.Module):
-    """Images (..., C, H, W), divided by their bound, to features (..., F). Sides of 36 and more:
-    the layers of Mnih et al. 2015; smaller grids: that of Young & Tian 2019 (MinAtar)."""
+    """Encoder of images (..., C, H, W), which it divides by their upper bound, to (..., F).
+
+    Images with sides of 36 and more go through the layers of Mnih et al. 2015. Smaller grids go
+    through the layer of Young & Tian 2019 (MinAtar).
+    """
 
     def __init__(self, space: Box, activation: type[nn.Module]) -> None:
         super().__init__()
         channels, *sides = space.shape
         layers = [(16, 3, 1)]  # channels, kernel, stride
-        self.memory_format = torch.contiguous_format  # the faster one on CPUs
+        self.memory_format = torch.contiguous_format  # the faster one on CPUs for small grids
         if min(sides) >= 36:
             layers = [(32, 8, 4), (64, 4, 2), (64, 3, 1)]
             self.memory_format = torch.channels_last
         self.scale = 1 / float(space.high.max())
         self.layers = nn.Sequential()
-        for size, *geometry in layers:
-            self.layers.append(layer_init(nn.Conv2d(channels, size, *geometry)))
+        for size, kernel, stride in layers:
+            self.layers.append(layer_init(nn.Conv2d(channels, size, kernel, stride)))
             self.layers.append(activation())
             channels = size
         nn.init.constant_(self.layers[0].bias, 0.1)
         self.num_features = self.layers(torch.zeros(1, *space.shape)).numel()
 
     def forward(self, images: Tensor) -> Tensor:
-        parts = images.flatten(0, -4).split(256)  # as floats they take four times the memory
-        features = [self.see(part) for part in parts]
-        joined = torch.cat(features) if len(parts) > 1 else features[0]
-        return joined.unflatten(0, images.shape[:-3])
+        parts = images.flatten(0, -4).split(256)  # as floats, pixels take four times the memory
+        features = torch.cat([self.encode(part) for part in parts])
+        return features.unflatten(0, images.shape[:-3])
 
-    def see(self, images: Tensor) -> Tensor:  # (B, C, H, W) -> (B, F)
+    def encode(self, images: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, F)."""
         pixels = images.contiguous(memory_format=self.memory_format) * self.scale  # float32
         return self.layers(pixels).flatten(1)
 
 
-class ActionDistribution(nn.Module):
-    """Distribution of actions given the actor's outputs, for every supported action space.
-    Box: diagonal Gaussian, log-std independent of the state; only what the environment receives is
-    clipped. Params: mean and log-std (..., 2, A). Discrete, MultiDiscrete, MultiBinary: P
-    categorical parts. Params: log-probabilities (..., P, largest part), smaller parts padded with
-    -1e9. Parts and dimensions are independent: their log-probabilities, entropies and KLs add."""
+class GaussianActions(nn.Module):
+    """Diagonal Gaussian over the A floats of a Box. Its log-std does not depend on the state.
 
-    def __init__(self, space: gym.Space, log_std_init: float) -> None:
+    params are mean and log-std, (..., 2, A). Dimensions are independent, so that log-probabilities,
+    entropies and KL divergences add. Only what the environment receives is clipped to the bounds.
+    """
+
+    def __init__(self, space: Box, log_std_init: float) -> None:
         super().__init__()
         self.space = space
-        self.continuous = isinstance(space, Box) and np.issubdtype(space.dtype, np.floating)
-        if self.continuous:
-            self.num_outputs = math.prod(space.shape)
-            self.log_std = nn.Parameter(torch.full((self.num_outputs,), log_std_init))
-            return
-        known = isinstance(space, Discrete | MultiDiscrete | MultiBinary)
-        require(known, f"--env-id: actions of {space} are not supported, only floats and discrete")
-        size = 2 if isinstance(space, MultiBinary) else getattr(space, "n", None)
-        sizes = np.full(space.shape, getattr(space, "nvec", size))  # of the parts
-        sizes = torch.as_tensor(sizes).reshape(-1, 1)
-        padding = -1e9 * (torch.arange(int(sizes.max())) >= sizes)  # (P, largest part)
-        self.register_buffer("padding", padding, persistent=False)
-        self.num_outputs = padding.numel()
+        self.num_outputs = math.prod(space.shape)
+        self.log_std = nn.Parameter(torch.full((self.num_outputs,), log_std_init))
 
-    def forward(self, outputs: Tensor) -> Tensor:  # the actor's (..., num_outputs) -> params
-        if self.continuous:
-            return torch.stack((outputs, self.log_std.expand_as(outputs)), -2)
-        shape = (*outputs.shape[:-1], *self.padding.shape)
-        logits = outputs.reshape(shape) + self.padding
+    def forward(self, outputs: Tensor) -> Tensor:
+        """The actor's outputs (..., A) -> params."""
+        return torch.stack((outputs, self.log_std.expand_as(outputs)), -2)
+
+    def log_prob(self, params: Tensor, actions: Tensor) -> Tensor:
+        """Log-density (...) of actions (..., A), nats."""
+        mean, log_std = params.unbind(-2)
+        noise = (actions - mean) * (-log_std).exp()
+        densities = -0.5 * noise.square() - log_std - HALF_LOG_2PI
+        return densities.sum(-1)
+
+    def entropy(self, params: Tensor) -> Tensor:
+        """Differential entropy (...), nats; it may be negative."""
+        log_std = params[..., 1, :]
+        return (log_std + HALF_LOG_2PI + 0.5).sum(-1)
+
+    def kl(self, old: Tensor, params: Tensor) -> Tensor:
+        """KL(old || new), (...), nats."""
+        old_mean, old_log_std = old.unbind(-2)
+        mean, log_std = params.unbind(-2)
+        difference = ((old_mean - mean) * (-log_std).exp()).square()
+        log_ratio = 2 * (old_log_std - log_std)
+        return 0.5 * (log_ratio.exp() - 1 - log_ratio + difference).sum(-1)
+
+    def noise(self, *size: int) -> Tensor:
+        """Standard Gaussian numbers (*size, A) for `sample`."""
+        return torch.randn(*size, self.num_outputs, device=self.log_std.device)
+
+    def sample(self, params: Tensor, noise: Tensor | float) -> Tensor:
+        """A random action (..., A). Noise 0 gives the mode."""
+        mean, log_std = params.unbind(-2)
+        return mean + log_std.exp() * noise
+
+    def to_env(self, actions: Tensor) -> np.ndarray:
+        """Actions (N, A) for `envs.step`, clipped to the bounds."""
+        array = actions.cpu().numpy().reshape(-1, *self.space.shape)
+        return array.clip(self.space.low, self.space.high).astype(self.space.dtype)
+
+    def clamp_parameters(self) -> None:
+        """Keep the log-std in its range after a step. A clamp in `forward` would stop gradients."""
+        self.log_std.data.clamp_(*LOG_STD_RANGE)
+
+
+class CategoricalActions(nn.Module):
+    """P independent categorical parts: Discrete (P = 1), MultiDiscrete or MultiBinary.
+
+    params are log-probabilities, (..., P, largest part). Smaller parts are padded with -1e9. Parts
+    are independent, so that log-probabilities, entropies and KL divergences add.
+    """
+
+    def __init__(self, space: Discrete | MultiDiscrete | MultiBinary) -> None:
+        super().__init__()
+        self.space = space
+        if isinstance(space, Discrete):
+            sizes = [int(space.n)]
+        elif isinstance(space, MultiDiscrete):
+            sizes = space.nvec.flatten().tolist()
+        else:
+            sizes = [2] * math.prod(space.shape)
+        missing = torch.arange(max(sizes)) >= torch.tensor(sizes)[:, None]  # (P, largest part)
+        self.register_buffer("padding", -1e9 * missing, persistent=False)
+        self.num_outputs = missing.numel()
+
+    def forward(self, outputs: Tensor) -> Tensor:
+        """The actor's outputs (..., num_outputs) -> params."""
+        logits = outputs.reshape(*outputs.shape[:-1], *self.padding.shape) + self.padding
         return logits.log_softmax(-1)
 
-    def log_prob(self, params: Tensor, actions: Tensor) -> Tensor:  # (...), of a density for Box
-        if self.continuous:
-            mean, log_std = params.unbind(-2)
-            noise = (actions - mean) * (-log_std).exp()
-            densities = -0.5 * noise.square() - log_std - HALF_LOG_2PI
-            return densities.sum(-1)
+    def log_prob(self, params: Tensor, actions: Tensor) -> Tensor:
+        """Log-probability (...) of actions (..., P), nats."""
         chosen = params.gather(-1, actions[..., None])
         return chosen.sum((-2, -1))
 
-    def entropy(self, params: Tensor) -> Tensor:  # (...), nats
-        if self.continuous:
-            log_std = params[..., 1, :]
-            return (log_std + HALF_LOG_2PI + 0.5).sum(-1)
+    def entropy(self, params: Tensor) -> Tensor:
+        """Entropy (...), nats."""
         return -(params.exp() * params).sum((-2, -1))
 
-    def kl(self, old: Tensor, params: Tensor) -> Tensor:  # (...), KL(old || new), nats
-        if self.continuous:
-            old_mean, old_log_std = old.unbind(-2)
-            mean, log_std = params.unbind(-2)
-            difference = ((old_mean - mean) * (-log_std).exp()).square()
-            log_ratio = 2 * (old_log_std - log_std)
-            return 0.5 * (log_ratio.exp() - 1 - log_ratio + difference).sum(-1)
+    def kl(self, old: Tensor, params: Tensor) -> Tensor:
+        """KL(old || new), (...), nats."""
         return (old.exp() * (old - params)).sum((-2, -1))
 
     def noise(self, *size: int) -> Tensor:
-        """What makes samples of so many modes: standard Gaussian, or of Gumbel's distribution."""
-        if self.continuous:
-            return torch.randn(*size, self.num_outputs, device=self.log_std.device)
+        """Gumbel numbers (*size, P, largest part) for `sample`."""
         exponential = torch.empty(*size, *self.padding.shape, device=self.padding.device)
         return -exponential.exponential_().log()
 
     def sample(self, params: Tensor, noise: Tensor | float) -> Tensor:
-        """A random action, (..., P) or (..., A), by `noise`; the mode where that is 0."""
-        if self.continuous:
-            mean, log_std = params.unbind(-2)
-            return mean + log_std.exp() * noise
+        """A random action (..., P). Noise 0 gives the mode."""
         return (params + noise).argmax(-1)
 
-    def to_env(self, actions: Tensor) -> np.ndarray:  # clipped, or counted from `start`
+    def to_env(self, actions: Tensor) -> np.ndarray:
+        """Actions (N, P) for `envs.step`, counted from the space's `start`."""
         array = actions.cpu().numpy().reshape(-1, *self.space.shape)
-        if self.continuous:
-            return array.clip(self.space.low, self.space.high).astype(self.space.dtype)
         return (array + getattr(self.space, "start", 0)).astype(self.space.dtype)
 
-    def project(self) -> None:  # after a step; a clamp in `forward` would lose the gradient
-        if self.continuous:
-            self.log_std.data.clamp_(*LOG_STD_RANGE)
+    def clamp_parameters(self) -> None:
+        """There is none."""
 
 
-def unroll_lstm(lstm: nn.LSTM, inputs: Tensor, state: Tensors, episode_start: Tensor) -> tuple:
-    """Run a one-layer LSTM over a rollout whose episodes begin anywhere, in one fused call.
-    inputs (T, N, F); state (h, c), each (1, N, H), before step 0; episode_start (T, N) bool: the
-    state is zero when a step opens an episode. Returns outputs (T, N, H) and the state at the end.
-    An environment gets a column of rows: its T steps, and a reset row ahead of each step that opens
-    an episode. Two further inputs, 0 at steps, mark the other rows and drive the gates to exactly 0
-    or 1, since sigmoid(-1e4) = 0 and sigmoid(1e4) = 1 in floating point:
-        reset row (1, 0): input gate 0, forget gate 0: c = 0, h = 0, and no gradient passes
-        rest row  (0, 1): input gate 0, forget gate 1: c stays; fills columns with fewer episodes"""
-    if not episode_start.any():
-        return lstm(inputs, state)
-    T, N, F = inputs.shape
-    # where each step goes: row t plus the reset rows so far; rows and columns flattened to one axis
-    row = torch.arange(T, device=inputs.device)[:, None] + episode_start.cumsum(0)
-    position = row * N + torch.arange(N, device=inputs.device)  # (T, N)
-    steps = position.flatten()
-    num_rows = int(row[-1].max()) + 1
-    # the marks: rest everywhere, nothing at steps, reset one row ahead of an opening step
-    marks = inputs.new_tensor([0, 1]).repeat(num_rows * N, 1)
-    marks[steps] = 0
-    marks[position[episode_start] - N] = inputs.new_tensor([1, 0])
-    rows = inputs.new_zeros(num_rows * N, F).index_copy(0, steps, inputs.flatten(0, 1))
-    rows = torch.cat((rows, marks), 1).view(num_rows, N, F + 2)
-    # input weights of the marks, for the gates i, f, g, o in torch's order
-    gates = inputs.new_tensor([[-1e4, -1e4], [-1e4, 1e4], [0, 0], [0, 0]])
-    gates = gates.repeat_interleave(lstm.hidden_size, 0)
-    input_weight = torch.cat((lstm.weight_ih_l0, gates), 1)
-    weights = (input_weight, lstm.weight_hh_l0, lstm.bias_ih_l0, lstm.bias_hh_l0)
-    # biases, one layer, no dropout, training, one direction, time first; rest rows keep c, not h
-    outputs, _, c = torch.lstm(rows, state, weights, True, 1, 0.0, True, False, False)
-    outputs = outputs.flatten(0, 1).index_select(0, steps).view(T, N, -1)
-    return outputs, (outputs[-1:], c)
+def make_action_dist(space: gym.Space, args: Args) -> GaussianActions | CategoricalActions:
+    """The distribution of actions for an action space. Raises `UsageError` for other spaces."""
+    if isinstance(space, Box) and np.issubdtype(space.dtype, np.floating):
+        return GaussianActions(space, args.log_std_init)
+    if isinstance(space, Discrete | MultiDiscrete | MultiBinary):
+        return CategoricalActions(space)
+    text = "must be floats (Box), Discrete, MultiDiscrete or MultiBinary"
+    raise UsageError(f"--env-id {args.env_id}: its actions are {space}; they {text}")
 
 
 def make_encoder(space: Box, args: Args) -> nn.Sequential:
-    """Observations to inputs of the LSTM (..., H), by a hidden layer, behind convolutions."""
+    """Observations -> inputs of the LSTM, by one hidden layer. Images go through convolutions."""
     activation = ACTIVATIONS[args.activation]
     if len(space.shape) == 3:
         convolutions = Convolutions(space, activation)
@@ -875,7 +1456,7 @@ def make_encoder(space: Box, args: Args) -> nn.Sequential:
 
 
 class Body(nn.Module):
-    """Observations to features, by an encoder and an LSTM. A state is h and c, (2, N, H)."""
+    """An encoder and an LSTM: observations -> features. A state is h and c, (2, N, H)."""
 
     def __init__(self, space: Box, args: Args) -> None:
         super().__init__()
@@ -884,35 +1465,37 @@ class Body(nn.Module):
 
     def forward(self, obs: Tensor, state: Tensor, episode_start: Tensor) -> Tensor:
         """Features (L, M, H) of sequences (L, M, D), from the states ahead of them."""
-        inputs = self.encoder(obs)
-        return unroll_lstm(self.lstm, inputs, state.split(1), episode_start)[0]
+        features, _ = unroll_lstm(self.lstm, self.encoder(obs), state.split(1), episode_start)
+        return features
 
     def step(self, obs: Tensor, state: Tensor) -> Tensors:
-        """Features (N, H) of one step (N, D), and the next state."""
-        weights = self.lstm.all_weights[0]
-        h, c = torch.lstm_cell(self.encoder(obs), (*state,), *weights)
+        """Features (N, H) of one step (N, D), and the next state.
+
+        torch.lstm_cell is what nn.LSTMCell calls, here with the weights of the nn.LSTM.
+        """
+        h, c = torch.lstm_cell(self.encoder(obs), (*state,), *self.lstm.all_weights[0])
         return h, torch.stack((h, c))
 
 
 class Agent(nn.Module):
-    """Actor, critics and the statistics that normalise what they see and predict.
-    Observations are normalised, but those of `act` and `normalize_obs` are raw."""
+    """Actor, critics, and the statistics that normalise what they see and predict.
 
-    def __init__(self, args: Args) -> None:
+    The spaces are those of `make_env`: vectors (D,) or images (C, H, W). The networks take
+    normalised observations; `act` and `normalize_obs` take raw ones.
+    """
+
+    def __init__(self, observation_space: Box, action_space: gym.Space, args: Args) -> None:
         super().__init__()
-        env = make_env(args)  # for its spaces
-        env.close()
-        space = env.observation_space
         self.args = args
-        self.obs_shape = space.shape  # (D,), or (C, H, W) of images
-        self.sees_images = len(space.shape) == 3
-        self.action_dist = ActionDistribution(env.action_space, args.log_std_init)
+        self.obs_shape = observation_space.shape
+        self.sees_images = len(self.obs_shape) == 3
+        self.action_dist = make_action_dist(action_space, args)
         self.value_dist = ValueDistribution(args)
-        self.obs_moments = RunningMoments(() if self.sees_images else space.shape)
+        self.obs_moments = RunningMoments(() if self.sees_images else self.obs_shape)
         self.adv_moments = RunningMoments((), max_count=2 * args.norm_adv_memory)  # 2 a rollout
 
-        self.actor_body = Body(space, args)
-        self.critic_body = Body(space, args)
+        self.actor_body = Body(observation_space, args)
+        self.critic_body = Body(observation_space, args)
         actor_head = nn.Linear(args.lstm_hidden_size, self.action_dist.num_outputs)
         self.actor_head = layer_init(actor_head, 0.01)
         self.critic_heads = nn.ModuleList()
@@ -923,29 +1506,21 @@ class Agent(nn.Module):
             self.critic_heads.append(nn.Sequential(hidden, ACTIVATIONS[args.activation](), output))
         self.to("cuda" if args.cuda else "cpu")
 
+    @property
+    def device(self) -> torch.device:
+        return self.obs_moments.mean.device
+
     def parts(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Parameters of the actor and of the critics."""
         actor = nn.ModuleList((self.action_dist, self.actor_body, self.actor_head))
         critics = nn.ModuleList((self.critic_body, self.critic_heads))
         return [*actor.parameters()], [*critics.parameters()]
 
-    def scale_advantages(self, advantages: Tensor) -> Tensor:
-        """Centred advantages over the larger of their std and its running value. Where all returns
-        are alike the std is rounding noise, which its own std would blow up to 1."""
-        std = advantages.std(correction=0)
-        eps = torch.zeros_like(std)
-        if self.args.norm_adv_memory:
-            self.adv_moments.update(torch.stack((-std, std)))
-            eps = (self.adv_moments.std - std).clamp(min=0)
-        return normalize_advantages(advantages, eps + 1e-30)  # whatever the task's units
-
-    @property
-    def device(self) -> torch.device:
-        return self.obs_moments.mean.device
-
     def obs_normalizer(self) -> Callable[[Tensor], Tensor]:
-        """Raw observations -> what the networks see, by the present statistics, rounded once.
-        Images stay what they are: the networks scale their pixels."""
+        """A function from raw observations to what the networks see, by the present statistics.
+
+        Images stay as they are: `Convolutions` scales their pixels.
+        """
         if self.sees_images or not self.args.norm_obs:
             return lambda obs: obs
         mean = self.obs_moments.mean.float()
@@ -953,31 +1528,41 @@ class Agent(nn.Module):
         return lambda obs: ((obs - mean) * scale).clamp(-10, 10)
 
     def normalize_obs(self, obs: Tensor) -> Tensor:
+        """Raw observations -> what the networks see."""
         return self.obs_normalizer()(obs)
 
-    def update_obs_moments(self, obs: Tensor) -> None:  # raw
+    def update_obs_moments(self, obs: Tensor) -> None:
+        """Take in the raw observations (T, N, D) of a rollout, those of all processes."""
         if not self.sees_images:
-            self.obs_moments.update(obs, parts=WORLD_SIZE)
+            moments = batch_moments(obs.double().flatten(0, 1))
+            self.obs_moments.merge(*moments, weight=self.args.batch_size)
 
-    def initial_state(self, num_envs: int) -> Tensor:  # (2, N, H), of actor or critic
+    def initial_state(self, num_envs: int) -> Tensor:
+        """The state (2, N, H) of actor or critics where an episode opens: zeros."""
         return torch.zeros(2, num_envs, self.args.lstm_hidden_size, device=self.device)
 
-    def policy_params(self, features: Tensor) -> Tensor:  # (..., H) -> action distributions
+    def policy_params(self, features: Tensor) -> Tensor:
+        """Features (..., H) -> params of the action distributions."""
         return self.action_dist(self.actor_head(features))
 
     def policy_params_step(self, obs: Tensor, state: Tensor) -> Tensors:
-        """The same for observations (N, D) of one step, and the next state."""
+        """Observations (N, D) of one step -> params of the action distributions, next state."""
         features, state = self.actor_body.step(obs, state)
         return self.policy_params(features), state
 
-    def value_outputs(self, features: Tensor) -> Tensor:  # (..., H) -> (C, ..., K), of all critics
+    def value_outputs(self, features: Tensor) -> Tensor:
+        """Features (..., H) -> outputs (C, ..., K or K + 1) of all critics."""
         return torch.stack([head(features) for head in self.critic_heads])
 
     @torch.no_grad()
-    def act(self, obs: np.ndarray, state: Tensor | None = None,
-            deterministic: bool = True) -> tuple[np.ndarray, Tensor]:  # fmt: skip
-        """Action(s) for `env.step` and the next state; obs (D,) or (N, D) as `make_env` gives them.
-        state None opens an episode; deterministic: the mode of the policy, otherwise a sample."""
+    def act(
+        self, obs: np.ndarray, state: Tensor | None = None, deterministic: bool = True
+    ) -> tuple[np.ndarray, Tensor]:
+        """Give actions for `env.step`, and the state to hand back with the next observation.
+
+        obs are (D,) or (N, D), as `make_env` gives them. State None opens an episode. The policy's
+        mode is taken if `deterministic`, otherwise a sample.
+        """
         alone = np.ndim(obs) == len(self.obs_shape)
         rows = np.reshape(obs, (-1, *self.obs_shape))
         batch = torch.as_tensor(rows, device=self.device).float()
@@ -988,26 +1573,46 @@ class Agent(nn.Module):
         return (actions[0] if alone else actions), state
 
 
-# ------------------------------------------------------------------------- environments and rollout
+# ==================================================================================================
+# Nothing below this line is about the algorithm.
+# ==================================================================================================
+
+
+# ------------------------------------------------------------------------------------ environments
+VELOCITIES = {  # entries that are zero in the velocity-free tasks of rl-baselines3-zoo
+    "CartPoleNoVel": (1, 3),
+    "MountainCarNoVel": (1,),
+    "MountainCarContinuousNoVel": (1,),
+    "PendulumNoVel": (2,),
+    "LunarLanderNoVel": (2, 3, 5),
+    "LunarLanderContinuousNoVel": (2, 3, 5),
+}
+STATS = "episode_statistics"  # key of a finished episode's return and length; tasks use "episode"
+
+
 def channel_axis(space: gym.Space) -> int | None:
-    """Where an image has its channels, 0 or 2, or would have them; None for what is no image.
-    An image is a Box of two or three dimensions whose numbers are bounded alike, by 65,535 at most.
-    Two equal sides are its height and width; otherwise channels are fewer than pixels in a row."""
+    """Axis of an image's channels, 0 or 2, or where one would be added. None for other spaces.
+
+    An image is a Box of two or three dimensions whose numbers all have the same bounds, of 65,535
+    at most. Two equal sides are its height and its width. Otherwise its channels are the shorter
+    one of the first two axes.
+    """
     if not isinstance(space, Box) or len(space.shape) not in (2, 3):
         return None
     a, b, c = (*space.shape, 1)[:3]
-    first = (b == c != a) or (a != b and a < c)
+    channels_first = (b == c != a) or (a != b and a < c)
     alike = space.low.min() == space.low.max() and space.high.min() == space.high.max()
-    bounded = space.is_bounded() and 0 < space.high.max() <= 65_535
-    large = min((b, c) if first else (a, b)) >= 3  # as the kernels of `Convolutions`
-    if not (alike and bounded and large):
+    bounded_alike = alike and space.is_bounded() and 0 < space.high.max() <= 65_535
+    smaller_side = min((b, c) if channels_first else (a, b))
+    if not bounded_alike or smaller_side < 3:  # 3 is the kernel of `Convolutions`
         return None
-    return 0 if first else 2
+    return 0 if channels_first else 2
 
 
 def see_images(env: gym.Env, args: Args) -> gym.Env:
-    """Images (C, H, W): bytes, or float32 where they have fractions or larger numbers."""
-    require(not args.masked_obs, f"--masked-obs {args.masked_obs}: {args.env_id} shows images")
+    """Give images as (C, H, W): bytes, or float32 where they have fractions or larger numbers."""
+    if args.masked_obs:
+        raise UsageError(f"--masked-obs {args.masked_obs}: {args.env_id} shows images")
     space = env.observation_space
     axis = channel_axis(space)
     shape = (*space.shape, 1)[:3]
@@ -1022,11 +1627,14 @@ def see_images(env: gym.Env, args: Args) -> gym.Env:
 
 
 def unfit_part(space: gym.Space, name: str = "observation") -> str:
-    """Name and space of the first part that has no place in a vector, "" where all have."""
+    """Name the first part of a space that has no place in a vector. "" means that all have."""
     if isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
         parts = space.items() if isinstance(space, gym.spaces.Dict) else enumerate(space)
-        found = [unfit_part(part, f"{name}[{key!r}]") for key, part in parts]
-        return next(filter(None, found), "")
+        for key, part in parts:
+            unfit = unfit_part(part, f"{name}[{key!r}]")
+            if unfit:
+                return unfit
+        return ""
     fit = isinstance(space, Discrete | MultiDiscrete | MultiBinary)
     if isinstance(space, Box):
         pixels = space.dtype == np.uint8 and len(space.shape) > 1
@@ -1035,29 +1643,34 @@ def unfit_part(space: gym.Space, name: str = "observation") -> str:
 
 
 def see_vectors(env: gym.Env, args: Args, hidden: tuple[int, ...]) -> gym.Env:
-    """Flat float32 observations, masked and without the hidden entries."""
-    space = env.observation_space
-    part = unfit_part(space)
-    remedy = "which has no place in a vector; wrap the task in a module of yours, module:id"
-    require(not part, f"--env-id {args.env_id}: {part}, {remedy}")
-    if not isinstance(space, Box) or len(space.shape) != 1:
+    """Give observations as flat float32 vectors, with zeros at masked and hidden entries."""
+    unfit = unfit_part(env.observation_space)
+    if unfit:
+        remedy = "which has no place in a vector; wrap the task in a module of yours, module:id"
+        raise UsageError(f"--env-id {args.env_id}: {unfit}, {remedy}")
+    if not isinstance(env.observation_space, Box) or len(env.observation_space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)
     keep = np.ones(env.observation_space.shape, np.float32)
     for index in (*args.masked_obs, *hidden):
-        require(0 <= index < len(keep), f"--masked-obs {index}: must be in 0..{len(keep) - 1}")
+        if not 0 <= index < len(keep):
+            raise UsageError(f"--masked-obs {index}: must be in 0..{len(keep) - 1}")
         keep[index] = 0
     seen = Box(-np.inf, np.inf, keep.shape, np.float32)
-    transform = gym.wrappers.TransformObservation
-    return transform(env, lambda obs: np.asarray(obs, np.float32) * keep, seen)
+    return gym.wrappers.TransformObservation(
+        env, lambda obs: np.asarray(obs, np.float32) * keep, seen
+    )
 
 
 def make_env(args: Args, **options: Any) -> gym.Env:
-    """One environment: images, channels first, or float32 vectors, masked; episode statistics.
-    `options` are gymnasium's. Atari games come as Machado et al. 2018 ask, but with the actions
-    that each game knows. Raises `UsageError` for bad ids, packages, spaces and masks."""
+    """Make one environment that shows images, channels first, or float32 vectors.
+
+    It counts the return and the length of episodes. `options` go to `gymnasium.make`. Atari games
+    are set up as Machado et al. 2018 ask, but with the actions that each game knows. Raises
+    `UsageError` for ids, packages, spaces and masks that do not work.
+    """
     hidden = VELOCITIES.get(args.env_id.split("-")[0], ())
     name = args.env_id.replace("NoVel-", "-") if hidden else args.env_id
-    if args.is_atari:  # sticky actions; a lost life does not end the episode
+    if args.is_atari:  # actions are sticky, and a lost life does not end the episode
         options |= {"frameskip": 1, "repeat_action_probability": 0.25, "max_episode_steps": 108_000}
     try:
         env = gym.make(name, disable_env_checker=True, **options)
@@ -1070,382 +1683,487 @@ def make_env(args: Args, **options: Any) -> gym.Env:
             env = see_images(env, args)
     except UsageError:
         raise
-    except Exception as error:  # of gymnasium, a missing package, the task itself
+    except Exception as error:  # from gymnasium, from a missing package, from the task itself
         raise UsageError(f"--env-id {args.env_id}: {str(error) or repr(error)}") from error
-    return gym.wrappers.RecordEpisodeStatistics(env, stats_key=STATS)  # a task may say "episode"
+    return gym.wrappers.RecordEpisodeStatistics(env, stats_key=STATS)
 
 
-def make_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
-    """`num_envs` environments stepped together; one that ends is reset within the same step."""
+def make_envs(args: Args) -> gym.vector.VectorEnv:
+    """This process's environments, stepped together. One that ends is reset in the same step."""
     mode = gym.vector.AutoresetMode.SAME_STEP
-    makers = [lambda: make_env(args)] * num_envs
+    makers = [lambda: make_env(args)] * (args.num_envs // WORLD_SIZE)
     return gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=mode)
 
 
-def open_episodes(envs: gym.vector.VectorEnv, agent: Agent, seed: int) -> Carry:
-    """Reset all environments, the first one with `seed`, the next with `seed` + 1 and so on."""
-    obs, _ = envs.reset(seed=seed)
+def open_episodes(envs: gym.vector.VectorEnv, agent: Agent, run: Run) -> tuple[Carry, Tensor]:
+    """Open an episode in every environment, or go on with those of the run that is resumed.
+
+    Returns what the actor starts from and the critics' state.
+    """
+    if run.carried is not None:
+        *acting, critic_state = run.carried
+        return Carry(*acting), critic_state
+    obs, _ = envs.reset(seed=run.env_seed)
     check_finite(obs, obs, np.zeros(len(obs)), "the first reset")
     state = agent.initial_state(len(obs))
-    return Carry(obs.copy(), np.ones(len(obs), bool), state, state)
+    return Carry(obs.copy(), np.ones(len(obs), bool), state), state
 
 
-def check_finite(next_obs: np.ndarray, current: np.ndarray, rewards: np.ndarray,
-                 when: str) -> None:  # fmt: skip
+def finished_episodes(info: dict, ended: np.ndarray, t: int) -> list[tuple[int, float, int]]:
+    """Step t, return and length of each episode that ended at t."""
+    stats = info["final_info"][STATS]
+    return [(t, float(stats["r"][i]), int(stats["l"][i])) for i in ended.nonzero()[0]]
+
+
+def check_finite(
+    next_obs: np.ndarray, current_obs: np.ndarray, rewards: np.ndarray, when: str
+) -> None:
     """Raise RuntimeError that names environment and moment unless all, (N, ...), are finite."""
-    valid = np.isfinite(rewards)
-    for x in (current, next_obs):
-        valid &= np.isfinite(x).reshape(len(x), -1).all(1)
-    if not valid.all():
-        i = int(valid.argmin())
-        bad = f"not finite: observation {next_obs[i]}, then {current[i]}, reward {rewards[i]}"
-        raise RuntimeError(f"{bad}, environment {i}, {when}; check the task")
+    finite = np.isfinite(rewards)
+    for x in (current_obs, next_obs):
+        finite &= np.isfinite(x).reshape(len(x), -1).all(1)
+    if finite.all():
+        return
+    i = int(finite.argmin())
+    found = f"observation {next_obs[i]}, then {current_obs[i]}, reward {rewards[i]}"
+    raise RuntimeError(f"not finite: {found}, environment {i}, {when}; check the task")
 
 
-def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, carry: Carry,
-                    args: Args) -> tuple[Rollout, Carry]:  # fmt: skip
-    """Act for `num_steps` steps. Only the actor runs; no statistics move.
-    Raises RuntimeError for observations and rewards that are not finite."""
-    size = (args.num_steps, args.local_envs)
-    obs, next_obs = np.empty((2, *size, *carry.obs.shape[1:]), carry.obs.dtype)
-    rewards = np.empty(size)
-    terminated, truncated, episode_start = np.empty((3, *size), bool)
-    actions, params, states, episodes = [], [], [], []
+# -------------------------------------------------------------------- metrics that only describe
+def describe_critics(
+    dist: ValueDistribution,
+    rollout: Rollout,
+    outputs: Tensor,
+    reduced: Tensor,
+    next_reduced: Tensor,
+    returns: Tensor,
+) -> dict:
+    """Compare what the critics predicted for a rollout with what came, ahead of the update.
 
-    current, starts, state, critic_state = carry  # `current` is acted on next
-    normalize = agent.obs_normalizer()
-    device = agent.device
-    with torch.inference_mode():
-        noise = own(agent.action_dist.noise(args.num_steps, args.num_envs))
-        for t in range(args.num_steps):
-            if t % args.sequence_length == 0:
-                states.append(state)
-            obs[t] = current
-            episode_start[t] = starts
-            seen = normalize(torch.as_tensor(obs[t], device=device))
-            param, state = agent.policy_params_step(seen, state)
-            action = agent.action_dist.sample(param, noise[t])
-            params.append(param)
-            actions.append(action)
-
-            step = envs.step(agent.action_dist.to_env(action))
-            current, rewards[t], terminated[t], truncated[t], info = step
-            next_obs[t] = current
-            ended = terminated[t] | truncated[t]
-            if ended.any():  # `current` already belongs to the next episode there
-                next_obs[t, ended] = np.stack(info["final_obs"][ended])
-                state = state * ~torch.as_tensor(ended, device=device)[:, None]
-                stats = info["final_info"][STATS]
-                for i in ended.nonzero()[0]:
-                    episodes.append((t, float(stats["r"][i]), int(stats["l"][i])))
-            starts = ended
-            check_finite(next_obs[t], current, rewards[t], f"step {t} of the rollout")
-
-    if args.is_atari:
-        rewards = rewards.clip(-1, 1)  # episodes' returns are of what was paid
-    episodes = [one for part in of_all(episodes) for one in part]
-    episodes.sort(key=lambda one: one[0])  # by the step of their end
-    to_device = partial(torch.as_tensor, device=device)  # one transfer for all steps
-    rollout = Rollout(
-        obs=to_device(obs), next_obs=to_device(next_obs), episode_start=to_device(episode_start),
-        actions=torch.stack(actions), params=torch.stack(params), rewards=to_device(rewards),
-        terminated=to_device(terminated), truncated=to_device(truncated),
-        actor_state=torch.stack(states), episodes=episodes,
-    )  # fmt: skip
-    return rollout, Carry(current.copy(), starts, state, critic_state)  # critics: still at step 0
-
-
-# ------------------------------------------------------------------------------------------- batch
-def run_critics(agent: Agent, rollout: Rollout, obs: Tensor, next_obs: Tensor, state: Tensor,
-                args: Args) -> Tensors:  # fmt: skip
-    """Outputs of all critics for every s_t and every true successor s'_t.
-    obs, next_obs (T, N, D) normalised; state (2, N, H) of the critics' LSTM ahead of step 0.
-    Returns both outputs (C, T, N, K), the states (T / L, 2, N, H) ahead of each training sequence,
-    and the state at the end. The pass is cut after time limits and training sequences; there a copy
-    of the state takes one more step, to the final observation (Pardo et al. 2018). Successors of
-    terminated steps are not to be used."""
-    body = agent.critic_body
-    limits = (rollout.truncated & ~rollout.terminated).any(1).tolist()
-    steps = range(1, args.num_steps + 1)
-    cuts = [t for t in steps if limits[t - 1] or t % args.sequence_length == 0]
-    features, next_features, states = [], [], []
-    inputs = body.encoder(obs)
-
-    for first, end in pairwise([0, *cuts]):
-        if first % args.sequence_length == 0:
-            states.append(state)
-        start = rollout.episode_start[first:end]
-        part, after = unroll_lstm(body.lstm, inputs[first:end], state.split(1), start)
-        state = torch.cat(after)
-        successor, _ = body.step(next_obs[end - 1], state)
-        features.append(part)
-        next_features += [part[1:], successor[None]]
-    outputs = agent.value_outputs(torch.cat(features))
-    return outputs, agent.value_outputs(torch.cat(next_features)), torch.stack(states), state
-
-
-def opening_samples(rollout: Rollout, args: Args) -> Tensor:
-    """What the return statistics take in ahead of everything, (2,): mean -+ std of the discounted
-    rewards of the first rollout. Untrained values know nothing of the task's units."""
-    ends = (rollout.terminated, rollout.truncated)
-    zero = torch.zeros_like(rollout.rewards)
-    _, sums = gae(rollout.rewards, zero, zero, *ends, args.gamma, 1.0)
-    sums = joined(sums)
-    mean = sums.mean()
-    std = sums.std(correction=0)
-    return torch.stack((mean - std, mean + std))
-
-
-def statistics_samples(samples: Tensor, weights: Tensor, twins: Tensor) -> Tensor:
-    """What the return statistics take in of a rollout, (2,): mean -+ scale of its targets.
-        scale = max(std of the targets, root mean square of V - mean)
-    from targets (T, N, J) and values of each critic (C, T, N). With targets alone, constant returns
-    would shrink the scale to its floor, thousands of which a critic may be off."""
-    mean = average((weights * samples).sum(-1).mean())
-    variance = average((weights * (samples - mean).square()).sum(-1).mean())
-    errors = average((twins - mean).square().mean())
-    scale = torch.maximum(variance, errors).sqrt()
-    return torch.stack((mean - scale, mean + scale))
-
-
-def critic_metrics(dist: ValueDistribution, rollout: Rollout, twins: Tensor, reduced: Tensor,
-                   next_reduced: Tensor, values: Tensor, returns: Tensor) -> dict:  # fmt: skip
-    """What the critics predicted for a rollout against what came, before the update.
-    twins (C, T, N) values of each critic; reduced outputs of s_t and s'_t (T, N, ...); values and
-    lambda-returns (T, N)."""
-    stats = dist.describe(reduced)
-    deciles = torch.stack((stats["p10"], stats["p50"], stats["p90"]))
-    ends = (rollout.terminated, rollout.truncated)
-    samples, weights = dist.sample_returns(
-        rollout.rewards, next_reduced, *ends, dist.args.gamma, gae_lambda=1.0
-    )
-    below = samples < stats["value_at_risk"][..., None]
-    all_values, all_returns = joined(values), joined(returns)
-
-    return {
-        "value/p10": deciles[0].mean(), "value/p50": deciles[1].mean(),
-        "value/p90": deciles[2].mean(), "value/predicted_returns": deciles,
-        "value/realised_returns": (weights * samples).sum(-1),  # predicted where they are cut
-        "value/bias": (values - returns).mean(), "value/std_target": all_returns.std(correction=0),
-        "value/std_predicted": stats["std"].mean(),
-        "value/distribution_gap": (dist.mean(reduced) - values).abs().mean(),
+    outputs are those of all critics for s_t, (C, T, N, ...). reduced and next_reduced (T, N, ...)
+    are for s_t and s'_t. returns (T, N) are lambda-returns.
+    """
+    values = dist.value(reduced)
+    twins = dist.value(outputs)  # (C, T, N)
+    samples = dist.sample_targets(rollout, next_reduced, gae_lambda=1.0)
+    all_values = gather(values)
+    all_returns = gather(returns)
+    return dist.describe(reduced, samples) | {
+        "value/bias": (values - returns).mean(),
+        "value/std_target": all_returns.std(correction=0),
         "losses/explained_variance": explained_variance(all_values, all_returns),
-        "cvar/predicted": stats["cvar"].mean(), "cvar/weight": dist.args.cvar_weight,
-        "cvar/coverage": (weights * below).sum(-1).mean(),
+        "cvar/weight": dist.args.cvar_weight,
         "twin/abs_difference": (twins[0] - twins[-1]).abs().mean(),
         "twin/critic1_is_min": (twins[0] <= twins[-1]).float().mean(),
         "data/truncated_fraction": rollout.truncated.float().mean(),
-    }  # fmt: skip
+    }
 
 
-@torch.no_grad()
-def prepare_batch(agent: Agent, rollout: Rollout, carry: Carry,
-                  args: Args) -> tuple[Batch, Carry, dict]:  # fmt: skip
-    """Values, advantages and targets of a rollout; return statistics and value heads move.
-    The order matters: decode with the old statistics, take in the targets, rescale the heads in the
-    same moment, express old values in the new units (van Hasselt et al. 2016).
-    Returns the batch, the carry with the critics' state at the end, and metrics."""
-    dist = agent.value_dist
-    if args.norm_returns and dist.moments.count == 0:
-        dist.moments.update(opening_samples(rollout, args))
-
-    # 1. distributions of the return from every s_t and every true successor s'_t
-    obs, next_obs = agent.normalize_obs(rollout.obs), agent.normalize_obs(rollout.next_obs)
-    outputs, next_outputs, critic_states, critic_state = run_critics(
-        agent, rollout, obs, next_obs, carry.critic_state, args
-    )
-    reduced, next_reduced = dist.reduce_twins(outputs), dist.reduce_twins(next_outputs)
-    values, next_values = dist.value(reduced), dist.value(next_reduced)  # (T, N)
-    twins = dist.value(outputs)  # (C, T, N)
-
-    # 2. advantages and targets, in the task's units
-    ends = (rollout.terminated, rollout.truncated)
-    raw, returns = gae(rollout.rewards, values, next_values, *ends, args.gamma, args.gae_lambda)
-    samples, weights = returns[..., None], torch.ones_like(returns[..., None])  # (T, N, J = 1)
-    if args.value_target == "sr_lambda":
-        samples, weights = dist.sample_returns(
-            rollout.rewards, next_reduced, *ends, args.gamma, args.gae_lambda
-        )
-    if args.cvar_weight > 0 and args.cvar_alpha < 1:
-        raw = raw.lerp(dist.risk_advantages(samples, weights, reduced), args.cvar_weight)
-    raw = joined(raw)
-    advantages = agent.scale_advantages(raw) if args.norm_adv else raw
-    metrics = critic_metrics(dist, rollout, twins, reduced, next_reduced, values, returns)
-
-    # 3. the return statistics move, and the value heads with them
-    taken_in = statistics_samples(samples, weights, twins)
-    outputs, old_values = dist.move_statistics(agent.critic_heads, outputs, taken_in)
-    metrics |= dist.target_metrics(outputs, samples, weights) | {
-        "adv/mean_raw": raw.mean(), "adv/std_raw": raw.std(correction=0),
-        "adv/abs_max": advantages.abs().max(),
-        "norm/return_mean": dist.moments.mean, "norm/return_std": dist.moments.std,
-        "norm/value_shift": (dist.value(outputs) - twins).abs().mean(),  # rounding, with PopArt
-    }  # fmt: skip
-
-    # 4. the batch: time is cut into training sequences
-    def cut(x: Tensor) -> Tensor:  # (T, N, ...) -> (L, M, ...)
-        parts = x.unflatten(0, (-1, args.sequence_length))  # (T / L, L, N, ...)
-        return parts.transpose(0, 1).flatten(1, 2)
-
-    advantages = own(advantages).float()
-    batch = Batch(
-        obs=cut(obs), episode_start=cut(rollout.episode_start), advantages=cut(advantages),
-        actor_state=rollout.actor_state.transpose(0, 1).flatten(1, 2),  # (2, M, H)
-        critic_state=critic_states.transpose(0, 1).flatten(1, 2),
-        actions=cut(rollout.actions), params=cut(rollout.params),
-        log_probs=cut(agent.action_dist.log_prob(rollout.params, rollout.actions)),
-        targets=cut(dist.encode_targets(samples, weights)),
-        returns=cut(dist.moments.normalize(returns).float()),
-        old_values=cut(old_values.movedim(0, 2).float()),
-    )  # fmt: skip
-    return batch, carry._replace(critic_state=critic_state), metrics
+def describe_advantages(raw: Tensor, scaled: Tensor) -> dict:
+    """Metrics of the advantages (T, N) in the task's units, and as the policy's loss takes them."""
+    raw = gather(raw)
+    return {
+        "adv/mean_raw": raw.mean(),
+        "adv/std_raw": raw.std(correction=0),
+        "adv/abs_max": gather(scaled).abs().max(),
+    }
 
 
-# ------------------------------------------------------------------------------------------- update
-def minibatches(batch: Batch, args: Args) -> Iterator[Batch]:
-    """In every epoch, random parts of the training sequences (axis 1), each sequence once."""
-    orders = [torch.randperm(batch.obs.shape[1]) for _ in range(args.update_epochs)]
-    for order in torch.stack(orders).to(batch.obs.device):
-        for chosen in order.chunk(args.num_minibatches):
-            yield Batch(*(x.index_select(1, chosen) for x in batch))
-
-
-def losses(agent: Agent, mb: Batch, args: Args, ent_coef: float) -> tuple[Tensor, dict]:
-    """The loss of a minibatch, a scalar with its graph, and its metrics, without.
-        clipped policy loss + entropy loss + vf_coef * mean over critics of their value losses
-    Metrics are scalars or one number a row: `update` takes their means, of all minibatches at once.
-    A pure function of parameters and minibatch. Source: Schulman et al. 2017, eq. 9."""
-    actor_features = agent.actor_body(mb.obs, mb.actor_state, mb.episode_start)
-    critic_features = agent.critic_body(mb.obs, mb.critic_state, mb.episode_start)
-
-    params = agent.policy_params(actor_features)
-    log_probs = agent.action_dist.log_prob(params, mb.actions)
-    log_ratio = (log_probs - mb.log_probs).flatten()  # (B,), B = L * M
-    advantages = mb.advantages.flatten()
-    entropy = agent.action_dist.entropy(params)
-    pg_loss, approx_kl, clipfrac = clipped_policy_loss(log_ratio, advantages, args.clip_coef)
-    h_loss = entropy_loss(entropy, ent_coef, args.min_entropy, args.min_entropy_penalty)
-
-    outputs = agent.value_outputs(critic_features)  # (C, L, M, K)
-    old_values = mb.old_values.movedim(2, 0)
-    value_losses, clipped = agent.value_dist.loss(outputs, mb.targets, mb.returns, old_values)
-    loss = pg_loss + h_loss + args.vf_coef * value_losses.mean()
-
-    metrics = {
-        "losses/policy_loss": pg_loss, "losses/value_loss": value_losses,
-        "losses/entropy": entropy, "losses/approx_kl": approx_kl, "losses/clipfrac": clipfrac,
-        "twin/loss_1": value_losses[0], "twin/loss_2": value_losses[-1],
-        "value/clip_fraction": clipped, "policy/log_ratio": log_ratio,
-        "policy/kl_exact": agent.action_dist.kl(mb.params, params.detach()),
-    }  # fmt: skip
-    return loss, {tag: x.detach() for tag, x in metrics.items()}
-
-
-def one_vector(agent: Agent) -> nn.Parameter:
-    """All parameters, the actor's ahead of the critics', as a vector whose parts they are from now
-    on: an optimizer's step costs time for each of its parameters, however small."""
-    actor, critics = agent.parts()
-    parameters = [*actor, *critics]
-    vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
-    nn.utils.vector_to_parameters(vector, parameters)
-    return vector
-
-
-@cache
-def compiled_losses() -> Callable:
-    """`losses` by torch.compile, once in a process; LSTMs are as fast without it."""
-    Body.forward = torch.compiler.disable(Body.forward)
-    return torch.compile(losses)
-
-
-def update(agent: Agent, optimizer: optim.Adam, batch: Batch, args: Args, ent_coef: float) -> dict:
-    """Train on one rollout for `update_epochs` epochs, fewer where the policy moves too far.
-    The exact KL(old || new) of a minibatch is tested ahead of its step; the first one larger than
-    `target_kl` ends the update. Gives means over the minibatches evaluated, that one included, and
-    of `grad/*` over the steps taken. The optimizer's one parameter is `one_vector` of the agent.
-    Raises RuntimeError for what is not finite."""
-    actor, critics = agent.parts()
-    actor_size = sum(p.numel() for p in actor)
-    [vector] = optimizer.param_groups[0]["params"]
-    evaluated = []  # metrics of each minibatch
-    norms = []  # of the gradients of actor and critics, at each step taken
-    loss_of = compiled_losses() if args.compile else losses
-    for mb in minibatches(batch, args):
-        loss, metrics = loss_of(agent, mb, args, ent_coef)
-        evaluated.append(metrics)
-        gradients = torch.autograd.grad(loss, [*actor, *critics])
-        told = (loss.detach(), metrics["policy/kl_exact"].mean())
-        flat = average(torch.cat([x.flatten() for x in (*gradients, *told)]))
-        vector.grad, told = flat.split([len(flat) - 2, 2])
-        parts = vector.grad.tensor_split([actor_size])
-        numbers = [*told, *(part.norm() for part in parts)]
-        loss, kl, *norms_of_parts = torch.stack(numbers).tolist()  # one transfer
-        if args.target_kl is not None and kl > args.target_kl:
-            break
-
-        norms.append(norms_of_parts)
-        norm = math.hypot(*norms_of_parts)
-        if RANK == 0 and not math.isfinite(loss + norm):
-            what = f"loss {loss:g}, gradient {norm:g} of minibatch {len(norms) - 1} of the update"
-            raise RuntimeError(f"{what}: not finite; try a smaller --learning-rate")
-
-        vector.grad *= min(1, args.max_grad_norm / (norm + 1e-6))
-        optimizer.step()
-        agent.action_dist.project()
-
+def describe_update(
+    evaluated: list[dict], norms: list[tuple[float, float]], args: Args
+) -> dict[str, float]:
+    """Means over the minibatches that were evaluated, and norms of the steps that were taken."""
     columns = {tag: torch.stack([row[tag] for row in evaluated]) for tag in evaluated[0]}
-    ratio = joined(columns.pop("policy/log_ratio").exp())
+    ratio = gather(columns.pop("policy/log_ratio").exp())  # (minibatches, B)
+    kl = average(columns["policy/kl_exact"].flatten(1).mean(1))  # (minibatches,)
     grad_norms = torch.tensor(norms or [[0.0, 0.0]])
     columns |= {
-        "policy/kl_max": average(columns["policy/kl_exact"].flatten(1).mean(1)).max(),
-        "policy/ratio_mean": ratio, "policy/ratio_std": ratio.std(1, correction=0),
-        "policy/ratio_first_minibatch_error": (ratio[0] - 1).abs().max(),  # 0 but for rounding
+        "policy/kl_max": kl.max(),
+        "policy/ratio_mean": ratio,
+        "policy/ratio_std": ratio.std(1, correction=0),
+        "policy/ratio_first_minibatch_error": (ratio[0] - 1).abs().max(),  # rounding alone
         "grad/norm": grad_norms.norm(dim=1),
-        "grad/actor": grad_norms[:, 0], "grad/critic": grad_norms[:, 1],
-    }  # fmt: skip
-    means = {tag: float(x.mean()) for tag, x in columns.items()}
-    means["policy/epochs_done"] = len(norms) / args.num_minibatches
-    return means | {"policy/stopped_early": float(len(norms) < len(evaluated))}
+        "grad/actor": grad_norms[:, 0],
+        "grad/critic": grad_norms[:, 1],
+    }
+    return {tag: float(x.mean()) for tag, x in columns.items()} | {
+        "policy/epochs_done": len(norms) / args.num_minibatches,
+        "policy/stopped_early": float(len(norms) < len(evaluated)),
+    }
 
 
-# ------------------------------------------------------------------------------------- run keeping
-@dataclass
-class Run:
-    """How far a run is; saved with its checkpoint, where a resumed run takes it up."""
+def empirical_cvar(returns: Tensor, alpha: float) -> float:
+    """Mean of the lowest share alpha of a sample (n,). The last return counts in part."""
+    size = alpha * len(returns)
+    mass = (size - torch.arange(len(returns)).double()).clamp(0, 1)
+    return float((mass * returns.sort().values).sum() / size)
 
-    step: int = 0  # environment steps taken
-    seconds: float = 0.0  # spent on them, evaluations and checkpoints apart
-    recent: list[float] = field(default_factory=list)  # returns of the last 100 training episodes
-    logged: dict[str, float] = field(default_factory=dict)  # last value of every metric
-    evaluated: int | None = None  # step of the last evaluation
-    best_return: float = -math.inf  # of the evaluation that `best.pt` is of
-    best_step: int = 0  # when it was; 0: there is none
-    shown: float = field(default_factory=time.time)  # time of the last line on the terminal
+
+# ------------------------------------------------------------------------------------ run keeping
+class NotFinite(RuntimeError):
+    """A loss or a gradient that is not finite. All processes of a run find it at once."""
+
+
+def check_step(loss: float, norm: float, minibatch: int) -> None:
+    """Raise `NotFinite` unless the loss and the gradient's norm are finite."""
+    if not math.isfinite(loss + norm):
+        found = f"loss {loss:g}, gradient {norm:g} of minibatch {minibatch} of the update"
+        raise NotFinite(f"{found}: not finite; try a smaller --learning-rate")
+
+
+def start(args: Args) -> tuple[Run, Agent, optim.Adam, gym.vector.VectorEnv]:
+    """Make what a run consists of: anew, resumed, or with the weights of another run."""
+    check_flags(args)  # again: a flag may have changed since
+    set_up_process(args)
+    envs = make_envs(args)
+    agent = make_agent(envs, args)
+    optimizer = make_optimizer(agent, args)
+    return Run(args, agent, optimizer, envs), agent, optimizer, envs
 
 
 def set_up_process(args: Args) -> None:
-    """RNGs, torch's options, and gymnasium's pickling of environments. Raises `UsageError` where
-    nothing can be compiled, or filmed."""
+    """Set seeds, options of torch, and how gymnasium pickles environments.
+
+    Raises `UsageError` where nothing can be filmed.
+    """
     if args.capture_video:
-        check_video(args)  # ahead of the seeds: a task may draw from any RNG
-    if RANK > 0:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        check_video(args)  # ahead of the seeds: a task may draw from any generator
     if WORLD_SIZE > 1 and args.cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.backends.cudnn.allow_tf32 = False  # acting and training with the same precision
+    torch.backends.cudnn.allow_tf32 = False  # acting and training have the same precision
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(args.seed)
-    if args.compile:
-        try:
-            torch.compile(torch.neg)(torch.ones(1, device="cuda" if args.cuda else "cpu"))
-        except Exception as error:  # of torch, in many layers
-            text = "torch.compile finds no working compiler; install g++ or leave it out"
-            raise UsageError(f"--compile: {text}") from error
-    # EzPickle builds a fresh environment when unpickled; checkpoints keep it as it stands
+    # EzPickle builds a fresh environment when it is read back; checkpoints keep it as it stands.
     gym.utils.EzPickle.__getstate__ = object.__getstate__
     gym.utils.EzPickle.__setstate__ = lambda env, state: vars(env).update(state)
+
+
+def make_agent(envs: gym.vector.VectorEnv, args: Args) -> Agent:
+    """The agent to train: a new one, that of the run to resume, or one with other weights.
+
+    Raises `UsageError` where the shapes or supports of `init_from` differ.
+    """
+    if args.resume:
+        return load_agent(args.resume)[0]
+    agent = Agent(envs.single_observation_space, envs.single_action_space, args)
+    if args.init_from:
+        earlier, _ = load_agent(args.init_from)
+        there = shapes(earlier)
+        here = shapes(agent)
+        for name in there | here:
+            differ = f"{name} is {there.get(name)} there, {here.get(name)} by these flags"
+            require_flag(args, "init_from", there.get(name) == here.get(name), differ)
+        agent.load_state_dict(earlier.state_dict())
+    return agent
+
+
+def shapes(agent: Agent) -> dict[str, tuple]:
+    """Shape of all that a checkpoint holds, by name, and the ends of the distribution's support."""
+    ends = agent.value_dist.support[[0, -1]]
+    held = {name: tuple(x.shape) for name, x in agent.state_dict().items()}
+    return held | {"value_dist.support": tuple(ends.tolist())}
+
+
+def make_optimizer(agent: Agent, args: Args) -> optim.Adam:
+    """Adam for one vector that holds all parameters, those of the actor ahead of the critics'.
+
+    The agent's parameters become parts of the vector, since a step of Adam costs time for each
+    parameter, however small. A later `agent.to(...)` would cut them off from it.
+    """
+    actor, critics = agent.parts()
+    parameters = [*actor, *critics]
+    vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
+    nn.utils.vector_to_parameters(vector, parameters)
+    return optim.Adam([vector], args.learning_rate, eps=1e-5, fused=True)
+
+
+class Run:
+    """What a run writes and shows: its directory, log, progress, evaluations and checkpoints.
+
+    Inside `with run`, the first Ctrl-C or SIGTERM ends the run after its iteration, with a
+    checkpoint. A fault gets a note that names the last checkpoint. At the end all is closed.
+    """
+
+    SAVED = (
+        "step", "seconds", "recent_returns", "logged", "evaluated_at", "best_return", "best_step",
+    )  # fmt: skip
+
+    def __init__(
+        self, args: Args, agent: Agent, optimizer: optim.Adam, envs: gym.vector.VectorEnv
+    ) -> None:
+        self.args = args
+        self.agent = agent
+        self.optimizer = optimizer
+        self.envs = envs
+        self.total_steps = args.num_iterations * args.batch_size
+        self.step = 0  # environment steps taken
+        self.seconds = 0.0  # spent on them, apart from evaluations and checkpoints
+        self.recent_returns: list[float] = []  # of the last 100 training episodes
+        self.logged: dict[str, float] = {}  # last value of every metric
+        self.evaluated_at: int | None = None  # step of the last evaluation
+        self.best_return = -math.inf  # of the evaluation that `best.pt` is of
+        self.best_step = 0  # step of that evaluation; 0 means that there is none
+        self.carried: tuple | None = None  # what the next iteration goes on from
+
+        self.signals: list[int] = []  # received: they end the run after its iteration
+        self.handlers: dict[int, Any] = {}  # of signals, as they were before
+        self.times: dict[str, float] = {}  # seconds of the parts of this iteration
+        self.lap_start = time.time()
+        self.last_shown = time.time()
+        self.warned = False
+        if args.resume:
+            self.directory = Path(args.resume)
+            self.take_up()
+        else:
+            self.directory = gather_objects(make_run_dir(args) if RANK == 0 else None)[0]
+        self.say(f"{args.env_id}: logging to {self.directory}")
+        self.writer = None
+        if RANK == 0:  # what a resumed run wrote beyond its checkpoint is dropped
+            purge_step = self.step + 1 if args.resume else None
+            self.writer = SummaryWriter(str(self.directory), purge_step=purge_step)
+
+    def __enter__(self) -> Run:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.handlers[number] = signal.signal(number, self.request_stop)
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        if isinstance(error, Exception):
+            path = self.directory / "checkpoint.pt"
+            last = f"last checkpoint: {path}" if path.exists() else "no checkpoint yet"
+            error.add_note(f"after {self.step:,} steps; {last}")
+        if self.writer is not None:
+            self.writer.close()
+        self.envs.close()
+
+    def request_stop(self, number: int, frame: Any) -> None:
+        """End the run after this iteration. A second signal has its default effect."""
+        self.signals.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """The last value of every metric, and the run's directory."""
+        return self.logged | {"run_dir": str(self.directory)}
+
+    @property
+    def env_seed(self) -> int:
+        """Seed of this process's first environment. The next ones follow by 1."""
+        return self.args.seed + self.step + RANK * self.envs.num_envs
+
+    # ---- iterations ----
+    def iterations(self) -> Iterator[float]:
+        """For each iteration, the fraction of the run that is done. Finishes the run at its end."""
+        while self.step < self.total_steps:
+            # The seed depends on the step alone: all processes draw the same noise, and a resumed
+            # run draws what it would have drawn.
+            torch.manual_seed(hash((self.args.seed, self.step)))
+            self.lap_start = time.time()
+            yield self.step / self.total_steps
+        if self.evaluated_at != self.total_steps:  # otherwise the run had ended before
+            self.evaluate()
+            self.save()
+        if self.best_step:
+            best = f"return {self.best_return:.1f} after {self.best_step:,} steps"
+            self.say(f"best evaluation: {best}, {self.directory / 'best.pt'}")
+        self.log_flags()
+
+    def lap(self, part: str) -> None:
+        """Take the time of a part of the iteration, which ends here."""
+        now = time.time()
+        self.times[f"time/{part}"] = now - self.lap_start
+        self.lap_start = now
+
+    def end_iteration(self, rollout: Rollout, metrics: dict, carried: tuple) -> None:
+        """Log, show, evaluate and save as the flags ask. `carried` goes into the checkpoint.
+
+        Raises KeyboardInterrupt after a signal.
+        """
+        args = self.args
+        self.carried = carried
+        self.log_episodes(rollout)
+        self.step += args.batch_size
+        self.seconds += sum(self.times.values())
+        iteration = self.step // args.batch_size
+        last = self.step == self.total_steps
+
+        self.warn(metrics.pop("warning", ""))
+        metrics = average_metrics(metrics) | self.times
+        metrics["charts/SPS"] = self.step / self.seconds
+        if self.recent_returns:
+            returns = torch.tensor(self.recent_returns).double()
+            metrics["charts/recent_returns"] = returns
+            metrics["cvar/empirical"] = empirical_cvar(returns, args.cvar_alpha)
+        self.log(metrics, self.step, histograms=last or iteration % 10 == 1)
+        self.show_progress()
+
+        if not last and is_due(iteration, args.eval_every):
+            self.evaluate()
+        stop = bool(average(torch.tensor(float(len(self.signals)))) > 0)  # all processes agree
+        if last or stop or is_due(iteration, args.checkpoint_every):
+            self.save()
+        if stop:
+            where = f"stopped after {self.step:,} steps; --resume {self.directory}"
+            raise KeyboardInterrupt(where)
+
+    def evaluate(self) -> None:
+        """Evaluate and log. With `eval_every` the best agent so far is kept in `best.pt`.
+
+        The first process plays. The others meet it after each episode, since a collective call
+        gives up after half an hour.
+        """
+        args = self.args
+        metrics = None
+        if RANK == 0:
+            episodes = []
+            for rewards in play(self.agent, args, self.directory / f"videos/step-{self.step}"):
+                episodes.append(rewards)
+                average(torch.zeros(()))
+            metrics = summarise(episodes, args)
+        else:
+            for _ in range(args.eval_episodes):
+                average(torch.zeros(()))
+        metrics = gather_objects(metrics)[0]
+
+        self.log(metrics, self.step)
+        self.evaluated_at = self.step
+        if args.eval_every and metrics["eval/return_mean"] >= self.best_return:
+            self.best_return = metrics["eval/return_mean"]
+            self.best_step = self.step
+            self.save("best")
+            self.save()  # the checkpoint has to know of it
+
+    # ---- terminal and log ----
+    def say(self, line: str) -> None:
+        """Print a line, once for all processes."""
+        if RANK == 0:
+            print(line, flush=True)
+
+    def warn(self, line: str) -> None:
+        """Print the first warning of the run."""
+        if line and not self.warned:
+            self.warned = True
+            self.say(f"warning: {line}")
+
+    def show_progress(self) -> None:
+        """Show a line that a terminal rewrites in place. A file gets a line every five seconds."""
+        terminal = sys.stdout.isatty()
+        last = self.step == self.total_steps
+        seconds = 0.2 if terminal else 5
+        if RANK > 0 or (not last and time.time() - self.last_shown <= seconds):
+            return
+        self.last_shown = time.time()
+        speed = self.step / self.seconds
+        share = self.step / self.total_steps
+        line = f"{self.step:,} of {self.total_steps:,} steps ({share:.0%})"
+        line += f"  {speed:,.0f} steps/s  {(self.total_steps - self.step) / speed:,.0f} s left"
+        if self.recent_returns:
+            line += f"  return {np.mean(self.recent_returns):.1f}"
+        print(line, end="   \r" if terminal and not last else "\n", flush=True)
+
+    def log(self, metrics: dict, step: int, histograms: bool = True) -> None:
+        """Write scalars, in one event, and tensors with axes as histograms."""
+        if self.writer is None:
+            return
+        scalars = Summary()
+        for tag, value in metrics.items():
+            if is_scalar(value):
+                self.logged[tag] = float(value)
+                scalars.value.add(tag=tag, simple_value=self.logged[tag])
+            elif histograms:  # torch's bins end at 1e20
+                self.writer.add_histogram(tag, value.clamp(-9e19, 9e19), step)
+        self.writer.file_writer.add_summary(scalars, step)
+
+    def log_episodes(self, rollout: Rollout) -> None:
+        """Write return and length of the episodes of all processes at the steps they ended."""
+        episodes = [one for part in gather_objects(rollout.episodes) for one in part]
+        for t, episode_return, length in sorted(episodes, key=lambda one: one[0]):
+            step = self.step + (t + 1) * self.args.num_envs
+            charts = {"charts/episodic_return": episode_return, "charts/episodic_length": length}
+            self.log(charts, step)
+            self.recent_returns.append(episode_return)
+        del self.recent_returns[:-100]
+
+    def log_flags(self) -> None:
+        """Write the flags for TensorBoard's table of runs."""
+        if self.writer is None:
+            return
+        flags = asdict(self.args) | {"masked_obs": str(self.args.masked_obs)}
+        for entry in summary.hparams(flags, {"eval/return_mean": 0}):
+            self.writer.file_writer.add_summary(entry)
+
+    # ---- checkpoints ----
+    def save(self, name: str = "checkpoint") -> None:
+        """Write `checkpoint.pt`, or one of another name, after all events.
+
+        Flags, weights and statistics are readable without pickle. What else an exact resume needs
+        is pickled and serves --resume alone. The file is written beside the old one, synced and
+        renamed: a kill at any instant leaves one of the two.
+        """
+        part = {
+            "carried": self.carried,
+            "rngs": (random.getstate(), np.random.get_state()),
+            "envs": None,
+        }
+        with contextlib.suppress(Exception):  # each library raises its own, some when it is loaded
+            pickled = pickle.dumps(gym.vector.utils.CloudpickleWrapper(self.envs.envs))
+            pickle.loads(pickled)
+            part["envs"] = pickled
+        parts = gather_objects(part)
+        if self.writer is None:
+            return
+
+        self.writer.flush()
+        kept = {name: getattr(self, name) for name in self.SAVED}
+        kept |= {"optimizer": self.optimizer.state_dict(), "parts": parts}
+        content = {
+            "args": {**asdict(self.args), "resume": ""},
+            "agent": self.agent.state_dict(),
+            "global_step": self.step,
+            "run": pickle.dumps(kept),
+        }
+        path = self.directory / f"{name}.tmp"
+        with path.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        path.replace(path.with_suffix(".pt"))
+
+    def take_up(self) -> None:
+        """Go on where the checkpoint of the run to resume stands.
+
+        `carried` stays None where the environments are lost and have to open new episodes. Raises
+        `UsageError` for a checkpoint that these flags or this version cannot go on from.
+        """
+        args = self.args
+        content = torch.load(self.directory / "checkpoint.pt", "cpu", weights_only=True)
+        gpu_fits = args.cuda or not content["args"]["cuda"]
+        require_flag(args, "resume", gpu_fits, "needs the GPU it was run on")
+        kept = pickle.loads(content["run"])
+        try:
+            self.optimizer.load_state_dict(kept["optimizer"])
+            for name in self.SAVED:
+                setattr(self, name, kept[name])
+        except (ValueError, KeyError) as error:  # another number of parameters, or other names
+            text = "is of another version of this script; start anew with --init-from"
+            raise UsageError(f"--resume {args.resume}: {text}") from error
+
+        part = {"envs": None}
+        if len(kept["parts"]) == WORLD_SIZE:
+            part = kept["parts"][RANK]
+            python_state, numpy_state = part["rngs"]
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+        if part["envs"] is not None:
+            self.envs.envs = pickle.loads(part["envs"]).fn
+            self.carried = part["carried"]
+        elif self.step < self.total_steps:
+            self.say("environments not saved, or by other processes: episodes start afresh")
 
 
 def make_run_dir(args: Args) -> Path:
@@ -1466,97 +2184,32 @@ def make_run_dir(args: Args) -> Path:
     return path
 
 
-def open_writer(args: Args, run_dir: Path, step: int) -> SummaryWriter | None:
-    """Of the first process; what a resumed run wrote beyond its checkpoint is dropped."""
-    print(f"{args.env_id}: logging to {run_dir}", flush=True)
-    purge_step = step + 1 if args.resume else None
-    return SummaryWriter(str(run_dir), purge_step=purge_step) if RANK == 0 else None
+def is_due(iteration: int, every: int) -> bool:
+    """Whether this iteration is one of every so many. 0 means never."""
+    return every > 0 and iteration % every == 0
 
 
-def log(writer: SummaryWriter, run: Run, metrics: dict, step: int, histograms: bool = True) -> None:
-    """Write scalars, in one event, and tensors with axes as histograms; remember the scalars."""
-    if RANK > 0:
-        return
-    scalars = Summary()
-    for tag, value in metrics.items():
-        if not isinstance(value, Tensor) or value.dim() == 0:
-            run.logged[tag] = float(value)
-            scalars.value.add(tag=tag, simple_value=run.logged[tag])
-        elif histograms:
-            writer.add_histogram(tag, value.clamp(-9e19, 9e19), step)  # its bins end at 1e20
-    writer.file_writer.add_summary(scalars, step)
-
-
-def log_flags(writer: SummaryWriter, args: Args) -> None:
-    """Write the flags, for TensorBoard's table of runs."""
-    if RANK > 0:
-        return
-    flags = asdict(args) | {"masked_obs": str(args.masked_obs)}
-    for entry in summary.hparams(flags, {"eval/return_mean": 0}):
-        writer.file_writer.add_summary(entry)
-
-
-def log_episodes(writer: SummaryWriter, run: Run, rollout: Rollout) -> None:
-    """Write return and length of every episode at the step it ended."""
-    num_envs = rollout.rewards.shape[1] * WORLD_SIZE
-    for t, episode_return, length in rollout.episodes:
-        ended = {"charts/episodic_return": episode_return, "charts/episodic_length": length}
-        log(writer, run, ended, run.step + (t + 1) * num_envs)
-        run.recent.append(episode_return)
-    del run.recent[:-100]
-
-
-def evaluate_run(writer: SummaryWriter, run: Run, agent: Agent, args: Args,
-                 save: Callable) -> None:  # fmt: skip
-    """Evaluate and log. With `eval_every` the best agent so far is kept in `best.pt`, by `save`."""
-    result = RANK == 0 and evaluate(agent, args, Path(writer.log_dir, "videos", f"step-{run.step}"))
-    metrics = of_all(result)[0]
-    log(writer, run, metrics, run.step)
-    run.evaluated = run.step
-    if args.eval_every and metrics["eval/return_mean"] >= run.best_return:
-        run.best_return = metrics["eval/return_mean"]
-        run.best_step = run.step
-        save(name="best")
-        save()  # which knows of it
-
-
-def average_metrics(metrics: dict) -> dict:
-    """The scalars' means over all processes; histograms stay those of this one."""
-    tags = [tag for tag, x in metrics.items() if not isinstance(x, Tensor) or x.dim() == 0]
-    means = average(torch.tensor([float(metrics[tag]) for tag in tags], dtype=torch.float64))
-    return metrics | dict(zip(tags, means.tolist()))
-
-
-def show_progress(run: Run, total: int) -> None:
-    """A line that a terminal rewrites in place; in a file, a line every five seconds."""
-    terminal = sys.stdout.isatty()
-    if run.step < total and time.time() - run.shown <= (0.2 if terminal else 5):
-        return
-    run.shown = time.time()
-    speed = run.step / run.seconds
-    line = f"{run.step:,} of {total:,} steps ({run.step / total:.0%})  {speed:,.0f} steps/s"
-    line += f"  {(total - run.step) / speed:,.0f} s left"
-    line += f"  return {np.mean(run.recent):.1f}" if run.recent else ""
-    print(line, end="   \r" if terminal and run.step < total else "\n", flush=True)
-
-
-def show_best(run: Run, run_dir: Path) -> None:
-    """Say which evaluation `best.pt` is of, if there is one."""
-    if run.best_step:
-        line = f"return {run.best_return:.1f} after {run.best_step:,} steps"
-        print(f"best evaluation: {line}, {run_dir / 'best.pt'}", flush=True)
+def is_scalar(value: Any) -> bool:
+    """Whether a metric is one number."""
+    return not isinstance(value, Tensor) or value.dim() == 0
 
 
 def load_agent(path: str | Path) -> tuple[Agent, Args]:
-    """Agent and flags of a saved run, given its directory or a checkpoint; runs no code from it.
-    Falls back to the CPU. Raises `UsageError` for what the script did not write."""
-    path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
+    """Load agent and flags of a saved run, from its directory or a checkpoint.
+
+    No code of the file is run. Falls back to the CPU. Raises `UsageError` for files that this
+    script did not write.
+    """
+    path = checkpoint_path(path)
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        require(isinstance(saved, dict), "not a dictionary")
+        if not isinstance(saved, dict):
+            raise ValueError("not a dictionary")
         cuda = saved["args"]["cuda"] and torch.cuda.is_available()
         args = Args(**saved["args"] | {"cuda": cuda})
-        agent = Agent(args)
+        env = make_env(args)
+        env.close()
+        agent = Agent(env.observation_space, env.action_space, args)
         agent.load_state_dict(saved["agent"])
     except Exception as error:  # torch raises half a dozen kinds
         reason = str(error).split(". ")[0]
@@ -1564,105 +2217,46 @@ def load_agent(path: str | Path) -> tuple[Agent, Args]:
     return agent, args
 
 
-def shapes(agent: Agent) -> dict[str, tuple]:
-    """Of all that a checkpoint holds, by name, and the ends of the distribution's support."""
-    ends = agent.value_dist.support[[0, -1]]
-    held = {name: tuple(x.shape) for name, x in agent.state_dict().items()}
-    return held | {"value_dist.support": tuple(ends.tolist())}
+def checkpoint_path(path: str | Path) -> Path:
+    """A checkpoint itself, or that of a run directory."""
+    path = Path(path)
+    return path / "checkpoint.pt" if path.is_dir() else path
 
 
-def make_agent(args: Args) -> Agent:
-    """The agent to train: that of the run to resume, or a new one, with weights and normalisers of
-    `init_from`. Raises `UsageError` where shapes or supports differ."""
-    if args.resume:
-        return load_agent(args.resume)[0]
-    agent = Agent(args)
-    if args.init_from:
-        earlier, _ = load_agent(args.init_from)
-        there, here = shapes(earlier), shapes(agent)
-        for name in there | here:
-            differ = f"{name} is {there.get(name)} there, {here.get(name)} by these flags"
-            args.rule("init_from", there.get(name) == here.get(name), differ)
-        agent.load_state_dict(earlier.state_dict())
-    return agent
+# ------------------------------------------------------------------------------------- evaluation
+def evaluate(agent: Agent, args: Args, video_dir: Path | None = None) -> dict[str, float]:
+    """Play `eval_episodes` fresh episodes and summarise them. Statistics stay as they are."""
+    return summarise(list(play(agent, args, video_dir)), args)
 
 
-def save_checkpoint(writer: SummaryWriter, args: Args, agent: Agent, optimizer: optim.Adam,
-                    envs: gym.vector.VectorEnv, run: Run, carry: Carry,
-                    name: str = "checkpoint") -> None:  # fmt: skip
-    """Write `checkpoint.pt`, or of another name: flags, weights and normalisers, readable without
-    pickle, and, pickled for --resume alone, what else an exact resume needs. Written beside the old
-    one, synced and renamed, after all events: a kill at any instant leaves the one or the other."""
-    part = {"carry": tuple(carry), "rngs": (random.getstate(), np.random.get_state()), "envs": None}
-    with suppress(Exception):  # each library raises its own, some when it is loaded
-        pickled = pickle.dumps(gym.vector.utils.CloudpickleWrapper(envs.envs))
-        pickle.loads(pickled)
-        part["envs"] = pickled
-    parts = of_all(part)
-    if RANK > 0:
-        return
+def play(agent: Agent, args: Args, video_dir: Path | None = None) -> Iterator[list[float]]:
+    """Play `eval_episodes` fresh episodes; give the rewards of each.
 
-    writer.flush()
-    kept = {**vars(run), "optimizer": optimizer.state_dict(), "parts": parts}
-    content = {"args": {**asdict(args), "resume": ""}, "agent": agent.state_dict()}
-    content |= {"global_step": run.step, "run": pickle.dumps(kept)}
-    path = Path(writer.log_dir, f"{name}.tmp")
-    with path.open("wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    path.replace(path.with_suffix(".pt"))
-
-
-def resume_run(args: Args, optimizer: optim.Adam,
-               envs: gym.vector.VectorEnv) -> tuple[Run, Carry | None]:  # fmt: skip
-    """Take up the run of `args.resume` where its checkpoint stands.
-    The carry is None where the environments are lost and have to open new episodes."""
-    path = Path(args.resume, "checkpoint.pt")
-    content = torch.load(path, map_location="cpu", weights_only=True)
-    args.rule("resume", args.cuda or not content["args"]["cuda"], "needs the GPU it was run on")
-    kept = pickle.loads(content["run"])
-    try:
-        optimizer.load_state_dict(kept["optimizer"])
-        run = Run(**{name: kept[name] for name in vars(Run()) if name in kept})
-    except ValueError as error:  # another number of parameters
-        text = "is of another version of this script; start anew with --init-from"
-        raise UsageError(f"--resume {args.resume}: {text}") from error
-    part = {"envs": None}  # of another number of processes, or an older version
-    if len(kept.get("parts", ())) == WORLD_SIZE:
-        part = kept["parts"][RANK]
-        for set_state, rng in zip((random.setstate, np.random.set_state), part["rngs"]):
-            set_state(rng)
-    if part["envs"] is None:
-        if run.step < args.num_iterations * args.batch_size:
-            print("environments not saved, or by other processes: episodes start afresh")
-        return run, None
-    envs.envs = pickle.loads(part["envs"]).fn
-    return run, Carry(*part["carry"])
-
-
-def check_video(args: Args) -> None:
-    """Raise `UsageError` where nothing can be filmed."""
-    make_env(args).close()  # whose errors are not the film's
-    try:
-        import_module("moviepy")
+    The first reset has seed + 1,000,000. Tasks without a time limit are cut at 10,000 steps. With
+    `capture_video` the first 3 are filmed into `video_dir`; each is kept in memory to its end. The
+    state of torch's generator is the same afterwards.
+    """
+    if args.capture_video and video_dir:
         env = make_env(args, render_mode="rgb_array")
-        env.reset(seed=0)
-        frame = np.asarray(env.render())
-        env.close()
-        require(env.render_mode == "rgb_array", "the task forgets its render_mode")
-        require(frame.dtype == np.uint8, f"frames are of {frame.dtype}, not bytes")
-    except Exception as error:  # of the renderer, in many kinds
-        text = f"{str(error) or repr(error)}; needs moviepy and a task that renders rgb_array"
-        raise UsageError(f"--capture-video: {text}") from error
+        env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: episode < 3)
+    else:
+        env = make_env(args)
+    with torch.random.fork_rng([agent.device] if args.cuda else []):
+        torch.manual_seed(args.seed + 1_000_000)
+        for episode in range(args.eval_episodes):
+            yield run_episode(env, agent, args, episode)
+    env.close()
 
 
 def run_episode(env: gym.Env, agent: Agent, args: Args, episode: int) -> list[float]:
-    """Rewards of an evaluation episode; the next ones go on from the seed of the first."""
+    """Rewards of an evaluation episode. Those after the first go on from its seed."""
     obs, _ = env.reset(seed=None if episode else args.seed + 1_000_000)
     check_finite(obs[None], obs[None], np.zeros(1), f"reset of evaluation episode {episode}")
-    state, rewards, ended = None, [], False
-    while not ended and len(rewards) < (env.spec.max_episode_steps or 10_000):
+    limit = env.spec.max_episode_steps or 10_000
+    state = None
+    rewards = []
+    ended = False
+    while not ended and len(rewards) < limit:
         action, state = agent.act(obs, state, deterministic=not args.eval_sampled)
         obs, reward, terminated, truncated, _ = env.step(action)
         when = f"step {len(rewards)} of evaluation episode {episode}"
@@ -1672,144 +2266,230 @@ def run_episode(env: gym.Env, agent: Agent, args: Args, episode: int) -> list[fl
     return rewards
 
 
-def evaluate(agent: Agent, args: Args, video_dir: Path | None = None) -> dict[str, float]:
-    """Metrics of `eval_episodes` fresh episodes; statistics and torch's RNG stay as they are.
-    The first reset has seed + 1,000,000. Tasks without a time limit are cut at 10,000 steps. With
-    `capture_video` the first 3 are filmed into `video_dir`, each kept in memory to its end."""
-    if args.capture_video and video_dir:
-        env = make_env(args, render_mode="rgb_array")
-        env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: episode < 3)
-    else:
-        env = make_env(args)
-    with torch.random.fork_rng([agent.device] if args.cuda else []):
-        torch.manual_seed(args.seed + 1_000_000)
-        episodes = [run_episode(env, agent, args, i) for i in range(args.eval_episodes)]
-    env.close()
-
-    sample = torch.tensor([sum(rewards) for rewards in episodes], dtype=torch.float64)
-    mean, std = float(sample.mean()), float(sample.std(correction=0))
-    tail = empirical_cvar(sample, args.cvar_alpha)
+def summarise(episodes: list[list[float]], args: Args) -> dict[str, float]:
+    """Print and return mean, std and CVaR of the returns of episodes, given their rewards."""
+    returns = torch.tensor([sum(rewards) for rewards in episodes], dtype=torch.float64)
+    mean = float(returns.mean())
+    std = float(returns.std(correction=0))
+    tail = empirical_cvar(returns, args.cvar_alpha)
     line = f"return {mean:.1f} +- {std:.1f}, CVaR_{args.cvar_alpha:g} {tail:.1f}"
     print(f"evaluation of {len(episodes)} episodes: {line:<50}", flush=True)  # hides the progress
-    result = {"eval/return_mean": mean, "eval/return_std": std, "eval/return_cvar": tail}
-    return result | {"eval/length_mean": float(np.mean([len(rewards) for rewards in episodes]))}
-
-
-# ----------------------------------------------------------------------------------------- training
-def schedules(args: Args, progress: float) -> tuple[float, float]:
-    """Learning rate and entropy coefficient after this fraction of the run."""
-    final_lr = 0.0 if args.anneal_lr else args.learning_rate
-    final_ent_coef = args.ent_coef if args.ent_coef_final is None else args.ent_coef_final
-    lr = linear_schedule(args.learning_rate, final_lr, progress)
-    return lr, linear_schedule(args.ent_coef, final_ent_coef, progress)
-
-
-def is_due(iteration: int, every: int) -> bool:  # every so many iterations; 0: never
-    return every > 0 and iteration % every == 0
-
-
-def iteration_metrics(run: Run, times: list[float], args: Args) -> dict:
-    """Speed, seconds of each part given the times at their ends, recent returns."""
-    metrics: dict[str, Any] = {
-        "charts/SPS": run.step / run.seconds,
-        "time/rollout": times[1] - times[0],
-        "time/values": times[2] - times[1],
-        "time/update": times[3] - times[2],
+    return {
+        "eval/return_mean": mean,
+        "eval/return_std": std,
+        "eval/return_cvar": tail,
+        "eval/length_mean": float(np.mean([len(rewards) for rewards in episodes])),
     }
-    if run.recent:
-        returns = torch.tensor(run.recent).double()
-        metrics["charts/recent_returns"] = returns
-        metrics["cvar/empirical"] = empirical_cvar(returns, args.cvar_alpha)
-    return metrics
 
 
-def last_checkpoint(run_dir: Path) -> str:
-    """What a fault leaves, in words."""
-    path = run_dir / "checkpoint.pt"
-    return f"last checkpoint: {path}" if path.exists() else "no checkpoint yet"
-
-
-def train(args: Args) -> dict[str, Any]:
-    """Train, save, evaluate. Returns the last value of every logged metric, and `run_dir`.
-    A fault is raised with a note that names the last checkpoint; a signal in `STOP` ends in a
-    checkpoint and KeyboardInterrupt. Sets RNGs, torch's options and how EzPickle copies."""
-    set_up_process(args)
-    agent = make_agent(args)
-    optimizer = optim.Adam([one_vector(agent)], args.learning_rate, eps=1e-5, fused=True)
-    run_dir = Path(args.resume or of_all(RANK == 0 and make_run_dir(args))[0])
-    envs = make_envs(args, args.local_envs)
-    run, carry = resume_run(args, optimizer, envs) if args.resume else (Run(), None)
-    total = args.num_iterations * args.batch_size
-    writer = open_writer(args, run_dir, run.step)
-    save = partial(save_checkpoint, writer, args, agent, optimizer, envs, run)
-
+def check_video(args: Args) -> None:
+    """Raise `UsageError` where nothing can be filmed."""
+    make_env(args).close()  # its faults are not the film's
     try:
-        first_seed = args.seed + run.step + RANK * args.local_envs
-        carry = carry or open_episodes(envs, agent, first_seed)
-        for iteration in range(run.step // args.batch_size + 1, args.num_iterations + 1):
-            lr, ent_coef = schedules(args, run.step / total)
-            optimizer.param_groups[0]["lr"] = lr
+        import_module("moviepy")
+        env = make_env(args, render_mode="rgb_array")
+        env.reset(seed=0)
+        frame = np.asarray(env.render())
+        env.close()
+        if env.render_mode != "rgb_array":
+            raise ValueError("the task forgets its render_mode")
+        if frame.dtype != np.uint8:
+            raise ValueError(f"frames are of {frame.dtype}, not bytes")
+    except Exception as error:  # a renderer may raise anything
+        text = f"{str(error) or repr(error)}; needs moviepy and a task that renders rgb_array"
+        raise UsageError(f"--capture-video: {text}") from error
 
-            times = [time.time()]
-            torch.manual_seed(hash((args.seed, run.step)))  # the same noise in all processes
-            rollout, carry = collect_rollout(envs, agent, carry, args)
-            times.append(time.time())
-            batch, carry, metrics = prepare_batch(agent, rollout, carry, args)
-            times.append(time.time())
-            metrics |= update(agent, optimizer, batch, args, ent_coef)
-            times.append(time.time())
-            agent.update_obs_moments(rollout.obs)  # last: acting and training saw the same inputs
 
-            log_episodes(writer, run, rollout)
-            run.step += args.batch_size
-            run.seconds += times[-1] - times[0]
-            metrics |= {"charts/learning_rate": lr, "policy/entropy_coef": ent_coef}
-            metrics = average_metrics(metrics) | iteration_metrics(run, times, args)
-            log(writer, run, metrics, run.step, run.step == total or iteration % 10 == 1)
-            show_progress(run, total)
+# -------------------------------------------------------------------------------- many processes
+RANK = int(os.environ.get("RANK", "0"))  # number of this process, from torchrun
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))  # processes that share the environments
 
-            if run.step < total and is_due(iteration, args.eval_every):
-                evaluate_run(writer, run, agent, args, partial(save, carry))
-            stop = average(torch.tensor(float(len(STOP)))) > 0
-            if run.step == total or stop or is_due(iteration, args.checkpoint_every):
-                save(carry)
-            if stop:
-                raise KeyboardInterrupt(f"stopped after {run.step:,} steps; --resume {run_dir}")
 
-        if run.evaluated != total:  # else the run had ended
-            evaluate_run(writer, run, agent, args, partial(save, carry))
-            save(carry)
-        show_best(run, run_dir)
-        log_flags(writer, args)
-    except Exception as error:
-        error.add_note(f"after {run.step:,} steps; {last_checkpoint(run_dir)}")
+class OtherProcessEnded(RuntimeError):
+    """The connection to another process of the run is broken."""
+
+
+def average(x: Tensor) -> Tensor:
+    """Mean over all processes of tensors of one shape. With one process it is x itself."""
+    if WORLD_SIZE == 1:
+        return x
+    x = x.detach() / WORLD_SIZE
+    exchange(distributed.all_reduce, x)
+    return x
+
+
+def own(x: Tensor) -> Tensor:
+    """This process's environments (axis 1) of what was drawn for those of all processes."""
+    return x.chunk(WORLD_SIZE, 1)[RANK]
+
+
+def gather(x: Tensor) -> Tensor:
+    """Tensors (T, n, ...) of all processes, along axis 1."""
+    if WORLD_SIZE == 1:
+        return x
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(WORLD_SIZE)]
+    exchange(distributed.all_gather, parts, x.contiguous())
+    return torch.cat(parts, 1)
+
+
+def gather_objects(thing: Any) -> list:
+    """A thing of every process, in their order."""
+    things = [thing] * WORLD_SIZE
+    if WORLD_SIZE > 1:
+        exchange(distributed.all_gather_object, things, thing)
+    return things
+
+
+def exchange(call: Callable, *tensors: Any) -> None:
+    """Make a call that all processes make at once. The first one lets them find each other.
+
+    Raises `OtherProcessEnded` for a broken connection. Other faults are raised as they are.
+    """
+    if not distributed.is_initialized():
+        gpu = torch.cuda.is_available()
+        distributed.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+        atexit.register(time.sleep, 0.5)  # torch's threads outlive Python and would abort its exit
+        atexit.register(distributed.destroy_process_group)
+    try:
+        call(*tensors)
+    except RuntimeError as error:
+        if isinstance(error, distributed.DistError) or "gloo" in str(error):
+            raise OtherProcessEnded("another process of the run ended") from error
         raise
-    finally:
-        envs.close()
-        if writer is not None:
-            writer.close()
-    return run.logged | {"run_dir": str(run_dir)}
 
 
-def request_stop(number: int, frame: Any) -> None:
-    """End after this iteration; the second signal has its default effect."""
-    STOP.append(number)
-    signal.signal(number, signal.SIG_DFL)
+def average_metrics(metrics: dict) -> dict:
+    """Scalars become their means over all processes. Histograms stay those of this process."""
+    tags = [tag for tag, value in metrics.items() if is_scalar(value)]
+    values = torch.tensor([float(metrics[tag]) for tag in tags], dtype=torch.float64)
+    return metrics | dict(zip(tags, average(values).tolist()))
+
+
+# ----------------------------------------------------------------------------------- command line
+class UsageError(ValueError):
+    """A mistake of the user. It costs one line without a traceback, and exit code 2."""
+
+
+def require_flag(args: Args, name: str, holds: bool, text: str) -> None:
+    """Raise `UsageError` that names flag, value and remedy unless the condition holds."""
+    if not holds:
+        raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: {text}")
+
+
+def check_flags(args: Args) -> None:
+    """Turn the flags into plain Python values and require that each of them can work.
+
+    An integer serves as a float, a list as a tuple, and a number of NumPy as one of Python. Raises
+    `UsageError` with flag, value, bound and remedy.
+    """
+    for name, hint in get_type_hints(type(args), include_extras=True).items():
+        kind, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        value = plain(getattr(args, name), kind)
+        setattr(args, name, value)
+        if get_origin(kind) is Literal:
+            choices = get_args(kind)
+            known = any(value == choice and type(value) is type(choice) for choice in choices)
+            require_flag(args, name, known, f"must be one of {', '.join(map(str, choices))}")
+        elif get_origin(kind) is tuple:
+            integers = isinstance(value, tuple) and all(type(entry) is int for entry in value)
+            require_flag(args, name, integers, "must be a tuple of integers")
+        else:
+            fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+            require_flag(args, name, fits, f"must be {getattr(kind, '__name__', kind)}")
+        for allowed in extras:
+            if isinstance(allowed, Range) and value is not None:
+                require_flag(args, name, value in allowed, f"must be finite and {allowed}")
+    check_sizes(args)
+    gpu = torch.cuda.is_available() or not args.cuda
+    require_flag(args, "cuda", gpu, "torch sees no GPU; leave it out")
+    found = not args.resume or Path(args.resume).is_dir()
+    require_flag(args, "resume", found, "is not a run directory")
+    alone = not (args.evaluate and args.resume)
+    require_flag(args, "evaluate", alone, "excludes --resume")
+
+
+def plain(value: Any, kind: Any) -> Any:
+    """A value as plain Python: NumPy's numbers, lists, and integers where a float is meant."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, list):
+        value = tuple(value)
+    if isinstance(value, tuple):
+        value = tuple(plain(entry, int) for entry in value)
+    if type(value) is int and kind in (float, float | None):
+        value = float(value)
+    return value
+
+
+def check_sizes(args: Args) -> None:
+    """Require that rollouts, training sequences, minibatches and processes fit together."""
+    shared = args.num_envs % WORLD_SIZE == 0
+    require_flag(args, "num_envs", shared, f"must be a multiple of the {WORLD_SIZE} processes")
+    size = "num_envs * num_steps"
+    enough = args.batch_size > 1
+    require_flag(args, "num_steps", enough, f"a rollout, {size}, needs 2 steps")
+    enough = args.num_iterations > 0
+    require_flag(args, "total_timesteps", enough, f"must be at least one rollout, {size}")
+    whole = args.num_steps % args.sequence_length == 0
+    require_flag(args, "seq_len", whole, "must divide num_steps (0 takes all of them)")
+    sequences = args.batch_size // args.sequence_length // WORLD_SIZE
+    text = f"must divide the {sequences} training sequences, {size} / seq_len / processes"
+    require_flag(args, "num_minibatches", sequences % args.num_minibatches == 0, text)
+
+
+def parse_flags(argv: list[str], default: Args | None = None) -> Args:
+    """Flags of a command line. tyro shows each group of them in a box of its own."""
+    values = {} if default is None else asdict(default)
+    groups = {}
+    for title, group in GROUPS.items():
+        known = {one.name: values[one.name] for one in fields(group) if one.name in values}
+        groups[title] = group(**known)
+    flags_class = make_dataclass("Flags", list(GROUPS.items()))
+    parsed = tyro.cli(
+        tyro.conf.OmitArgPrefixes[flags_class],
+        args=argv,
+        default=flags_class(**groups),
+        description=__doc__.splitlines()[0],
+    )
+    flat = {}
+    for title in GROUPS:
+        flat |= vars(getattr(parsed, title))
+    args = Args(**flat)
+    refuse_idle_flags(args, argv)
+    return args
+
+
+def refuse_idle_flags(args: Args, argv: list[str]) -> None:
+    """Raise `UsageError` for a typed flag that has no effect beside the other flags."""
+    words = {word.split("=")[0].replace("_", "-") for word in argv if word.startswith("--")}
+    for name, hint in get_type_hints(Args, include_extras=True).items():
+        flag = f"--{name.replace('_', '-')}"
+        typed = flag in words or flag.replace("--", "--no-", 1) in words
+        for need in get_args(hint) if get_origin(hint) is Annotated else ():
+            if not typed or not isinstance(need, Needs):
+                continue
+            found = getattr(args, need.flag)
+            other = f"--{need.flag.replace('_', '-')}"
+            text = f"has no effect while {other} is {found}; change that, or leave {flag} out"
+            require_flag(args, name, found != need.other_than, text)
 
 
 def parse_args(argv: list[str]) -> tuple[Args, Agent | None]:
-    """Flags of the command line; with --resume and --evaluate, the run's flags are the defaults,
-    and its agent comes with them. Raises `UsageError` where others than the free ones change."""
+    """Flags of the command line, and the agent of a stored run where one is named.
+
+    With --resume and --evaluate the flags of the stored run are the defaults. Raises `UsageError`
+    where one changes that may not.
+    """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--resume", nargs="?")
     finder.add_argument("--evaluate", nargs="?")
     given, _ = finder.parse_known_args(argv)
     path = given.evaluate if given.resume is None else given.resume
     if path is None:
-        return tyro.cli(Args, args=argv), None
+        return parse_flags(argv), None
 
     agent, stored = load_agent(path)
-    args = tyro.cli(Args, args=argv, default=stored)
+    args = parse_flags(argv, stored)
     free = (
         "total_timesteps eval_episodes eval_every eval_sampled capture_video checkpoint_every "
         "torch_threads resume evaluate"
@@ -1817,33 +2497,58 @@ def parse_args(argv: list[str]) -> tuple[Args, Agent | None]:
     before = asdict(stored)
     changed = {name for name, value in asdict(args).items() if value != before[name]}
     names = ", ".join(sorted(changed - set(free.split())))
-    require(not names, f"{names}: not as in {path}; only these may differ: {free}")
+    if names:
+        raise UsageError(f"{names}: not as in {path}; only these may differ: {free}")
     least = stored.total_timesteps
-    args.rule("total_timesteps", args.total_timesteps >= least, f"below the run's, {least}")
+    fewer = args.total_timesteps < least
+    require_flag(args, "total_timesteps", not fewer, f"must not be below the run's, {least}")
     return args, agent
 
 
+def evaluate_stored(args: Args, agent: Agent) -> None:
+    """Evaluate the agent of --evaluate."""
+    torch.set_num_threads(args.torch_threads)
+    if args.capture_video:
+        check_video(args)
+    path = checkpoint_path(args.evaluate)
+    evaluate(agent, args, path.parent / "videos" / path.stem)
+
+
+@contextlib.contextmanager
+def silenced_unless_first() -> Iterator[None]:
+    """Let only the first process print: each of them parses the same flags."""
+    with contextlib.ExitStack() as stack:
+        if RANK > 0:
+            nothing = stack.enter_context(Path(os.devnull).open("w"))
+            stack.enter_context(contextlib.redirect_stdout(nothing))
+            stack.enter_context(contextlib.redirect_stderr(nothing))
+        yield
+
+
 def main(argv: list[str]) -> None:
-    """Command line. A user's mistake costs one line on stderr and exit code 2; a fault is raised;
-    a signal ends the run with a checkpoint and exit code 130."""
+    """Run the command line.
+
+    A mistake of the user costs one line on stderr and exit code 2. A fault is raised. A signal ends
+    the run with a checkpoint and exit code 130. Of many processes only the first one speaks, but
+    for faults of its own each speaks for itself.
+    """
     try:
-        args, agent = of_all(RANK == 0 and parse_args(argv))[0]  # one process tells what is wrong
+        with silenced_unless_first():
+            args, agent = parse_args(argv)
         if args.evaluate:
-            torch.set_num_threads(args.torch_threads)
-            if args.capture_video:
-                check_video(args)
-            path = Path(args.evaluate)
-            path = path / "checkpoint.pt" if path.is_dir() else path
-            evaluate(agent, args, path.parent / "videos" / path.stem)
+            if RANK == 0:
+                evaluate_stored(args, agent)
             return
-        signal.signal(signal.SIGINT, request_stop)
-        signal.signal(signal.SIGTERM, request_stop)
         train(args)
     except (UsageError, KeyboardInterrupt, OtherProcessEnded) as error:
-        lines = [str(error) or "interrupted", *getattr(error, "__notes__", ())]
         if RANK == 0:
+            lines = [str(error) or "interrupted", *getattr(error, "__notes__", ())]
             print("error:", " ".join("; ".join(lines).split()), file=sys.stderr)  # one line
         sys.exit({UsageError: 2, OtherProcessEnded: 1}.get(type(error), 130))
+    except NotFinite:
+        if RANK == 0:
+            raise
+        sys.exit(1)
 
 
 if __name__ == "__main__":
