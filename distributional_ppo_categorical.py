@@ -1,24 +1,52 @@
-"""Feed-forward PPO with twin categorical critics.
+"""Feed-forward PPO whose twin critics predict categorical distributions of the return (C51).
 
-    python distributional_ppo_categorical.py                    # CartPole; --help for the flags
+    python distributional_ppo_categorical.py           # learns CartPole
+    python distributional_ppo_categorical.py --help    # lists every flag with its range and default
 
-One iteration of `train`:
+One iteration of `train` has four parts:
 
-    collect_rollout   the actor alone acts for T steps in N environments
-    prepare_batch     one pass of the critics: a return distribution for every state and successor,
-                      hence advantages and targets; the return statistics move
-    update            an Adam step per minibatch of shuffled rows, until KL exceeds `target_kl`, on
-                      clipped policy loss - ent_coef * entropy + vf_coef * losses of the critics
-    obs_moments       the observation statistics take in the rollout
+    collect_rollout      The actor alone acts for T steps in N environments.
+    prepare_batch        The critics run once over the rollout. The return distributions that they
+                         predict give advantages and targets. Then the return statistics move.
+    update               Adam takes a step on each minibatch of shuffled rows, epoch after epoch,
+                         until the policy has moved by `target_kl`.
+    update_obs_moments   The observation statistics take in the rollout.
 
-Shapes: T steps, N environments, B rows, D observation, P action parts, A action floats, K atoms, J
-target samples, C critics. Where D is written images have three axes, channels first. Rewards,
-values and returns are in the task's units, what networks see and predict is normalised, images by
-their first layer. Papers are cited at their formulas. The sibling, distributional_ppo_lstm.py, is
-recurrent, with quantile critics."""
+Four things differ from most PPO scripts:
+
+    True successors      A time limit is no death. An episode that is cut there is bootstrapped from
+                         the value of its own final observation (Pardo et al. 2018). The first
+                         observation of the next episode would be wrong.
+    Critics come later   Nothing needs a value while the actor acts. One pass over the rollout is
+                         faster, and it sees every true successor.
+    Distributions        Each critic predicts a distribution of returns. Its tail is what a
+                         risk-averse policy learns from.
+    Stop before a step   The KL divergence from the policy that acted is measured ahead of each
+                         step. The step that would go on from too large a divergence is not taken.
+
+Shapes are written with these letters:
+
+    T   steps of a rollout
+    N   environments
+    B   rows of a rollout, T * N, or of a minibatch
+    D   entries of an observation; an image has three axes instead, channels first
+    A   floats of a continuous action
+    P   parts of a discrete action
+    H   width of the hidden layers
+    C   critics
+    K   atoms of a predicted distribution
+    J   weighted returns of a target distribution
+
+Rewards, values and returns are in the task's units. What networks see and predict is normalised.
+Papers are cited where their formulas are. The sibling, distributional_ppo_lstm.py, is
+recurrent and has quantile critics.
+"""
+
+from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import json
 import math
 import os
@@ -27,15 +55,14 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+from dataclasses import asdict, dataclass, fields, make_dataclass
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import gymnasium as gym
 import numpy as np
@@ -46,274 +73,683 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor, distributed, nn, optim
 from torch.utils.tensorboard import SummaryWriter, summary
 
-VELOCITIES = {  # entries that are zero in the velocity-free tasks of rl-baselines3-zoo
-    "CartPoleNoVel": (1, 3), "MountainCarNoVel": (1,), "MountainCarContinuousNoVel": (1,),
-    "PendulumNoVel": (2,), "LunarLanderNoVel": (2, 3, 5), "LunarLanderContinuousNoVel": (2, 3, 5),
-}  # fmt: skip
-LOG_STD_RANGE = (-5.0, 2.0)  # of Gaussian actions: std from 0.0067 to 7.4
-HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
-STATS = "episode_statistics"  # key of a finished episode's return and length in `info`
-RANK = int(os.environ.get("RANK", "0"))  # number of this process, by torchrun
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))  # processes that share the environments
-STOP: list[int] = []  # signals received: end after this iteration, with a checkpoint
-ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
 Tensors = tuple[Tensor, ...]
 
 
-class UsageError(ValueError):
-    """A mistake of the user: one line without a traceback, exit code 2."""
+# ------------------------------------------------------------------------------------------- flags
+@dataclass(frozen=True)
+class Range:
+    """The finite numbers that a flag may have."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    above_low: bool = False  # excludes `low` itself
+
+    def __contains__(self, value: float) -> bool:
+        inside = self.low < value if self.above_low else self.low <= value
+        return math.isfinite(value) and inside and value <= self.high
+
+    def __str__(self) -> str:
+        if math.isfinite(self.low) and math.isfinite(self.high):
+            return f"[{self.low:g}, {self.high:g}]"
+        if math.isfinite(self.low):
+            return f"{'>' if self.above_low else '>='}{self.low:g}"
+        return ""
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise `UsageError` unless the condition holds."""
-    if not condition:
-        raise UsageError(message)
+def bounded(kind: Any, *bounds: Any) -> Any:
+    """The type of a flag together with its range, which help and checks read from here."""
+    allowed = Range(*bounds)
+    word = "INT" if kind is int else "FLOAT"
+    metavar = str(allowed) if str(allowed).startswith("[") else f"{word}{allowed}"
+    if kind == float | None:
+        metavar = f"None|{metavar}"
+    return Annotated[kind, allowed, tyro.conf.arg(metavar=metavar)]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The flag that makes another one work, by having any other value than this."""
+
+    flag: str
+    other_than: Any
+
+
+LOG_STD_RANGE = (-5.0, 2.0)  # of Gaussian actions: a std from 0.0067 to 7.4
+Count = bounded(int, 1)
+CountOrZero = bounded(int, 0)
+Seed = bounded(int, 0, 4_000_000_000)
+Number = bounded(float)
+NonNegative = bounded(float, 0)
+NonNegativeOrNone = bounded(float | None, 0)
+Positive = bounded(float, 0, math.inf, True)
+PositiveOrNone = bounded(float | None, 0, math.inf, True)
+Fraction = bounded(float, 0, 1)
+TailMass = bounded(float, 1e-3, 1)
+LogStd = bounded(float, *LOG_STD_RANGE)
 
 
 @dataclass
-class Args:
-    """Feed-forward PPO with twin categorical critics."""
+class TaskArgs:
+    """The task and how much of it is seen."""
 
-    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run directory's name
-    seed: int = 1  # seed of environments, weights and sampling, integer >= 0
-    torch_deterministic: bool = True  # deterministic cuDNN kernels (CPU runs always repeat exactly)
-    cuda: bool = False  # run the networks on the GPU; small ones are faster on the CPU
-    torch_threads: int = 1  # CPU threads of torch, integer >= 1; 1 is fastest for small networks
-    compile: bool = False  # torch.compile the losses: takes up to a minute, then updates are faster
-    run_dir: str = "runs"  # directory under which the run directory is created
-    eval_episodes: int = 50  # episodes of an evaluation, integer >= 1
-    eval_every: int = 0  # iterations between evaluations, integer >= 0; 0: only at the end
-    checkpoint_every: int = 100  # iterations between checkpoints, integer >= 0; 0: at the end
-    resume: str = ""  # run directory to continue, with its flags; total_timesteps may grow
-    init_from: str = ""  # run directory or checkpoint whose weights and statistics to start with
-    eval_sampled: bool = False  # evaluate the policy as it samples, not by its mode
-    capture_video: bool = False  # film the first 3 episodes of every evaluation; needs moviepy
-    evaluate: str = ""  # run directory or checkpoint to evaluate with its flags; trains nothing
-    env_id: str = "CartPole-v1"  # gymnasium id, module:id, or a velocity-free id of the zoo
-    total_timesteps: int = 50_000  # environment steps of the run, rounded down to whole rollouts
-    num_envs: int = 8  # parallel environments, of all processes, integer >= 1
-    num_steps: int = 64  # steps of each environment per rollout, integer >= 1
-    masked_obs: tuple[int, ...] = ()  # entries of the observation vector multiplied by zero
-    hidden_size: int = 64  # width of all hidden layers, integer >= 1
-    activation: Literal["tanh", "relu"] = "relu"  # of all hidden layers
-    log_std_init: float = 0.0  # initial log-std of Gaussian actions, in [-5, 2]
-    norm_obs: bool = True  # normalise observation vectors by running moments, clipped to +-10
-    learning_rate: float = 1.5e-3  # of Adam, > 0
-    anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
-    gamma: float = 0.99  # discount per step, in [0, 1]
-    gae_lambda: float = 0.95  # weight of longer returns in GAE, in [0, 1]
-    num_minibatches: int = 2  # per epoch; divides num_envs * num_steps
-    update_epochs: int = 8  # passes over each rollout, integer >= 1
-    norm_adv: bool = True  # normalise advantages over the rollout
-    norm_adv_memory: int = 100  # rollouts whose advantage std holds on, integer >= 0; 0: none
-    clip_coef: float = 0.2  # clipping range of the probability ratio, > 0
-    ent_coef: float = 0.0  # weight of the entropy bonus, per nat, >= 0
-    ent_coef_final: float | None = None  # the same at the end of the run, linear; None: constant
-    min_entropy: float = 0.0  # floor of the mean entropy, nats; needs min_entropy_penalty > 0
-    min_entropy_penalty: float = 0.0  # weight of the shortfall below the floor, per nat, >= 0
-    vf_coef: float = 0.5  # weight of the value loss, >= 0
-    max_grad_norm: float = 0.5  # clipping norm of the gradient of all parameters, > 0
-    target_kl: float | None = None  # stop the update ahead of a step at a larger KL, nats, > 0
-    num_critics: Literal[1, 2] = 2  # value heads with parameters of their own
-    # V: the mean of the distribution, or a further output of each critic, blind to no rare return
+    env_id: str = "CartPole-v1"
+    """Gymnasium id, `module:id`, or a velocity-free id of rl-baselines3-zoo."""
+    total_timesteps: int = 50_000
+    """Environment steps of the run, rounded down to whole rollouts."""
+    num_envs: Count = 8
+    """Parallel environments, counted over all processes."""
+    num_steps: Count = 64
+    """Steps of each environment in a rollout."""
+    masked_obs: tuple[int, ...] = ()
+    """Entries of the observation vector that the networks see as zero."""
+
+
+@dataclass
+class NetworkArgs:
+    """Networks of the actor and of the critics, which share no parameter."""
+
+    hidden_size: Count = 64
+    """Width of all hidden layers."""
+    activation: Literal["tanh", "relu"] = "relu"
+    """Activation of all hidden layers."""
+    log_std_init: LogStd = 0.0
+    """Initial log-std of Gaussian actions."""
+    norm_obs: bool = True
+    """Normalise observation vectors by running moments, clipped to +-10."""
+
+
+@dataclass
+class PPOArgs:
+    """Advantages and the policy's update."""
+
+    learning_rate: Positive = 1.5e-3
+    """Learning rate of Adam at the start of the run."""
+    anneal_lr: bool = True
+    """Lower the learning rate linearly to 0 over the run."""
+    gamma: Fraction = 0.99
+    """Discount per step."""
+    gae_lambda: Fraction = 0.95
+    """Weight of longer returns in GAE and in SR(lambda)."""
+    num_minibatches: Count = 2
+    """Minibatches of an epoch. The number divides num_envs * num_steps."""
+    update_epochs: Count = 8
+    """Passes over each rollout."""
+    norm_adv: bool = True
+    """Normalise the advantages of each rollout."""
+    norm_adv_memory: Annotated[CountOrZero, Needs("norm_adv", False)] = 100
+    """Rollouts over which the running std of advantages fades. 0 keeps no running std."""
+    clip_coef: Positive = 0.2
+    """Clipping range of the probability ratio."""
+    ent_coef: NonNegative = 0.0
+    """Weight of the entropy bonus, per nat."""
+    ent_coef_final: NonNegativeOrNone = None
+    """Weight of the entropy bonus at the end of the run, reached linearly. None: constant."""
+    min_entropy: Annotated[Number, Needs("min_entropy_penalty", 0.0)] = 0.0
+    """Mean entropy below which a penalty applies, in nats. Needs --min-entropy-penalty."""
+    min_entropy_penalty: NonNegative = 0.0
+    """Weight of what the mean entropy lacks to --min-entropy, per nat."""
+    max_grad_norm: Positive = 0.5
+    """Norm to which the gradient of all parameters is clipped."""
+    target_kl: PositiveOrNone = None
+    """KL divergence from the policy that acted, in nats.
+    A minibatch with a larger one ends the update ahead of its step."""
+
+
+@dataclass
+class CriticArgs:
+    """The critics and the value V that they give."""
+
+    vf_coef: NonNegative = 0.5
+    """Weight of the critics' loss."""
+    num_critics: Literal[1, 2] = 2
+    """Value heads, each with parameters of its own."""
     value_from: Literal["distribution", "mean_head"] = "mean_head"
-    twin_reduce: Literal["min", "mean", "min_quantile"] = "min"  # how twins give one distribution
-    norm_returns: bool = True  # critics predict normalised returns
-    norm_returns_memory: int = 100  # rollouts whose returns the statistics tell of, integer >= 1
-    vf_clip_coef: float = 0.2  # range d of value clipping (vf_clip), in normalised returns, > 0
-    # lambda_return: one number, understates spread and risk; sr_lambda: samples of the return
+    """V is the mean of the predicted distribution, or a further output of each critic.
+    The further output also learns from rewards that are too rare for the distribution."""
+    twin_reduce: Annotated[Literal["min", "mean"], Needs("num_critics", 1)] = "min"
+    """How two critics give one prediction: the one with the smaller V, or their mean."""
+    norm_returns: bool = True
+    """Critics predict normalised returns."""
+    norm_returns_memory: Annotated[Count, Needs("norm_returns", False)] = 100
+    """Rollouts over which the return statistics fade."""
+    vf_clip_coef: Annotated[Positive, Needs("vf_clip", "none")] = 0.2
+    """Range of value clipping, in normalised returns. Needs --vf-clip."""
     value_target: Literal["lambda_return", "sr_lambda"] = "lambda_return"
-    cvar_alpha: float = 0.05  # tail mass averaged by CVaR, in [1e-3, 1]; 1 is the mean
-    cvar_weight: float = 0.0  # weight of the CVaR advantage, in [0, 1]; ignored at cvar_alpha 1
+    """What the distribution learns: lambda-returns, or samples of the return by SR(lambda).
+    The spread of lambda-returns is smaller than that of returns, and so is the predicted risk."""
 
-    # ---- value distribution: categorical (flags) ----
-    num_atoms: int = 51  # atoms of each critic, integer >= 2
-    v_min: float = -5.0  # smallest atom, in normalised returns
-    v_max: float = 5.0  # largest atom, in normalised returns, > v_min
-    target_encoding: Literal["two_hot", "hl_gauss"] = "hl_gauss"  # returns as probabilities
-    hl_gauss_sigma: float = 0.75  # std of the Gaussian of hl_gauss, in bin widths, in [0.1, 100]
-    vf_clip: Literal["none", "mean_only"] = "none"  # clip value changes around the old mean
 
-    def check_distribution(self) -> None:
-        self.bound(2, math.inf, "num_atoms")
-        self.bound(0.1, 100, "hl_gauss_sigma")
-        width = self.v_max - self.v_min
-        text = f"--v-min {self.v_min} --v-max {self.v_max}: must be finite, v_min < v_max"
-        require(0 < width < math.inf, text)
+# ---- value distribution: categorical (flags) -----------------------------------------------------
+@dataclass
+class ValueDistributionArgs:
+    """Probabilities of returns at fixed atoms."""
 
-    # ---- end of value distribution ----
+    num_atoms: bounded(int, 2) = 51
+    """Atoms of each critic's distribution."""
+    v_min: Number = -5.0
+    """Smallest atom, in normalised returns."""
+    v_max: Number = 5.0
+    """Largest atom, in normalised returns, above --v-min."""
+    target_encoding: Literal["two_hot", "hl_gauss"] = "hl_gauss"
+    """How a return becomes probabilities: split between two atoms, or as a Gaussian."""
+    hl_gauss_sigma: Annotated[bounded(float, 0.1, 100), Needs("target_encoding", "two_hot")] = 0.75
+    """Standard deviation of that Gaussian, in distances of neighbouring atoms."""
+    vf_clip: Literal["none", "mean_only"] = "none"
+    """What value clipping keeps near its old value: nothing, or the mean."""
+
+
+# ---- end of value distribution -------------------------------------------------------------------
+
+
+@dataclass
+class RiskArgs:
+    """Conditional value at risk (CVaR), for metrics and for a risk-averse policy."""
+
+    cvar_alpha: TailMass = 0.05
+    """Share of the worst returns that CVaR averages. 1 gives the mean."""
+    cvar_weight: Annotated[Fraction, Needs("cvar_alpha", 1.0)] = 0.0
+    """Weight of the CVaR advantage. 0 learns from the mean alone."""
+
+
+@dataclass
+class RunArgs:
+    """What a run is called, when it is saved, and how it is evaluated."""
+
+    exp_name: str = "distributional_ppo_categorical"
+    """Name of the experiment, a part of the run directory's name."""
+    seed: Seed = 1
+    """Seed of environments, weights and sampling."""
+    run_dir: str = "runs"
+    """Directory in which the run directory is created."""
+    eval_episodes: Count = 50
+    """Episodes of an evaluation."""
+    eval_every: CountOrZero = 0
+    """Iterations between evaluations. 0 evaluates only at the end."""
+    eval_sampled: bool = False
+    """Evaluate actions that the policy samples. The default evaluates the policy's mode."""
+    checkpoint_every: CountOrZero = 100
+    """Iterations between checkpoints. 0 saves only at the end."""
+    capture_video: bool = False
+    """Film the first 3 episodes of every evaluation. Needs moviepy."""
+    resume: str = ""
+    """Run directory to continue with its own flags. --total-timesteps may grow."""
+    init_from: str = ""
+    """Run directory or checkpoint whose weights and statistics the run starts from."""
+    evaluate: str = ""
+    """Run directory or checkpoint to evaluate with its own flags. Nothing is trained."""
+
+
+@dataclass
+class MachineArgs:
+    """The machine."""
+
+    cuda: bool = False
+    """Run the networks on the GPU. Small networks are faster on the CPU."""
+    torch_deterministic: Annotated[bool, Needs("cuda", False)] = True
+    """Use deterministic cuDNN kernels. Runs on the CPU repeat exactly in any case."""
+    torch_threads: Count = 1
+    """CPU threads of torch. One is the fastest for small networks."""
+    compile: bool = False
+    """Compile the losses by torch.compile. It takes up to a minute; then updates are faster."""
+
+
+GROUPS = {  # in the order of --help
+    "task": TaskArgs,
+    "networks": NetworkArgs,
+    "ppo": PPOArgs,
+    "critics": CriticArgs,
+    "value_distribution": ValueDistributionArgs,
+    "risk": RiskArgs,
+    "run": RunArgs,
+    "machine": MachineArgs,
+}
+
+
+@dataclass
+class Args(
+    MachineArgs, RunArgs, RiskArgs, ValueDistributionArgs,
+    CriticArgs, PPOArgs, NetworkArgs, TaskArgs,
+):  # fmt: skip
+    """All flags. `Args(gamma=0.9)` raises `UsageError` for a value out of its range."""
 
     def __post_init__(self) -> None:
-        """Derive the sizes; raise `UsageError` with flag, value, bound and remedy."""
-        for name, hint in get_type_hints(Args).items():
-            self.check_type(name, hint)
-        inf = math.inf
-        self.bound(1, inf, "torch_threads", "eval_episodes", "num_envs", "num_steps")
-        self.bound(1, inf, "num_minibatches", "update_epochs")
-        self.bound(1, inf, "norm_returns_memory", "hidden_size")
-        self.bound(0, inf, "eval_every", "checkpoint_every", "vf_coef")
-        self.bound(0, inf, "norm_adv_memory", "ent_coef", "ent_coef_final", "min_entropy_penalty")
-        self.bound(1e-12, inf, "learning_rate", "clip_coef", "max_grad_norm", "target_kl")
-        self.bound(1e-12, inf, "vf_clip_coef")
-        self.bound(0, 1, "gamma", "gae_lambda", "cvar_weight")
-        self.bound(1e-3, 1, "cvar_alpha")
-        self.bound(0, 4e9, "seed")
-        self.bound(-1e9, 1e9, "min_entropy")
-        self.bound(*LOG_STD_RANGE, "log_std_init")
-        self.check_distribution()
+        check_flags(self)
 
-        equal = self.num_envs % WORLD_SIZE == 0
-        self.rule("num_envs", equal, f"must be a multiple of the {WORLD_SIZE} processes")
-        self.local_envs = self.num_envs // WORLD_SIZE  # of this process
-        self.batch_size = self.num_envs * self.num_steps  # samples of a rollout
-        self.num_iterations = self.total_timesteps // self.batch_size  # rollouts, and updates
-        self.is_atari = self.env_id.split(":")[-1].startswith("ALE/")  # rewards are clipped
+    @property
+    def batch_size(self) -> int:
+        """Samples of a rollout, counted over all processes."""
+        return self.num_envs * self.num_steps
 
-        size = "num_envs * num_steps"
-        self.rule("num_steps", self.batch_size > 1, f"a rollout, {size}, needs 2 steps")
-        enough = self.num_iterations > 0
-        self.rule("total_timesteps", enough, f"must be at least one rollout, {size}")
-        equal = self.local_envs * self.num_steps % self.num_minibatches == 0
-        self.rule("num_minibatches", equal, f"must divide the rollout, {size} / processes")
-        gpu = torch.cuda.is_available() or not self.cuda
-        self.rule("cuda", gpu, "torch sees no GPU; leave it out")
-        found = not self.resume or Path(self.resume).is_dir()
-        self.rule("resume", found, "is not a run directory")
-        self.rule("evaluate", not (self.evaluate and self.resume), "excludes --resume")
+    @property
+    def num_iterations(self) -> int:
+        """Rollouts of the run."""
+        return self.total_timesteps // self.batch_size
 
-    def check_type(self, name: str, hint: Any) -> None:
-        """Require what the annotation says; an integer serves as a float, a bool as neither."""
-        value = getattr(self, name)
-        if get_origin(hint) is Literal:
-            choices = get_args(hint)
-            self.rule(name, value in choices, f"must be one of {', '.join(map(str, choices))}")
-        elif get_origin(hint) is tuple:
-            holds = isinstance(value, tuple) and all(type(entry) is int for entry in value)
-            self.rule(name, holds, "must be a tuple of integers")
-        else:
-            wider = hint | int if isinstance(0.0, hint) else hint
-            holds = isinstance(value, wider) and isinstance(value, bool) == (hint is bool)
-            self.rule(name, holds, f"must be {getattr(hint, '__name__', hint)}")
-
-    def bound(self, low: float, high: float, *names: str) -> None:
-        """Require finite numbers in [low, high]; None passes."""
-        for name in names:
-            value = getattr(self, name)
-            holds = value is None or (math.isfinite(value) and low <= value <= high)
-            self.rule(name, holds, f"must be finite and in [{low:g}, {high:g}]")
-
-    def rule(self, name: str, holds: bool, text: str) -> None:
-        require(holds, f"--{name.replace('_', '-')} {getattr(self, name)}: {text}")
+    @property
+    def is_atari(self) -> bool:
+        """Whether the task is an Atari game, whose rewards are clipped for learning."""
+        return self.env_id.split(":")[-1].startswith("ALE/")
 
 
-# ------------------------------------------------------------------------ what flows, with shapes
+# ------------------------------------------------------------------------- what flows, with shapes
 class Rollout(NamedTuple):
     """T steps of N environments as they happened."""
 
     obs: Tensor  # (T, N, D) s_t, raw
     next_obs: Tensor  # (T, N, D) true successor s'_t, raw: the final one where an episode ended
-    actions: Tensor  # (T, N, P) indices or (T, N, A) floats, as sampled
-    params: Tensor  # (T, N, 2, A) or (T, N, P, largest part) of the action distribution
-    rewards: Tensor  # (T, N) in the task's units, float64
-    terminated: Tensor  # (T, N) bool, s'_t is terminal: nothing follows
-    truncated: Tensor  # (T, N) bool, a time limit: s'_t has a value
-    episodes: list[tuple[int, float, int]]  # step t, return and length of those that ended
+    actions: Tensor  # (T, N, P) indices or (T, N, A) floats, as they were sampled
+    params: Tensor  # (T, N, P, largest part) or (T, N, 2, A), the action distribution
+    rewards: Tensor  # (T, N) float64, in the task's units
+    terminated: Tensor  # (T, N) bool: s'_t is terminal and nothing follows
+    truncated: Tensor  # (T, N) bool: a time limit cut the episode, and s'_t has a value
+    episodes: list[tuple[int, float, int]]  # step t, return and length of each that ended
 
 
 class Batch(NamedTuple):
-    """The steps of a rollout as B = T * N rows, or some of them; nothing has a graph."""
+    """The steps of a rollout as B = T * N rows, or some of them. Nothing has a graph."""
 
     obs: Tensor  # (B, D) normalised
     actions: Tensor  # (B, P) or (B, A)
-    params: Tensor  # (B, 2, A) or (B, P, largest part) of the policy that acted
+    params: Tensor  # (B, P, largest part) or (B, 2, A) of the policy that acted
     log_probs: Tensor  # (B,) of the actions under that policy, nats
-    advantages: Tensor  # (B,) as the policy loss takes them
-    targets: Tensor  # (B, K) of the value distribution
-    returns: Tensor  # (B,) lambda-returns, normalised: of the mean outputs
-    old_values: Tensor  # (B, C, 1 or 2) means of each critic, to clip around, normalised returns
+    advantages: Tensor  # (B,) as the policy's loss takes them
+    targets: Tensor  # (B, K) what the value distributions learn
+    returns: Tensor  # (B,) lambda-returns, normalised: what the mean outputs learn
+    old_values: Tensor  # (B, C, 1 or 2) means before the update, normalised, to clip around
 
 
-# ----------------------------------------------------------------------------------- many processes
-class OtherProcessEnded(RuntimeError):
-    """What the processes of a run find when one of them has ended."""
+# --------------------------------------------------------------------------------------- algorithm
+def train(args: Args) -> dict[str, Any]:
+    """Train, evaluate and save.
+
+    Returns the last value of every metric, and `run_dir`. A fault is raised with a note that names
+    the last checkpoint. The first Ctrl-C ends the run after its iteration, with a checkpoint and
+    KeyboardInterrupt. Sets the seeds of all random number generators and options of torch.
+    """
+    run, agent, optimizer, envs = start(args)  # anew, resumed, or with the weights of another run
+    with run:
+        obs = open_episodes(envs, run)
+        for progress in run.iterations():
+            rollout, obs = collect_rollout(envs, agent, obs, args)
+            run.lap("rollout")
+            batch, metrics = prepare_batch(agent, rollout, args)
+            run.lap("values")
+            metrics |= update(agent, optimizer, batch, args, progress)
+            agent.update_obs_moments(rollout.obs)  # last: acting and training saw the same inputs
+            run.lap("update")
+            run.end_iteration(rollout, metrics, (obs,))
+    return run.results
 
 
-def exchange(call: Callable, *args: Any) -> None:
-    """What all processes call at once; the first time they find each other."""
-    if not distributed.is_initialized():
-        gpu = torch.cuda.is_available()
-        patience = timedelta(days=7)  # others wait while process 0 evaluates
-        distributed.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=patience)
-        atexit.register(time.sleep, 0.5)  # threads of torch that outlive Python abort its exit
-        atexit.register(distributed.destroy_process_group)
-    try:
-        call(*args)
-    except RuntimeError as error:  # of the connection
-        raise OtherProcessEnded("another process of the run ended") from error
+def collect_rollout(
+    envs: gym.vector.VectorEnv, agent: Agent, current_obs: np.ndarray, args: Args
+) -> tuple[Rollout, np.ndarray]:
+    """Act for T steps in N environments. Returns the rollout and the observations to act on next.
+
+    current_obs are the observations (N, D) to act on first. Only the actor runs, and no statistics
+    move. Where an episode ends, the environment is reset within the same step: `envs.step` then
+    gives the first observation of the next episode, and the final observation of the old one comes
+    in `info`.
+
+    Raises RuntimeError for observations and rewards that are not finite.
+    """
+    T = args.num_steps
+    N = envs.num_envs
+    obs = np.empty((T, N, *current_obs.shape[1:]), current_obs.dtype)
+    next_obs = np.empty_like(obs)
+    rewards = np.empty((T, N))
+    terminated = np.empty((T, N), bool)
+    truncated = np.empty((T, N), bool)
+    actions = []
+    params = []
+    episodes = []
+
+    normalize = agent.obs_normalizer()
+    with torch.inference_mode():
+        noise = own(agent.action_dist.noise(T, args.num_envs))
+        for t in range(T):
+            obs[t] = current_obs
+            seen = normalize(torch.as_tensor(obs[t], device=agent.device))
+            step_params = agent.policy_params(seen)
+            action = agent.action_dist.sample(step_params, noise[t])
+            params.append(step_params)
+            actions.append(action)
+
+            result = envs.step(agent.action_dist.to_env(action))
+            current_obs, rewards[t], terminated[t], truncated[t], info = result
+            next_obs[t] = current_obs
+            ended = terminated[t] | truncated[t]
+            if ended.any():  # there `current_obs` already belongs to the next episode
+                next_obs[t, ended] = np.stack(info["final_obs"][ended])
+                episodes += finished_episodes(info, ended, t)
+            check_finite(next_obs[t], current_obs, rewards[t], f"step {t} of the rollout")
+
+    if args.is_atari:
+        rewards = rewards.clip(-1, 1)  # the episodes' returns keep what was paid
+    to_device = partial(torch.as_tensor, device=agent.device)
+    rollout = Rollout(
+        obs=to_device(obs),
+        next_obs=to_device(next_obs),
+        actions=torch.stack(actions),
+        params=torch.stack(params),
+        rewards=to_device(rewards),
+        terminated=to_device(terminated),
+        truncated=to_device(truncated),
+        episodes=episodes,
+    )
+    return rollout, current_obs.copy()
 
 
-def average(x: Tensor) -> Tensor:
-    """Mean over all processes of tensors of one shape; x itself where there is one process."""
-    if WORLD_SIZE > 1:
-        x = x.detach() / WORLD_SIZE
-        exchange(distributed.all_reduce, x)
-    return x
+def run_critics(agent: Agent, rollout: Rollout, obs: Tensor, next_obs: Tensor) -> Tensors:
+    """Predict the return distribution of every state s_t and of every true successor s'_t.
+
+    obs and next_obs are (T, N, D), normalised. Returns the outputs of all critics for both, each
+    (C, T, N, K or K + 1). Where the episode goes on, s'_t is the next row of the same pass. The
+    final observations of episodes and of the rollout get a pass of their own (Pardo et al. 2018).
+    """
+    outputs = agent.value_outputs(obs)
+    next_outputs = outputs.roll(-1, 1)
+    end = rollout.terminated | rollout.truncated
+    end[-1] = True
+    next_outputs[:, end] = agent.value_outputs(next_obs[end])
+    return outputs, next_outputs
 
 
-def of_all(thing: Any) -> list:
-    """A thing of every process, in their order."""
-    things = [thing] * WORLD_SIZE
-    if WORLD_SIZE > 1:
-        exchange(distributed.all_gather_object, things, thing)
-    return things
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    next_values: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    gamma: float,
+    gae_lambda: float,
+) -> Tensors:
+    """Estimate advantages by GAE with correct time limits. Returns advantages A and returns A + V.
 
-
-def joined(x: Tensor) -> Tensor:
-    """Tensors (T, n) of all processes along their environments, (T, N)."""
-    if WORLD_SIZE == 1:
-        return x
-    whole = x.new_zeros(len(x), WORLD_SIZE * x.shape[1])
-    own(whole).copy_(x)
-    return WORLD_SIZE * average(whole)
-
-
-def own(x: Tensor) -> Tensor:
-    """This process's part of what `joined` gives."""
-    return x.chunk(WORLD_SIZE, 1)[RANK]
-
-
-# ---------------------------------------------------------------------------- advantages and policy
-def gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor,
-        truncated: Tensor, gamma: float, gae_lambda: float) -> Tensors:  # fmt: skip
-    """Generalized advantage estimation with correct time limits: advantages A and returns A + V.
         delta_t = r_t + gamma * (1 - terminated_t) * V(s'_t) - V(s_t)
         A_t     = delta_t + gamma * lambda * (1 - (terminated_t or truncated_t)) * A_{t+1}
-    All (T, N), or (T, N, R) for R reward terms with masks (T, N). s'_t is the true successor: the
-    final observation where an episode ended; both ends at once are a termination. Either end cuts
-    the recursion: the next episode's rewards must not leak across a time limit. Raises ValueError
-    for entries that are not finite. Source: Schulman et al. 2016, eq. 16; Pardo et al. 2018."""
+
+    All tensors are (T, N), or (T, N, R) for R reward terms with masks (T, N). s'_t is the true
+    successor: the final observation where an episode ended. A step that is terminated and truncated
+    counts as terminated.
+
+    The two masks differ. Termination cuts the bootstrap, since nothing follows. Either end cuts the
+    recursion, since the rewards of the next episode must not leak into this one.
+
+    Raises ValueError for entries that are not finite.
+    Source: Schulman et al. 2016, eq. 16; time limits: Pardo et al. 2018.
+    """
     for name, x in (("rewards", rewards), ("values", values), ("next_values", next_values)):
-        if bad := int((~torch.isfinite(x)).sum()):
+        bad = int((~torch.isfinite(x)).sum())
+        if bad:
             raise ValueError(f"gae: {bad} of {x.numel()} {name} are not finite")
+
     shape = terminated.shape + (1,) * (values.dim() - terminated.dim())  # masks lack further axes
-    alive = (~terminated).to(values.dtype).view(shape)
+    goes_on = (~terminated).to(values.dtype).view(shape)
     unbroken = (~(terminated | truncated)).to(values.dtype).view(shape)
-    delta = rewards + gamma * alive * next_values - values  # (T, N)
+    delta = rewards + gamma * goes_on * next_values - values  # (T, N)
     decay = gamma * gae_lambda * unbroken
-    sums = [torch.zeros_like(delta[0])]  # from the end
+
+    advantage = torch.zeros_like(delta[0])
+    advantages = []  # from the last step to the first
     for d, c in zip(delta.flip(0), decay.flip(0)):
-        sums.append(torch.addcmul(d, c, sums[-1]))
-    advantages = torch.stack(sums[1:]).flip(0)
+        advantage = torch.addcmul(d, c, advantage)
+        advantages.append(advantage)
+    advantages = torch.stack(advantages).flip(0)
     return advantages, advantages + values
 
 
-def normalize_advantages(advantages: Tensor, eps: float = 1e-8) -> Tensor:
-    """(A - mean) / (std + eps), population std over all entries.
-    No branch on std, which would be discontinuous. Constant input gives zeros, exactly: that is why
-    the first entry is subtracted first."""
-    shifted = advantages - advantages.flatten()[0]
-    centered = shifted - shifted.mean()
-    return centered / (centered.square().mean().sqrt() + eps)
+@torch.no_grad()
+def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, dict]:
+    """Turn a rollout into a batch. Returns it and metrics.
+
+    The order matters (van Hasselt et al. 2016). Values are decoded with the old statistics. Then
+    the statistics take in the targets, and the old values are expressed in the new units.
+    """
+    dist = agent.value_dist
+    if args.norm_returns and dist.moments.count == 0:
+        dist.moments.merge(*first_return_moments(rollout, args), weight=2)
+
+    # 1. The critics predict distributions of the return from every s_t and every s'_t.
+    obs = agent.normalize_obs(rollout.obs)
+    next_obs = agent.normalize_obs(rollout.next_obs)
+    outputs, next_outputs = run_critics(agent, rollout, obs, next_obs)
+    reduced = dist.reduce_twins(outputs)  # (T, N, K or K + 1)
+    next_reduced = dist.reduce_twins(next_outputs)
+
+    # 2. They give advantages and targets, in the task's units.
+    advantages, returns = gae(
+        rollout.rewards,
+        dist.value(reduced),
+        dist.value(next_reduced),
+        rollout.terminated,
+        rollout.truncated,
+        args.gamma,
+        args.gae_lambda,
+    )
+    if args.value_target == "sr_lambda":
+        targets = dist.sample_targets(rollout, next_reduced, args.gae_lambda)
+    else:
+        targets = dist.point_targets(returns)
+    if args.cvar_weight > 0 and args.cvar_alpha < 1:
+        risk_advantages = dist.risk_advantages(targets, reduced)
+        advantages = advantages.lerp(risk_advantages, args.cvar_weight)
+    scaled = scale_advantages(agent, advantages, args)
+    metrics = describe_critics(dist, rollout, outputs, reduced, next_reduced, returns)
+    metrics |= describe_advantages(advantages, scaled)
+
+    # 3. The return statistics move.
+    old_values, moved = dist.move_statistics(agent.critic_heads, outputs, targets)
+    metrics |= moved
+
+    # 4. Steps and environments become rows.
+    batch = Batch(  # (T, N, ...)
+        obs=obs,
+        actions=rollout.actions,
+        params=rollout.params,
+        log_probs=agent.action_dist.log_prob(rollout.params, rollout.actions),
+        advantages=scaled.float(),
+        targets=dist.encode_targets(targets),
+        returns=dist.moments.normalize(returns).float(),
+        old_values=old_values.movedim(0, 2).float(),
+    )
+    return Batch(*(x.flatten(0, 1) for x in batch)), metrics
+
+
+def batch_moments(x: Tensor) -> Tensors:
+    """Mean and population variance over the first axis, over the rows of all processes."""
+    mean = average(x.mean(0))
+    return mean, average((x - mean).square().mean(0))
+
+
+def first_return_moments(rollout: Rollout, args: Args) -> Tensors:
+    """Mean and variance of the discounted rewards of the first rollout.
+
+    The return statistics start from them, since untrained critics know nothing of the task's units.
+    """
+    zero = torch.zeros_like(rollout.rewards)
+    _, sums = gae(
+        rollout.rewards, zero, zero, rollout.terminated, rollout.truncated, args.gamma, 1.0
+    )
+    return batch_moments(sums.flatten())
+
+
+def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
+    """Center advantages (T, N) and divide them by the larger of their std and its running value.
+
+    Where all returns are alike, the std is the noise of rounding and of the critics. Dividing by it
+    would turn that noise into the policy's gradient.
+    """
+    if not args.norm_adv:
+        return advantages
+    _, variance = batch_moments(advantages.flatten())
+    missing = torch.zeros_like(variance)
+    if args.norm_adv_memory:
+        agent.adv_moments.merge(torch.zeros_like(variance), variance, weight=2)
+        missing = (agent.adv_moments.std - variance.sqrt()).clamp(min=0)
+    return normalize_advantages(advantages, missing + 1e-30, average)  # in any unit of reward
+
+
+def normalize_advantages(
+    advantages: Tensor, eps: float | Tensor = 1e-8, average: Callable = lambda x: x
+) -> Tensor:
+    """(A - mean) / (std + eps), with the population std over all entries.
+
+    There is no branch on the size of std: a branch would be discontinuous. Constant input gives
+    exact zeros, because one entry is subtracted from all before the mean is taken. `average` gives
+    the mean of a number over several processes that hold equal parts of the advantages.
+    """
+    shifted = advantages - average(advantages.flatten()[0])
+    centered = shifted - average(shifted.mean())
+    return centered / (average(centered.square().mean()).sqrt() + eps)
+
+
+def minibatches(batch: Batch, args: Args) -> Iterator[Batch]:
+    """In every epoch, shuffle the rows and give each of them once."""
+    orders = [torch.randperm(len(batch.obs)) for _ in range(args.update_epochs)]
+    for order in torch.stack(orders).to(batch.obs.device):
+        shuffled = [x.index_select(0, order).chunk(args.num_minibatches) for x in batch]
+        yield from map(Batch, *shuffled)
+        del shuffled  # ahead of the next epoch's copy
+
+
+def losses(agent: Agent, mb: Batch, args: Args, ent_coef: float) -> tuple[Tensor, dict]:
+    """Compute the loss of a minibatch, a scalar with its graph, and metrics without one.
+
+        loss = clipped policy loss + entropy loss + vf_coef * mean over critics of their losses
+
+    A metric is a scalar or has one number a row. This is a pure function of the parameters and the
+    minibatch. Source: Schulman et al. 2017, eq. 9.
+    """
+    params = agent.policy_params(mb.obs)
+    log_ratio = agent.action_dist.log_prob(params, mb.actions) - mb.log_probs  # (B,)
+    pg_loss, approx_kl, clipfrac = clipped_policy_loss(log_ratio, mb.advantages, args.clip_coef)
+    entropy = agent.action_dist.entropy(params)
+    h_loss = entropy_loss(entropy, ent_coef, args.min_entropy, args.min_entropy_penalty)
+
+    outputs = agent.value_outputs(mb.obs)  # (C, B, K or K + 1)
+    old_values = mb.old_values.movedim(1, 0)
+    value_losses, clipped = agent.value_dist.loss(outputs, mb.targets, mb.returns, old_values)
+    loss = pg_loss + h_loss + args.vf_coef * value_losses.mean()
+
+    metrics = {
+        "losses/policy_loss": pg_loss,
+        "losses/value_loss": value_losses,
+        "losses/entropy": entropy,
+        "losses/approx_kl": approx_kl,
+        "losses/clipfrac": clipfrac,
+        "twin/loss_1": value_losses[0],
+        "twin/loss_2": value_losses[-1],
+        "value/clip_fraction": clipped,
+        "policy/log_ratio": log_ratio,
+        "policy/kl_exact": agent.action_dist.kl(mb.params, params.detach()),
+    }
+    return loss, {tag: x.detach() for tag, x in metrics.items()}
+
+
+@cache
+def compiled_losses() -> Callable:
+    """`losses` by torch.compile. It is compiled once in a process."""
+    return torch.compile(losses)
+
+
+def update(
+    agent: Agent, optimizer: optim.Adam, batch: Batch, args: Args, progress: float
+) -> dict[str, float]:
+    """Train on one rollout for `update_epochs` epochs, or fewer where the policy moves too far.
+
+    The exact KL(old || new) of a minibatch is measured ahead of its step. The first one above
+    `target_kl` ends the update. Returns metrics: means over the minibatches that were evaluated,
+    and norms of the gradients of the steps that were taken.
+
+    Raises RuntimeError for a loss or a gradient that is not finite.
+    """
+    learning_rate, ent_coef = schedules(args, progress)
+    optimizer.param_groups[0]["lr"] = learning_rate
+    [vector] = optimizer.param_groups[0]["params"]  # all parameters, see `make_optimizer`
+    actor, critics = agent.parts()
+    actor_size = sum(p.numel() for p in actor)
+    evaluated = []  # metrics of each minibatch
+    norms = []  # gradient norms of actor and critics, for each step taken
+    compute_losses = compiled_losses() if args.compile else losses
+
+    for mb in minibatches(batch, args):
+        loss, metrics = compute_losses(agent, mb, args, ent_coef)
+        evaluated.append(metrics)
+        gradients = torch.autograd.grad(loss, [*actor, *critics])
+        told = (loss.detach(), metrics["policy/kl_exact"].mean())
+        flat = average(torch.cat([x.flatten() for x in (*gradients, *told)]))
+        vector.grad, told = flat.split([len(flat) - 2, 2])
+        parts = vector.grad.tensor_split([actor_size])
+        numbers = torch.stack([*told, *(part.norm() for part in parts)])
+        loss, kl, actor_norm, critic_norm = numbers.tolist()  # one transfer
+        if args.target_kl is not None and kl > args.target_kl:
+            break
+
+        norm = math.hypot(actor_norm, critic_norm)
+        check_step(loss, norm, len(norms))
+        norms.append((actor_norm, critic_norm))
+        vector.grad *= min(1, args.max_grad_norm / (norm + 1e-6))
+        optimizer.step()
+        agent.action_dist.clamp_parameters()
+
+    metrics = describe_update(evaluated, norms, args)
+    return metrics | {"charts/learning_rate": learning_rate, "policy/entropy_coef": ent_coef}
+
+
+# ------------------------------------------------------------------------- formulas of the policy
+# Flags by the name of a kind of task. They apply ahead of the flags that are typed.
+PRESETS: dict[str, dict[str, Any]] = {}
+
+
+def schedules(args: Args, progress: float) -> tuple[float, float]:
+    """Learning rate and entropy coefficient after this fraction of the run."""
+    final_learning_rate = 0.0 if args.anneal_lr else args.learning_rate
+    final_ent_coef = args.ent_coef if args.ent_coef_final is None else args.ent_coef_final
+    learning_rate = linear_schedule(args.learning_rate, final_learning_rate, progress)
+    return learning_rate, linear_schedule(args.ent_coef, final_ent_coef, progress)
+
+
+def linear_schedule(start: float, end: float, progress: float) -> float:
+    """start + (end - start) * progress, with progress clamped to [0, 1]."""
+    return start + (end - start) * min(max(progress, 0.0), 1.0)
+
+
+def clipped_policy_loss(log_ratio: Tensor, advantages: Tensor, clip_coef: float) -> Tensors:
+    """Compute PPO's clipped surrogate. Returns loss, approx_kl and clip fraction, all scalars.
+
+        r = exp(clamp(log_ratio, -20, 20)),  log_ratio = log pi_new(a|s) - log pi_old(a|s)
+        loss = -mean(min(r * A, clip(r, 1 - eps, 1 + eps) * A))
+        approx_kl = mean((r - 1) - log r)            in nats, >= 0 (Schulman's k3 estimator)
+        clip fraction = mean(|r - 1| > eps)
+
+    Both inputs are (B,). The clamp only keeps exp finite. A tight one would remove the gradient
+    where r is far above 1 and A is negative, where PPO needs it most.
+    Source: Schulman et al. 2017, eq. 7.
+    """
+    log_ratio = log_ratio.clamp(-20, 20)
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - clip_coef, 1 + clip_coef)
+    loss = -torch.min(ratio * advantages, clipped * advantages).mean()
+    with torch.no_grad():
+        approx_kl = (log_ratio.expm1() - log_ratio).mean()  # r - 1 would lose digits near r = 1
+        clip_fraction = ((ratio - 1).abs() > clip_coef).to(ratio.dtype).mean()
+    return loss, approx_kl, clip_fraction
+
+
+def entropy_loss(
+    entropy: Tensor, ent_coef: float, min_entropy: float, penalty_coef: float
+) -> Tensor:
+    """-ent_coef * mean(H) + penalty_coef * relu(min_entropy - mean(H)), a scalar.
+
+    entropy is (B,), in nats. The entropy of a Gaussian may be negative, so a floor of 0 is not
+    neutral. Source: Schulman et al. 2017, eq. 9; the floor is ours.
+    """
+    mean = entropy.mean()
+    if ent_coef == penalty_coef == 0:
+        return torch.zeros_like(mean)  # spares a backward pass whose gradient is 0
+    return -ent_coef * mean + penalty_coef * torch.relu(min_entropy - mean)
 
 
 def explained_variance(predictions: Tensor, targets: Tensor) -> Tensor:
@@ -324,52 +760,13 @@ def explained_variance(predictions: Tensor, targets: Tensor) -> Tensor:
     return torch.where(varies, 1 - residual / variance, 0)
 
 
-def clipped_policy_loss(log_ratio: Tensor, advantages: Tensor, clip_coef: float) -> Tensors:
-    """PPO's clipped surrogate; loss, approx_kl and clip fraction, scalars, from (B,) inputs.
-        r = exp(clamp(log_ratio, -20, 20)),  log_ratio = log pi_new(a|s) - log pi_old(a|s)
-        loss = -mean(min(r * A, clip(r, 1 - eps, 1 + eps) * A))
-        approx_kl = mean((r - 1) - log r)                 in nats, >= 0 (Schulman's k3 estimator)
-        clip fraction = mean(|r - 1| > eps)
-    The clamp is this wide because a tight one removes the gradient at r >> 1, A < 0.
-    Source: Schulman et al. 2017, eq. 7."""
-    log_ratio = log_ratio.clamp(-20, 20)
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - clip_coef, 1 + clip_coef)
-    loss = -torch.min(ratio * advantages, clipped * advantages).mean()
-    with torch.no_grad():
-        approx_kl = (log_ratio.expm1() - log_ratio).mean()  # r - 1 would round below log r
-        clip_fraction = ((ratio - 1).abs() > clip_coef).to(ratio.dtype).mean()
-    return loss, approx_kl, clip_fraction
-
-
-def entropy_loss(entropy: Tensor, ent_coef: float, min_entropy: float,
-                 penalty_coef: float) -> Tensor:  # fmt: skip
-    """-ent_coef * mean(H) + penalty_coef * relu(min_entropy - mean(H)), a scalar.
-    entropy (B,) in nats; that of Gaussians may be negative, so that a floor of 0 is not neutral.
-    Source: Schulman et al. 2017, eq. 9; the floor is ours."""
-    mean = entropy.mean()
-    if ent_coef == penalty_coef == 0:
-        return torch.zeros_like(mean)  # no pass backward that gives 0
-    return -ent_coef * mean + penalty_coef * torch.relu(min_entropy - mean)
-
-
-def linear_schedule(start: float, end: float, progress: float) -> float:
-    """start + (end - start) * progress, with progress clamped to [0, 1]."""
-    return start + (end - start) * min(max(progress, 0.0), 1.0)
-
-
-def empirical_cvar(returns: Tensor, alpha: float) -> float:
-    """Mean of the lowest fraction alpha of a sample (n,), one return counting in part."""
-    size = alpha * len(returns)
-    mass = (size - torch.arange(len(returns)).double()).clamp(0, 1)
-    return float((mass * returns.sort().values).sum() / size)
-
-
-# ---------------------------------------------------------------------------------- running moments
 class RunningMoments(nn.Module):
-    """Mean and variance of everything seen, in float64, saved with the weights.
-    `count` starts at 0: the first update gives exactly the moments of its batch. It is capped at
-    `max_count`, so that old data fade. Source: Chan et al. 1983 (never E[x^2] - E[x]^2)."""
+    """Mean and variance of everything seen so far, in float64, saved with the weights.
+
+    `count` starts at 0, so the first update gives exactly the moments of its batch. A count above
+    `max_count` is capped, so that old data fade. Moments are merged as in Chan et al. 1983; the
+    difference E[x^2] - E[x]^2 would lose all digits where the mean is large.
+    """
 
     def __init__(self, shape: tuple[int, ...] = (), max_count: float | None = None) -> None:
         super().__init__()
@@ -380,44 +777,54 @@ class RunningMoments(nn.Module):
 
     @property
     def std(self) -> Tensor:
-        """The one scale of `normalize` and `denormalize`, in whatever units: the floor is a ten
-        millionth of the mean, which float32 does not resolve."""
+        """The scale of `normalize` and `denormalize`.
+
+        It has a floor for data that do not vary: a ten-millionth of the mean, which is what float32
+        resolves. The floor scales with the data, so their unit does not matter.
+        """
         return (self.var + (1e-7 * self.mean).square() + 1e-60).sqrt()
 
     @torch.no_grad()
-    def update(self, x: Tensor, parts: int = 1) -> None:
-        """Take in a batch; all axes ahead of `shape` are samples. Of a batch in equal `parts`, one
-        in each process, this is one."""
+    def update(self, x: Tensor) -> None:
+        """Take in a batch; all axes ahead of the shape of the moments are samples."""
         x = x.double().reshape(-1, *self.mean.shape)
-        size = parts * len(x)
-        mean = average(x.mean(0))
-        var = average((x - mean).square().mean(0))
-        past = self.count / (self.count + size)  # its weight in the merged moments
+        mean = x.mean(0)
+        self.merge(mean, (x - mean).square().mean(0), len(x))
+
+    @torch.no_grad()
+    def merge(self, mean: Tensor, var: Tensor, weight: float) -> None:
+        """Take in the moments of `weight` samples that were computed elsewhere."""
+        past = self.count / (self.count + weight)  # weight of the past in the merged moments
         delta = mean - self.mean
         between = past * delta.square()
         self.var = past * self.var + (1 - past) * (var + between)
         self.mean = self.mean + (1 - past) * delta  # a new tensor: callers may hold the old one
-        self.count = (self.count + size).clamp(max=self.max_count)
+        self.count = (self.count + weight).clamp(max=self.max_count)
 
-    def normalize(self, x: Tensor) -> Tensor:  # keeps the dtype
+    def normalize(self, x: Tensor) -> Tensor:
+        """(x - mean) / std, in the dtype of x."""
         return ((x - self.mean) / self.std).to(x.dtype)
 
-    def denormalize(self, z: Tensor) -> Tensor:  # the inverse
+    def denormalize(self, z: Tensor) -> Tensor:
+        """std * z + mean, the inverse of `normalize`."""
         return (z * self.std + self.mean).to(z.dtype)
 
 
 # ---- value distribution: categorical (functions) -------------------------------------------------
 def project_categorical(probs: Tensor, source_atoms: Tensor, target_atoms: Tensor) -> Tensor:
     """Move a distribution to other atoms, (B, K) -> (B, K').
+
         out[b, j] = sum_i probs[b, i] * max(0, 1 - |clip(source[b, i]) - target[j]| / dz)
-    source_atoms (K,) or (B, K), clipped to the support; target_atoms (K',) ascending, equally
-    spaced by dz. Mass is kept, and the mean of sources inside the support. Differentiable in probs
-    and in source_atoms. Source: Bellemare et al. 2017, algorithm 1."""
+
+    source_atoms are (K,) or (B, K) and are clipped to the support. target_atoms (K',) ascend in
+    equal steps dz. Mass is preserved, and so is the mean of sources inside the support. The result
+    is differentiable in probs and in source_atoms. Source: Bellemare et al. 2017, algorithm 1.
+    """
     last = len(target_atoms) - 1
     dz = (target_atoms[-1] - target_atoms[0]) / last
-    position = ((source_atoms - target_atoms[0]) / dz).clamp(0, last)  # in steps of the index
+    position = ((source_atoms - target_atoms[0]) / dz).clamp(0, last)  # on the axis of the indices
     left = position.detach().floor().clamp(max=last - 1).nan_to_num()  # the neighbour below
-    share = (position - left).expand_as(probs)  # of the neighbour above
+    share = (position - left).expand_as(probs)  # goes to the neighbour above
     index = left.long().expand_as(probs)
     out = probs.new_zeros(*probs.shape[:-1], last + 1)
     out = out.scatter_add(-1, index, probs * (1 - share))
@@ -425,15 +832,21 @@ def project_categorical(probs: Tensor, source_atoms: Tensor, target_atoms: Tenso
 
 
 def two_hot(targets: Tensor, atoms: Tensor) -> Tensor:
-    """Projection of a point mass, (B,) -> (B, K): split between the two neighbouring atoms.
-    Source: Bellemare et al. 2017, algorithm 1."""
+    """Split a point mass between the two neighbouring atoms, (B,) -> (B, K).
+
+    Training does not call it: it projects weighted returns, of which this is the case J = 1.
+    Source: Bellemare et al. 2017, algorithm 1.
+    """
     return project_categorical(torch.ones_like(targets)[..., None], targets[..., None], atoms)
 
 
 def hl_gauss(targets: Tensor, atoms: Tensor, sigma: float) -> Tensor:
-    """Mass of N(target, sigma^2) in each atom's bin over that in all bins, (B,) -> (B, K).
-    Atoms are bin centres. Targets are clamped to [atoms[0], atoms[-1]] first: far outside, no bin
-    holds any mass in floating point. Source: Imani & White 2018; Farebrother et al. 2024."""
+    """Give each atom's bin its share of the mass of N(target, sigma^2), (B,) -> (B, K).
+
+    Atoms are the centres of the bins. The shares are of the mass inside all bins. Targets are
+    clamped to [atoms[0], atoms[-1]] first: far outside, no bin holds any mass in floating point.
+    Source: Imani & White 2018; Farebrother et al. 2024.
+    """
     half = (atoms[-1] - atoms[0]) / (len(atoms) - 1) / 2
     edges = torch.cat((atoms - half, atoms[-1:] + half))
     targets = targets.clamp(atoms[0], atoms[-1])
@@ -443,49 +856,52 @@ def hl_gauss(targets: Tensor, atoms: Tensor, sigma: float) -> Tensor:
 
 
 def categorical_cross_entropy(target_probs: Tensor, logits: Tensor) -> Tensor:
-    """-sum_k target_probs log_softmax(logits), nats, (B, K) -> (B,). Source: Bellemare et al. 2017,
-    algorithm 1."""
+    """-sum_k target_probs_k log_softmax(logits)_k in nats, (B, K) -> (B,).
+
+    Source: Bellemare et al. 2017, algorithm 1.
+    """
     return -(target_probs * logits.log_softmax(-1)).sum(-1)
 
 
-def clip_shift(probs: Tensor, old_values: Tensor, clip_delta: float, atoms: Tensor) -> Tensor:
-    """What brings the mean of (B, K) to within d = clip_delta of old_values (B,); 0 inside.
-        clamp(m - m_old, -d, d) + m_old - m,  m = sum(p z)
-    PPO's value clipping (reference code of Schulman et al. 2017) for a distribution; ours."""
-    mean = (probs * atoms).sum(-1)
-    return clip_values(mean, old_values, clip_delta) - mean
-
-
 def clip_categorical(probs: Tensor, old_values: Tensor, clip_delta: float, atoms: Tensor) -> Tensor:
-    """Predictions whose mean moved by at most d = clip_delta, (B, K); more at the support's ends.
-    The atoms move by `clip_shift` and are projected back, which adds up to dz^2 / 4 of variance.
-    Not for a loss: the gradient of the log of a small share is unbounded, see `ValueDistribution`.
-    old_values (B,) are the old means; ours."""
-    shift = clip_shift(probs, old_values, clip_delta, atoms)
+    """Keep the mean of predictions within d = clip_delta of the old one, (B, K) -> (B, K).
+
+        shift = clamp(m - m_old, -d, d) + m_old - m,  m = sum_k p_k z_k
+
+    The atoms move by the shift and are projected back, which adds up to dz^2 / 4 of variance. At
+    the ends of the support the mean may stay further away. old_values (B,) are the old means.
+
+    Training does not call it: the gradient of the log of a small share is unbounded. The loss of
+    `ValueDistribution` shifts the target instead. Ours.
+    """
+    mean = (probs * atoms).sum(-1)
+    shift = (mean - old_values).clamp(-clip_delta, clip_delta) + old_values - mean
     return project_categorical(probs, atoms + shift[..., None], atoms)
 
 
 def squared_error(values: Tensor, returns: Tensor) -> Tensor:
-    """0.5 (V - R)^2 of values (..., 1) and returns (...); 0 of values (..., 0)."""
+    """0.5 (V - R)^2 of values (..., 1) and returns (...). Values (..., 0) give 0."""
     return 0.5 * (values - returns[..., None]).square().sum(-1)
 
 
 def clip_values(values: Tensor, old_values: Tensor, clip_delta: float) -> Tensor:
-    """V_old + clamp(V - V_old, -d, d), PPO's value clipping (reference code of Schulman et al.
-    2017)."""
+    """V_old + clamp(V - V_old, -d, d): PPO's value clipping (reference code of Schulman 2017)."""
     return old_values + (values - old_values).clamp(-clip_delta, clip_delta)
 
 
 def clipped_value_loss(loss: Tensor, loss_clipped: Tensor) -> Tensor:
-    """max(loss, loss_clipped) per sample, (B,): for each critic alone, ahead of any averaging."""
+    """max(loss, loss_clipped) per sample, (B,). It is taken for each critic before any mean."""
     return torch.max(loss, loss_clipped)
 
 
 def cvar_categorical(probs: Tensor, atoms: Tensor, alpha: float) -> Tensor:
-    """Mean of the lower tail of mass alpha, (B, K) -> (B,); the atom at the edge counts in part.
+    """Mean of the lower tail of mass alpha, (B, K) -> (B,). The atom at its edge counts in part.
+
         CVaR_alpha = (1 / alpha) * sum_k z_k min(p_k, max(0, alpha - sum_{i<k} p_i))
-    Exact; atoms ascending. Raises ValueError for alpha outside [1e-3, 1].
-    Source: Rockafellar & Uryasev 2000."""
+
+    This is exact. Atoms ascend. Raises ValueError for alpha outside [1e-3, 1].
+    Source: Rockafellar & Uryasev 2000.
+    """
     if not 1e-3 <= alpha <= 1:
         raise ValueError(f"cvar: alpha {alpha} is outside [1e-3, 1]")
     below = probs.cumsum(-1) - probs  # mass of the atoms below
@@ -494,7 +910,7 @@ def cvar_categorical(probs: Tensor, atoms: Tensor, alpha: float) -> Tensor:
 
 
 def categorical_quantile(probs: Tensor, atoms: Tensor, level: float) -> Tensor:
-    """F^-1(level) with each atom's mass spread evenly over its bin, (B, K) -> (B,)."""
+    """F^-1(level), (B, K) -> (B,), where each atom's mass is spread evenly over its bin."""
     dz = (atoms[-1] - atoms[0]) / (len(atoms) - 1)
     cdf = probs.cumsum(-1)
     levels = torch.full_like(cdf[..., :1], level)
@@ -504,35 +920,63 @@ def categorical_quantile(probs: Tensor, atoms: Tensor, level: float) -> Tensor:
     return (atoms[k] + dz * (inside.clamp(0, 1) - 0.5))[..., 0]
 
 
-def sr_lambda_probs(rewards: Tensor, next_probs: Tensor, atoms: Tensor, terminated: Tensor,
-                    truncated: Tensor, gamma: float, gae_lambda: float,
-                    generator: torch.Generator | None = None) -> Tensor:  # fmt: skip
-    """Distribution of the return by sample replacement SR(lambda), (T, N, K).
+def sr_lambda_probs(
+    rewards: Tensor,
+    next_probs: Tensor,
+    atoms: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    gamma: float,
+    gae_lambda: float,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Estimate the distribution of the return by sample replacement SR(lambda), (T, N, K).
+
         next_probs(s'_{t+n-1}) on the atoms R^(n) + gamma^n z, projected once
+
     R^(n) is the sum of n discounted rewards. Every (t, env) draws its n: geometric, 1 - lambda, cut
-    where the episode or the rollout ends; all mass is at R^(n) if it terminates there. rewards,
-    terminated, truncated (T, N); next_probs (T, N, K) of true successors; atoms (K,) in the units
-    of the rewards. After Nam et al. 2021 (GMAC), who replace samples."""
+    where the episode or the rollout ends. All mass is at R^(n) if the episode terminates there.
+    rewards, terminated and truncated are (T, N); next_probs (T, N, K) are of true successors; atoms
+    (K,) are in the units of the rewards.
+
+    Training does not call it: it takes the distribution from `sr_lambda_atoms`, ahead of the
+    projection. After Nam et al. 2021 (GMAC), who replace samples.
+    """
     returns, probs = sr_lambda_atoms(
         rewards, next_probs, atoms, terminated, truncated, gamma, gae_lambda, generator
     )
     return project_categorical(probs, returns, atoms)
 
 
-def sr_lambda_atoms(rewards: Tensor, next_probs: Tensor, atoms: Tensor, terminated: Tensor,
-                    truncated: Tensor, gamma: float, gae_lambda: float,
-                    generator: torch.Generator | None = None) -> Tensors:  # fmt: skip
-    """What `sr_lambda_probs` projects: returns and their probabilities, both (T, N, K)."""
-    T, N = rewards.shape
+def sr_lambda_atoms(
+    rewards: Tensor,
+    next_probs: Tensor,
+    atoms: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    gamma: float,
+    gae_lambda: float,
+    generator: torch.Generator | None = None,
+    draws: Tensor | None = None,
+) -> Tensors:
+    """Compute what `sr_lambda_probs` projects: returns and their probabilities, both (T, N, K).
+
+    `draws` are uniform numbers (T, N) to use in place of new ones.
+    """
+    T = len(rewards)
     ended = terminated | truncated
     ended[-1] = True
     step = torch.arange(T, device=rewards.device)[:, None].expand_as(rewards)
     last = torch.where(ended, step, T).flip(0).cummin(0).values.flip(0)  # step the episode ends at
-    # a geometric n by inversion, P(n > i) = lambda^i; lambda 0 gives n - 1 = 0, lambda 1 gives T
-    draws = own(torch.rand((T, WORLD_SIZE * N), generator=generator, device=rewards.device))
+
+    # A geometric n by inversion: P(n > i) = lambda^i. lambda 0 gives n - 1 = 0, lambda 1 gives T.
+    if draws is None:
+        draws = torch.rand(rewards.shape, generator=generator, device=rewards.device)
     lengths = (draws.clamp(min=1e-30).log() / draws.new_tensor(gae_lambda).log()).abs()
     at = torch.minimum(step + lengths.clamp(max=T).long(), last)  # step t + n - 1
-    # R^(n): rewards to the end (GAE of a critic that says 0) without those after step t + n - 1
+
+    # R^(n) is the sum of rewards to the end, without those after step t + n - 1. GAE of a critic
+    # that says 0 gives these sums.
     zero = torch.zeros_like(rewards)
     to_end, _ = gae(rewards, zero, zero, ended, ended, gamma, 1.0)
     scale = gamma ** (at - step + 1).to(rewards.dtype)  # gamma^n
@@ -542,14 +986,18 @@ def sr_lambda_atoms(rewards: Tensor, next_probs: Tensor, atoms: Tensor, terminat
     return returns, next_probs.gather(0, at[..., None].expand_as(next_probs))
 
 
-def cvar_advantages_categorical(target_probs: Tensor, probs: Tensor, atoms: Tensor,
-                                alpha: float) -> Tensor:  # fmt: skip
-    """Advantage of the policy gradient of CVaR_alpha, (T, N); no gradient.
-        nu = VaR_alpha(Z(s_t)), an atom;  u(z) = nu + min(z - nu, 0) / alpha
+def cvar_advantages_categorical(
+    target_probs: Tensor, probs: Tensor, atoms: Tensor, alpha: float
+) -> Tensor:
+    """Compute the advantage of the policy gradient of CVaR_alpha, (T, N), without a gradient.
+
+        nu  = VaR_alpha(Z(s_t)), an atom;  u(z) = nu + min(z - nu, 0) / alpha
         A_t = sum_k target_probs_k u(z_k) - CVaR_alpha(Z(s_t))
-    target_probs of the return, probs of Z (T, N, K), on the same atoms (K,). It guards the tail of
-    every state's own return distribution, not of the start state's alone. Source: Rockafellar &
-    Uryasev 2000."""
+
+    target_probs of the return and probs of Z are (T, N, K), on the same atoms (K,). The advantage
+    protects the tail of every state's own return distribution, not only that of the start state.
+    Source: Rockafellar & Uryasev 2000.
+    """
     target_probs = target_probs.detach()
     probs = probs.detach()
     index = (probs.cumsum(-1) < alpha).sum(-1).clamp(max=len(atoms) - 1)
@@ -558,125 +1006,177 @@ def cvar_advantages_categorical(target_probs: Tensor, probs: Tensor, atoms: Tens
     return (target_probs * gain).sum(-1) - cvar_categorical(probs, atoms, alpha)
 
 
+class WeightedReturns(NamedTuple):
+    """Targets of a rollout: J returns for each step and their probabilities."""
+
+    returns: Tensor  # (T, N, J) in the task's units
+    probs: Tensor  # (T, N, J)
+
+
 class ValueDistribution(nn.Module):
-    """What the script asks of a value distribution: probabilities of the atoms `support` (K,).
-    Critics' `outputs` are K logits and, with `value_from` mean_head, what V exceeds their mean by,
-    over `gain`: (..., K or K + 1). Atoms and V are normalised by `moments`, results are in the
-    task's units. Some arguments serve the other kind of distribution alone."""
+    """The value distribution that the critics predict: probabilities of the K atoms `support`.
+
+    A critic's outputs are K logits and, with `value_from` mean_head, what V exceeds the atoms' mean
+    by, divided by `gain`: (..., K or K + 1). Atoms and V are normalised by `moments`. Values,
+    targets and advantages are in the task's units.
+    """
 
     gain = 0.1  # slows down what V exceeds the mean by: it is to be a mean over many rollouts
 
     def __init__(self, args: Args) -> None:
         super().__init__()
+        if args.v_min >= args.v_max:
+            bounds = f"--v-min {args.v_min} --v-max {args.v_max}"
+            raise UsageError(f"{bounds}: must be finite, v_min < v_max")
         self.args = args
         self.moments = RunningMoments((), max_count=2 * args.norm_returns_memory)  # 2 a rollout
         atoms = torch.linspace(args.v_min, args.v_max, args.num_atoms)
         self.register_buffer("support", atoms, persistent=False)
         self.num_outputs = args.num_atoms + (args.value_from == "mean_head")
-        self.warned = False  # of returns outside the support
 
-    def split(self, outputs: Tensor) -> Tensors:  # into (..., K) and (..., 0 or 1)
+    def split(self, outputs: Tensor) -> Tensors:
+        """Logits (..., K) and the further output (..., 0 or 1)."""
         return outputs.tensor_split([len(self.support)], -1)
 
-    def probs(self, outputs: Tensor) -> Tensor:  # (..., K) of the atoms
+    def probs(self, outputs: Tensor) -> Tensor:
+        """Probabilities of the atoms, (..., K)."""
         return self.split(outputs)[0].softmax(-1)
 
-    def task_atoms(self) -> Tensor:  # (K,) in the task's units, float64
+    def task_atoms(self) -> Tensor:
+        """The atoms (K,) in the task's units, float64."""
         return self.decode(self.support)
 
-    def normalized_mean(self, outputs: Tensor) -> Tensor:  # (...) of the distribution
+    def decode(self, x: Tensor) -> Tensor:
+        """In the task's units and in float64: returns may be large beside their spread."""
+        return self.moments.denormalize(x.double())
+
+    def normalized_mean(self, outputs: Tensor) -> Tensor:
+        """Mean of the distribution, (...), normalised."""
         probs = self.probs(outputs)
         return probs @ self.support.to(probs)
 
-    def decode(self, x: Tensor) -> Tensor:  # float64: returns may be large beside their spread
-        return self.moments.denormalize(x.double())
-
-    def mean(self, outputs: Tensor) -> Tensor:  # (...) of the distribution, in the task's units
+    def mean(self, outputs: Tensor) -> Tensor:
+        """Mean of the distribution, (...)."""
         return self.decode(self.normalized_mean(outputs))
 
-    def value(self, outputs: Tensor) -> Tensor:  # (...) V, by `value_from`
+    def value(self, outputs: Tensor) -> Tensor:
+        """V, (...): the mean of the distribution, corrected by `value_from` mean_head."""
         value = self.normalized_mean(outputs)
         if self.args.value_from == "mean_head":
             value = value + self.gain * outputs[..., -1]
         return self.decode(value)
 
-    def describe(self, outputs: Tensor) -> dict[str, Tensor]:
-        """Deciles 1, 5 and 9, standard deviation, VaR and CVaR of the distribution, each (...)."""
-        z = self.support
-        probs = self.probs(outputs)
-        levels = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "value_at_risk": self.args.cvar_alpha}
-        stats = {name: categorical_quantile(probs, z, level) for name, level in levels.items()}
-        stats["cvar"] = cvar_categorical(probs, z, self.args.cvar_alpha)
-        stats = {name: self.decode(x) for name, x in stats.items()}
-        squares = (z - (probs @ z)[..., None]).square()
-        std = (probs * squares).sum(-1).sqrt().double()
-        return stats | {"std": std * self.moments.std}
-
     def reduce_twins(self, outputs: Tensor) -> Tensor:
-        """Outputs of one critic from those of C, (C, ..., K or K + 1), by `twin_reduce`.
-        min: the critic of the smaller V (Fujimoto et al. 2018); mean: of the probabilities;
-        min_quantile: the elementwise maximum of the CDFs, which is more pessimistic. With the
-        latter two what V exceeds the mean by is the critics' mean and minimum of it."""
-        if self.args.twin_reduce == "min" or len(outputs) == 1:
+        """Reduce the outputs of C critics, (C, ..., K or K + 1), to those of one, by `twin_reduce`.
+
+        min:   the critic with the smaller V (Fujimoto et al. 2018)
+        mean:  the mean of the probabilities, and of what V exceeds the atoms' mean by
+        """
+        if len(outputs) == 1:
+            return outputs[0]
+        if self.args.twin_reduce == "min":
             values = self.value(outputs)
-            first = (values[0] <= values[-1])[..., None]
-            return torch.where(first, outputs[0], outputs[-1])
-        probs = self.probs(outputs)
+            return torch.where((values[0] <= values[1])[..., None], outputs[0], outputs[1])
+        logits = self.probs(outputs).mean(0).clamp(min=1e-30).log()
         excess = self.split(outputs)[1]
-        if self.args.twin_reduce == "mean":
-            logits = probs.mean(0).clamp(min=1e-30).log()
-            return torch.cat((logits, excess.mean(0)), -1)
-        cdf = probs.cumsum(-1).amax(0)
-        probs = cdf.diff(dim=-1, prepend=torch.zeros_like(cdf[..., :1]))
-        logits = probs.clamp(min=1e-30).log()
-        return torch.cat((logits, excess.amin(0)), -1)
+        return torch.cat((logits, excess.mean(0)), -1)
 
-    def sample_returns(self, rewards: Tensor, next_outputs: Tensor, terminated: Tensor,
-                       truncated: Tensor, gamma: float, gae_lambda: float) -> Tensors:  # fmt: skip
-        """SR(lambda) samples of the return and their weights, both (T, N, J)."""
+    def point_targets(self, returns: Tensor) -> WeightedReturns:
+        """Targets that are one number for each step, from lambda-returns (T, N)."""
+        returns = returns[..., None]
+        return WeightedReturns(returns, torch.ones_like(returns))
+
+    def sample_targets(
+        self, rollout: Rollout, next_outputs: Tensor, gae_lambda: float
+    ) -> WeightedReturns:
+        """Targets by SR(lambda), from the outputs (T, N, K or K + 1) for true successors."""
         probs = self.probs(next_outputs).double()
-        z = self.task_atoms()
-        return sr_lambda_atoms(rewards, probs, z, terminated, truncated, gamma, gae_lambda)
+        size = (len(probs), self.args.num_envs)
+        returns, probs = sr_lambda_atoms(
+            rollout.rewards, probs, self.task_atoms(), rollout.terminated, rollout.truncated,
+            self.args.gamma, gae_lambda, draws=own(torch.rand(size, device=probs.device)),
+        )  # fmt: skip
+        return WeightedReturns(returns, probs)
 
-    def risk_advantages(self, samples: Tensor, weights: Tensor, outputs: Tensor) -> Tensor:
-        """`cvar_advantages_categorical` of weighted samples (T, N, J), outputs of s_t."""
-        z = self.task_atoms()
-        target_probs = project_categorical(weights, samples, z)
+    def risk_advantages(self, targets: WeightedReturns, outputs: Tensor) -> Tensor:
+        """`cvar_advantages_categorical` of targets, given the outputs (T, N, ...) for s_t."""
+        atoms = self.task_atoms()
+        target_probs = project_categorical(targets.probs, targets.returns, atoms)
         probs = self.probs(outputs).double()
-        return cvar_advantages_categorical(target_probs, probs, z, self.args.cvar_alpha)
+        return cvar_advantages_categorical(target_probs, probs, atoms, self.args.cvar_alpha)
 
-    def encode_targets(self, samples: Tensor, weights: Tensor) -> Tensor:
-        """Weighted samples (T, N, J) as `loss` wants them: here as probabilities (T, N, K)."""
+    def move_statistics(
+        self, heads: nn.ModuleList, outputs: Tensor, targets: WeightedReturns
+    ) -> tuple[Tensor, dict]:
+        """Take the targets into the return statistics.
+
+            mean  of the targets
+            scale = max(std of the targets, root mean square of V - mean)
+
+        With the targets' std alone, constant returns would shrink the scale to its floor, and a
+        critic may be off by thousands of that.
+
+        Probabilities of fixed atoms cannot be rescaled as PopArt would: their decoded mean jumps,
+        and the coming update repairs it. What V exceeds the mean by is rescaled. Returns the means
+        and values of each critic by the new statistics, (C, T, N, 1 or 2), and metrics.
+        """
+        values = self.value(outputs)  # (C, T, N), by the old statistics
+        old_std = self.moments.std
+        if self.args.norm_returns:
+            mean = average((targets.probs * targets.returns).sum(-1).mean())
+            squares = (targets.returns - mean).square()
+            variance = average((targets.probs * squares).sum(-1).mean())
+            error = average((values - mean).square().mean())
+            self.moments.merge(mean, torch.maximum(variance, error), weight=2)
+        ratio = old_std / self.moments.std
+        for head in heads:
+            head[-1].weight.data[len(self.support) :] *= ratio
+            head[-1].bias.data[len(self.support) :] *= ratio
+
+        logits, excess = self.split(outputs)
+        excess = excess * ratio
+        moved = torch.cat((logits, excess), -1)
+        mean = self.normalized_mean(moved)[..., None]
+        normalized = self.moments.normalize(targets.returns)
+        beyond = (normalized < self.support[0]) | (normalized > self.support[-1])
+        outside = (targets.probs * beyond).sum(-1).mean()
+        metrics = {
+            "value/outside_support": outside,
+            "norm/return_mean": self.moments.mean,
+            "norm/return_std": self.moments.std,
+            "norm/value_shift": (self.value(moved) - values).abs().mean(),  # the jump
+        }
+        if outside > 0.01:
+            text = "of the targets' mass is beyond the atoms; widen --v-min, --v-max"
+            metrics["warning"] = f"value/outside_support: {outside:.1%} {text}"
+        return torch.cat((mean, mean + self.gain * excess), -1), metrics
+
+    def encode_targets(self, targets: WeightedReturns) -> Tensor:
+        """What the loss regresses on: probabilities of the atoms, (T, N, K)."""
         args = self.args
-        x = self.moments.normalize(samples).float()
-        weights = weights.float()
+        returns = self.moments.normalize(targets.returns).float()
+        probs = targets.probs.float()
         if args.target_encoding == "two_hot":
-            return project_categorical(weights, x, self.support)
+            return project_categorical(probs, returns, self.support)
         sigma = args.hl_gauss_sigma * (args.v_max - args.v_min) / (args.num_atoms - 1)
-        return (weights[..., None] * hl_gauss(x, self.support, sigma)).sum(-2)
-
-    def target_metrics(self, outputs: Tensor, samples: Tensor, weights: Tensor) -> dict:
-        """Metrics of this kind alone: the share of target mass beyond the outermost atoms."""
-        x = self.moments.normalize(samples)
-        beyond = (x < self.support[0]) | (x > self.support[-1])
-        outside = (weights * beyond).sum(-1).mean()
-        if outside > 0.01 and not self.warned:
-            self.warned = True
-            line = f"{outside:.1%} of the targets' mass is beyond the atoms; widen --v-min, --v-max"
-            print(f"value/outside_support: {line}", flush=True)
-        return {"value/outside_support": outside}
+        return (probs[..., None] * hl_gauss(returns, self.support, sigma)).sum(-2)
 
     def loss(self, outputs: Tensor, targets: Tensor, returns: Tensor, old: Tensor) -> Tensors:
         """Losses of C critics, (C, ...), and 1 where value clipping moves the prediction, else 0.
+
             cross-entropy of targets (..., K)  +  0.5 (V - returns)^2 of a V of its own
-        outputs (C, ..., K or K + 1), old means (C, ..., 1 or 2): each is clipped around its own.
-        The squared error trains what V exceeds the mean by, not the mean. Where a distribution is
-        clipped, its target moves the other way: the same cross-entropy but for rounding to atoms,
-        and its gradient is bounded."""
+
+        outputs are (C, ..., K or K + 1). old are (C, ..., 1 or 2), from `move_statistics`: each
+        critic is clipped around its own. The squared error trains what V exceeds the mean by, not
+        the mean.
+
+        Where a distribution is clipped, its target moves the other way. That is the same
+        cross-entropy but for rounding to atoms, and its gradient is bounded.
+        """
         args = self.args
         logits, excess = self.split(outputs)
-        mean = self.normalized_mean(outputs.detach())
-        values = mean[..., None] + self.gain * excess
+        detached_mean = self.normalized_mean(outputs.detach())
+        values = detached_mean[..., None] + self.gain * excess
         loss = categorical_cross_entropy(targets, logits)
         v_loss = squared_error(values, returns)
         if args.vf_clip == "none":
@@ -684,159 +1184,217 @@ class ValueDistribution(nn.Module):
 
         old_mean = old[..., 0]
         old_values = old[..., 1:]
-        shift = clip_shift(logits.softmax(-1), old_mean, args.vf_clip_coef, self.support)
+        mean = (logits.softmax(-1) * self.support).sum(-1)
+        shift = clip_values(mean, old_mean, args.vf_clip_coef) - mean
         source = self.support - shift[..., None]
-        moved = project_categorical(targets.expand_as(source), source, self.support)
-        loss = clipped_value_loss(loss, categorical_cross_entropy(moved, logits))
+        moved_targets = project_categorical(targets.expand_as(source), source, self.support)
+        loss = clipped_value_loss(loss, categorical_cross_entropy(moved_targets, logits))
         clipped_values = clip_values(values, old_values, args.vf_clip_coef)
         v_loss = clipped_value_loss(v_loss, squared_error(clipped_values, returns))
         changes = torch.cat((shift[..., None], clipped_values - values), -1)
         return loss + v_loss, (changes.abs() > 1e-6).any(-1).float()
 
-    def move_statistics(self, heads: nn.ModuleList, outputs: Tensor, returns: Tensor) -> Tensors:
-        """Take in returns. Probabilities of fixed atoms cannot be rescaled as PopArt would: their
-        decoded mean jumps, and the coming update repairs it; what V exceeds it by stays. Gives the
-        outputs in the new units and the old means in these, (C, ..., 1 or 2), to clip around."""
-        old_std = self.moments.std
-        if self.args.norm_returns:
-            self.moments.update(returns)
-        ratio = old_std / self.moments.std
-        for head in heads:
-            head[-1].weight.data[len(self.support) :] *= ratio
-            head[-1].bias.data[len(self.support) :] *= ratio
-        logits, excess = self.split(outputs)
-        excess = excess * ratio
-        moved = torch.cat((logits, excess), -1)
-        mean = self.normalized_mean(moved)[..., None]
-        return moved, torch.cat((mean, mean + self.gain * excess), -1)
+    def describe(self, outputs: Tensor, samples: WeightedReturns) -> dict:
+        """Metrics of the outputs (T, N, K or K + 1) for s_t, beside samples of the return."""
+        z = self.support
+        probs = self.probs(outputs)
+        levels = (0.1, 0.5, 0.9)
+        deciles = torch.stack([self.decode(categorical_quantile(probs, z, p)) for p in levels])
+        value_at_alpha = self.decode(categorical_quantile(probs, z, self.args.cvar_alpha))
+        squares = (z - (probs @ z)[..., None]).square()
+        std = (probs * squares).sum(-1).sqrt().double() * self.moments.std
+        below = samples.returns < value_at_alpha[..., None]
+        return {
+            "value/p10": deciles[0].mean(),
+            "value/p50": deciles[1].mean(),
+            "value/p90": deciles[2].mean(),
+            "value/predicted_returns": deciles,
+            "value/realised_returns": (samples.probs * samples.returns).sum(-1),
+            "value/std_predicted": std.mean(),
+            "value/distribution_gap": (self.mean(outputs) - self.value(outputs)).abs().mean(),
+            "cvar/predicted": self.decode(cvar_categorical(probs, z, self.args.cvar_alpha)).mean(),
+            "cvar/coverage": (samples.probs * below).sum(-1).mean(),
+        }
 
 
 # ---- end of value distribution -------------------------------------------------------------------
 
 
-# ----------------------------------------------------------------------------------------- networks
+# ---------------------------------------------------------------------------------------- networks
+ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
+HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+
+
 def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias_const: float = 0.0) -> nn.Module:
-    """Orthogonal weights of gain `std` and constant biases. The first layer's are above 0: an
-    observation that never changes, normalised 0, would leave all units of a ReLU network dead."""
+    """Give a layer orthogonal weights of gain `std` and constant biases.
+
+    First layers get biases of 0.1. An observation that never changes is 0 when it is normalised,
+    and with biases of 0 all units of a ReLU network would be dead there.
+    """
     nn.init.orthogonal_(layer.weight, std)
     nn.init.constant_(layer.bias, bias_const)
     return layer
 
 
 class Convolutions(nn.Module):
-    """Images (..., C, H, W), divided by their bound, to features (..., F). Sides of 36 and more:
-    the layers of Mnih et al. 2015; smaller grids: that of Young & Tian 2019 (MinAtar)."""
+    """Encoder of images (..., C, H, W), which it divides by their upper bound, to (..., F).
+
+    Images with sides of 36 and more go through the layers of Mnih et al. 2015. Smaller grids go
+    through the layer of Young & Tian 2019 (MinAtar).
+    """
 
     def __init__(self, space: Box, activation: type[nn.Module]) -> None:
         super().__init__()
         channels, *sides = space.shape
         layers = [(16, 3, 1)]  # channels, kernel, stride
-        self.memory_format = torch.contiguous_format  # the faster one on CPUs
+        self.memory_format = torch.contiguous_format  # the faster one on CPUs for small grids
         if min(sides) >= 36:
             layers = [(32, 8, 4), (64, 4, 2), (64, 3, 1)]
             self.memory_format = torch.channels_last
         self.scale = 1 / float(space.high.max())
         self.layers = nn.Sequential()
-        for size, *geometry in layers:
-            self.layers.append(layer_init(nn.Conv2d(channels, size, *geometry)))
+        for size, kernel, stride in layers:
+            self.layers.append(layer_init(nn.Conv2d(channels, size, kernel, stride)))
             self.layers.append(activation())
             channels = size
         nn.init.constant_(self.layers[0].bias, 0.1)
         self.num_features = self.layers(torch.zeros(1, *space.shape)).numel()
 
     def forward(self, images: Tensor) -> Tensor:
-        parts = images.flatten(0, -4).split(256)  # as floats they take four times the memory
-        features = [self.see(part) for part in parts]
-        joined = torch.cat(features) if len(parts) > 1 else features[0]
-        return joined.unflatten(0, images.shape[:-3])
+        parts = images.flatten(0, -4).split(256)  # as floats, pixels take four times the memory
+        features = torch.cat([self.encode(part) for part in parts])
+        return features.unflatten(0, images.shape[:-3])
 
-    def see(self, images: Tensor) -> Tensor:  # (B, C, H, W) -> (B, F)
+    def encode(self, images: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, F)."""
         pixels = images.contiguous(memory_format=self.memory_format) * self.scale  # float32
         return self.layers(pixels).flatten(1)
 
 
-class ActionDistribution(nn.Module):
-    """Distribution of actions given the actor's outputs, for every supported action space.
-    Box: diagonal Gaussian, log-std independent of the state; only what the environment receives is
-    clipped. Params: mean and log-std (..., 2, A). Discrete, MultiDiscrete, MultiBinary: P
-    categorical parts. Params: log-probabilities (..., P, largest part), smaller parts padded with
-    -1e9. Parts and dimensions are independent: their log-probabilities, entropies and KLs add."""
+class GaussianActions(nn.Module):
+    """Diagonal Gaussian over the A floats of a Box. Its log-std does not depend on the state.
 
-    def __init__(self, space: gym.Space, log_std_init: float) -> None:
+    params are mean and log-std, (..., 2, A). Dimensions are independent, so that log-probabilities,
+    entropies and KL divergences add. Only what the environment receives is clipped to the bounds.
+    """
+
+    def __init__(self, space: Box, log_std_init: float) -> None:
         super().__init__()
         self.space = space
-        self.continuous = isinstance(space, Box) and np.issubdtype(space.dtype, np.floating)
-        if self.continuous:
-            self.num_outputs = math.prod(space.shape)
-            self.log_std = nn.Parameter(torch.full((self.num_outputs,), log_std_init))
-            return
-        known = isinstance(space, Discrete | MultiDiscrete | MultiBinary)
-        require(known, f"--env-id: actions of {space} are not supported, only floats and discrete")
-        size = 2 if isinstance(space, MultiBinary) else getattr(space, "n", None)
-        sizes = np.full(space.shape, getattr(space, "nvec", size))  # of the parts
-        sizes = torch.as_tensor(sizes).reshape(-1, 1)
-        padding = -1e9 * (torch.arange(int(sizes.max())) >= sizes)  # (P, largest part)
-        self.register_buffer("padding", padding, persistent=False)
-        self.num_outputs = padding.numel()
+        self.num_outputs = math.prod(space.shape)
+        self.log_std = nn.Parameter(torch.full((self.num_outputs,), log_std_init))
 
-    def forward(self, outputs: Tensor) -> Tensor:  # the actor's (..., num_outputs) -> params
-        if self.continuous:
-            return torch.stack((outputs, self.log_std.expand_as(outputs)), -2)
-        shape = (*outputs.shape[:-1], *self.padding.shape)
-        logits = outputs.reshape(shape) + self.padding
+    def forward(self, outputs: Tensor) -> Tensor:
+        """The actor's outputs (..., A) -> params."""
+        return torch.stack((outputs, self.log_std.expand_as(outputs)), -2)
+
+    def log_prob(self, params: Tensor, actions: Tensor) -> Tensor:
+        """Log-density (...) of actions (..., A), nats."""
+        mean, log_std = params.unbind(-2)
+        noise = (actions - mean) * (-log_std).exp()
+        densities = -0.5 * noise.square() - log_std - HALF_LOG_2PI
+        return densities.sum(-1)
+
+    def entropy(self, params: Tensor) -> Tensor:
+        """Differential entropy (...), nats; it may be negative."""
+        log_std = params[..., 1, :]
+        return (log_std + HALF_LOG_2PI + 0.5).sum(-1)
+
+    def kl(self, old: Tensor, params: Tensor) -> Tensor:
+        """KL(old || new), (...), nats."""
+        old_mean, old_log_std = old.unbind(-2)
+        mean, log_std = params.unbind(-2)
+        difference = ((old_mean - mean) * (-log_std).exp()).square()
+        log_ratio = 2 * (old_log_std - log_std)
+        return 0.5 * (log_ratio.exp() - 1 - log_ratio + difference).sum(-1)
+
+    def noise(self, *size: int) -> Tensor:
+        """Standard Gaussian numbers (*size, A) for `sample`."""
+        return torch.randn(*size, self.num_outputs, device=self.log_std.device)
+
+    def sample(self, params: Tensor, noise: Tensor | float) -> Tensor:
+        """A random action (..., A). Noise 0 gives the mode."""
+        mean, log_std = params.unbind(-2)
+        return mean + log_std.exp() * noise
+
+    def to_env(self, actions: Tensor) -> np.ndarray:
+        """Actions (N, A) for `envs.step`, clipped to the bounds."""
+        array = actions.cpu().numpy().reshape(-1, *self.space.shape)
+        return array.clip(self.space.low, self.space.high).astype(self.space.dtype)
+
+    def clamp_parameters(self) -> None:
+        """Keep the log-std in its range after a step. A clamp in `forward` would stop gradients."""
+        self.log_std.data.clamp_(*LOG_STD_RANGE)
+
+
+class CategoricalActions(nn.Module):
+    """P independent categorical parts: Discrete (P = 1), MultiDiscrete or MultiBinary.
+
+    params are log-probabilities, (..., P, largest part). Smaller parts are padded with -1e9. Parts
+    are independent, so that log-probabilities, entropies and KL divergences add.
+    """
+
+    def __init__(self, space: Discrete | MultiDiscrete | MultiBinary) -> None:
+        super().__init__()
+        self.space = space
+        if isinstance(space, Discrete):
+            sizes = [int(space.n)]
+        elif isinstance(space, MultiDiscrete):
+            sizes = space.nvec.flatten().tolist()
+        else:
+            sizes = [2] * math.prod(space.shape)
+        missing = torch.arange(max(sizes)) >= torch.tensor(sizes)[:, None]  # (P, largest part)
+        self.register_buffer("padding", -1e9 * missing, persistent=False)
+        self.num_outputs = missing.numel()
+
+    def forward(self, outputs: Tensor) -> Tensor:
+        """The actor's outputs (..., num_outputs) -> params."""
+        logits = outputs.reshape(*outputs.shape[:-1], *self.padding.shape) + self.padding
         return logits.log_softmax(-1)
 
-    def log_prob(self, params: Tensor, actions: Tensor) -> Tensor:  # (...), of a density for Box
-        if self.continuous:
-            mean, log_std = params.unbind(-2)
-            noise = (actions - mean) * (-log_std).exp()
-            densities = -0.5 * noise.square() - log_std - HALF_LOG_2PI
-            return densities.sum(-1)
+    def log_prob(self, params: Tensor, actions: Tensor) -> Tensor:
+        """Log-probability (...) of actions (..., P), nats."""
         chosen = params.gather(-1, actions[..., None])
         return chosen.sum((-2, -1))
 
-    def entropy(self, params: Tensor) -> Tensor:  # (...), nats
-        if self.continuous:
-            log_std = params[..., 1, :]
-            return (log_std + HALF_LOG_2PI + 0.5).sum(-1)
+    def entropy(self, params: Tensor) -> Tensor:
+        """Entropy (...), nats."""
         return -(params.exp() * params).sum((-2, -1))
 
-    def kl(self, old: Tensor, params: Tensor) -> Tensor:  # (...), KL(old || new), nats
-        if self.continuous:
-            old_mean, old_log_std = old.unbind(-2)
-            mean, log_std = params.unbind(-2)
-            difference = ((old_mean - mean) * (-log_std).exp()).square()
-            log_ratio = 2 * (old_log_std - log_std)
-            return 0.5 * (log_ratio.exp() - 1 - log_ratio + difference).sum(-1)
+    def kl(self, old: Tensor, params: Tensor) -> Tensor:
+        """KL(old || new), (...), nats."""
         return (old.exp() * (old - params)).sum((-2, -1))
 
     def noise(self, *size: int) -> Tensor:
-        """What makes samples of so many modes: standard Gaussian, or of Gumbel's distribution."""
-        if self.continuous:
-            return torch.randn(*size, self.num_outputs, device=self.log_std.device)
+        """Gumbel numbers (*size, P, largest part) for `sample`."""
         exponential = torch.empty(*size, *self.padding.shape, device=self.padding.device)
         return -exponential.exponential_().log()
 
     def sample(self, params: Tensor, noise: Tensor | float) -> Tensor:
-        """A random action, (..., P) or (..., A), by `noise`; the mode where that is 0."""
-        if self.continuous:
-            mean, log_std = params.unbind(-2)
-            return mean + log_std.exp() * noise
+        """A random action (..., P). Noise 0 gives the mode."""
         return (params + noise).argmax(-1)
 
-    def to_env(self, actions: Tensor) -> np.ndarray:  # clipped, or counted from `start`
+    def to_env(self, actions: Tensor) -> np.ndarray:
+        """Actions (N, P) for `envs.step`, counted from the space's `start`."""
         array = actions.cpu().numpy().reshape(-1, *self.space.shape)
-        if self.continuous:
-            return array.clip(self.space.low, self.space.high).astype(self.space.dtype)
         return (array + getattr(self.space, "start", 0)).astype(self.space.dtype)
 
-    def project(self) -> None:  # after a step; a clamp in `forward` would lose the gradient
-        if self.continuous:
-            self.log_std.data.clamp_(*LOG_STD_RANGE)
+    def clamp_parameters(self) -> None:
+        """There is none."""
+
+
+def make_action_dist(space: gym.Space, args: Args) -> GaussianActions | CategoricalActions:
+    """The distribution of actions for an action space. Raises `UsageError` for other spaces."""
+    if isinstance(space, Box) and np.issubdtype(space.dtype, np.floating):
+        return GaussianActions(space, args.log_std_init)
+    if isinstance(space, Discrete | MultiDiscrete | MultiBinary):
+        return CategoricalActions(space)
+    text = "must be floats (Box), Discrete, MultiDiscrete or MultiBinary"
+    raise UsageError(f"--env-id {args.env_id}: its actions are {space}; they {text}")
 
 
 def make_encoder(space: Box, args: Args) -> nn.Sequential:
-    """Observations to features (..., H), by two hidden layers or convolutions and one."""
+    """Observations -> features (..., H), by two hidden layers, or by convolutions and one layer."""
     activation = ACTIVATIONS[args.activation]
     if len(space.shape) == 3:
         convolutions = Convolutions(space, activation)
@@ -848,24 +1406,24 @@ def make_encoder(space: Box, args: Args) -> nn.Sequential:
 
 
 class Agent(nn.Module):
-    """Actor, critics and the statistics that normalise what they see and predict.
-    Observations are normalised, but those of `act` and `normalize_obs` are raw."""
+    """Actor, critics, and the statistics that normalise what they see and predict.
 
-    def __init__(self, args: Args) -> None:
+    The spaces are those of `make_env`: vectors (D,) or images (C, H, W). The networks take
+    normalised observations; `act` and `normalize_obs` take raw ones.
+    """
+
+    def __init__(self, observation_space: Box, action_space: gym.Space, args: Args) -> None:
         super().__init__()
-        env = make_env(args)  # for its spaces
-        env.close()
-        space = env.observation_space
         self.args = args
-        self.obs_shape = space.shape  # (D,), or (C, H, W) of images
-        self.sees_images = len(space.shape) == 3
-        self.action_dist = ActionDistribution(env.action_space, args.log_std_init)
+        self.obs_shape = observation_space.shape
+        self.sees_images = len(self.obs_shape) == 3
+        self.action_dist = make_action_dist(action_space, args)
         self.value_dist = ValueDistribution(args)
-        self.obs_moments = RunningMoments(() if self.sees_images else space.shape)
+        self.obs_moments = RunningMoments(() if self.sees_images else self.obs_shape)
         self.adv_moments = RunningMoments((), max_count=2 * args.norm_adv_memory)  # 2 a rollout
 
-        self.actor_body = make_encoder(space, args)
-        self.critic_body = make_encoder(space, args)
+        self.actor_body = make_encoder(observation_space, args)
+        self.critic_body = make_encoder(observation_space, args)
         actor_head = nn.Linear(args.hidden_size, self.action_dist.num_outputs)
         self.actor_head = layer_init(actor_head, 0.01)
         self.critic_heads = nn.ModuleList()
@@ -875,29 +1433,21 @@ class Agent(nn.Module):
             self.critic_heads.append(nn.Sequential(hidden, ACTIVATIONS[args.activation](), output))
         self.to("cuda" if args.cuda else "cpu")
 
+    @property
+    def device(self) -> torch.device:
+        return self.obs_moments.mean.device
+
     def parts(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Parameters of the actor and of the critics."""
         actor = nn.ModuleList((self.action_dist, self.actor_body, self.actor_head))
         critics = nn.ModuleList((self.critic_body, self.critic_heads))
         return [*actor.parameters()], [*critics.parameters()]
 
-    def scale_advantages(self, advantages: Tensor) -> Tensor:
-        """Centred advantages over the larger of their std and its running value. Where all returns
-        are alike the std is rounding noise, which its own std would blow up to 1."""
-        std = advantages.std(correction=0)
-        eps = torch.zeros_like(std)
-        if self.args.norm_adv_memory:
-            self.adv_moments.update(torch.stack((-std, std)))
-            eps = (self.adv_moments.std - std).clamp(min=0)
-        return normalize_advantages(advantages, eps + 1e-30)  # whatever the task's units
-
-    @property
-    def device(self) -> torch.device:
-        return self.obs_moments.mean.device
-
     def obs_normalizer(self) -> Callable[[Tensor], Tensor]:
-        """Raw observations -> what the networks see, by the present statistics, rounded once.
-        Images stay what they are: the networks scale their pixels."""
+        """A function from raw observations to what the networks see, by the present statistics.
+
+        Images stay as they are: `Convolutions` scales their pixels.
+        """
         if self.sees_images or not self.args.norm_obs:
             return lambda obs: obs
         mean = self.obs_moments.mean.float()
@@ -905,23 +1455,30 @@ class Agent(nn.Module):
         return lambda obs: ((obs - mean) * scale).clamp(-10, 10)
 
     def normalize_obs(self, obs: Tensor) -> Tensor:
+        """Raw observations -> what the networks see."""
         return self.obs_normalizer()(obs)
 
-    def update_obs_moments(self, obs: Tensor) -> None:  # raw
+    def update_obs_moments(self, obs: Tensor) -> None:
+        """Take in the raw observations (T, N, D) of a rollout, those of all processes."""
         if not self.sees_images:
-            self.obs_moments.update(obs, parts=WORLD_SIZE)
+            moments = batch_moments(obs.double().flatten(0, 1))
+            self.obs_moments.merge(*moments, weight=self.args.batch_size)
 
-    def policy_params(self, obs: Tensor) -> Tensor:  # (..., D) -> action distributions
+    def policy_params(self, obs: Tensor) -> Tensor:
+        """Observations (..., D) -> params of the action distributions."""
         return self.action_dist(self.actor_head(self.actor_body(obs)))
 
-    def value_outputs(self, obs: Tensor) -> Tensor:  # (..., D) -> (C, ..., K), of all critics
+    def value_outputs(self, obs: Tensor) -> Tensor:
+        """Observations (..., D) -> outputs (C, ..., K or K + 1) of all critics."""
         features = self.critic_body(obs)
         return torch.stack([head(features) for head in self.critic_heads])
 
     @torch.no_grad()
     def act(self, obs: np.ndarray, deterministic: bool = True) -> np.ndarray:
-        """Action(s) for `env.step`; obs (D,) or (N, D) as `make_env` gives them.
-        deterministic: the mode of the policy, otherwise a sample."""
+        """Give actions for `env.step`; obs are (D,) or (N, D), as `make_env` gives them.
+
+        The policy's mode is taken if `deterministic`, otherwise a sample.
+        """
         alone = np.ndim(obs) == len(self.obs_shape)
         rows = np.reshape(obs, (-1, *self.obs_shape))
         batch = torch.as_tensor(rows, device=self.device).float()
@@ -931,26 +1488,46 @@ class Agent(nn.Module):
         return actions[0] if alone else actions
 
 
-# ------------------------------------------------------------------------- environments and rollout
+# ==================================================================================================
+# Nothing below this line is about the algorithm.
+# ==================================================================================================
+
+
+# ------------------------------------------------------------------------------------ environments
+VELOCITIES = {  # entries that are zero in the velocity-free tasks of rl-baselines3-zoo
+    "CartPoleNoVel": (1, 3),
+    "MountainCarNoVel": (1,),
+    "MountainCarContinuousNoVel": (1,),
+    "PendulumNoVel": (2,),
+    "LunarLanderNoVel": (2, 3, 5),
+    "LunarLanderContinuousNoVel": (2, 3, 5),
+}
+STATS = "episode_statistics"  # key of a finished episode's return and length; tasks use "episode"
+
+
 def channel_axis(space: gym.Space) -> int | None:
-    """Where an image has its channels, 0 or 2, or would have them; None for what is no image.
-    An image is a Box of two or three dimensions whose numbers are bounded alike, by 65,535 at most.
-    Two equal sides are its height and width; otherwise channels are fewer than pixels in a row."""
+    """Axis of an image's channels, 0 or 2, or where one would be added. None for other spaces.
+
+    An image is a Box of two or three dimensions whose numbers all have the same bounds, of 65,535
+    at most. Two equal sides are its height and its width. Otherwise its channels are the shorter
+    one of the first two axes.
+    """
     if not isinstance(space, Box) or len(space.shape) not in (2, 3):
         return None
     a, b, c = (*space.shape, 1)[:3]
-    first = (b == c != a) or (a != b and a < c)
+    channels_first = (b == c != a) or (a != b and a < c)
     alike = space.low.min() == space.low.max() and space.high.min() == space.high.max()
-    bounded = space.is_bounded() and 0 < space.high.max() <= 65_535
-    large = min((b, c) if first else (a, b)) >= 3  # as the kernels of `Convolutions`
-    if not (alike and bounded and large):
+    bounded_alike = alike and space.is_bounded() and 0 < space.high.max() <= 65_535
+    smaller_side = min((b, c) if channels_first else (a, b))
+    if not bounded_alike or smaller_side < 3:  # 3 is the kernel of `Convolutions`
         return None
-    return 0 if first else 2
+    return 0 if channels_first else 2
 
 
 def see_images(env: gym.Env, args: Args) -> gym.Env:
-    """Images (C, H, W): bytes, or float32 where they have fractions or larger numbers."""
-    require(not args.masked_obs, f"--masked-obs {args.masked_obs}: {args.env_id} shows images")
+    """Give images as (C, H, W): bytes, or float32 where they have fractions or larger numbers."""
+    if args.masked_obs:
+        raise UsageError(f"--masked-obs {args.masked_obs}: {args.env_id} shows images")
     space = env.observation_space
     axis = channel_axis(space)
     shape = (*space.shape, 1)[:3]
@@ -965,11 +1542,14 @@ def see_images(env: gym.Env, args: Args) -> gym.Env:
 
 
 def unfit_part(space: gym.Space, name: str = "observation") -> str:
-    """Name and space of the first part that has no place in a vector, "" where all have."""
+    """Name the first part of a space that has no place in a vector. "" means that all have."""
     if isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
         parts = space.items() if isinstance(space, gym.spaces.Dict) else enumerate(space)
-        found = [unfit_part(part, f"{name}[{key!r}]") for key, part in parts]
-        return next(filter(None, found), "")
+        for key, part in parts:
+            unfit = unfit_part(part, f"{name}[{key!r}]")
+            if unfit:
+                return unfit
+        return ""
     fit = isinstance(space, Discrete | MultiDiscrete | MultiBinary)
     if isinstance(space, Box):
         pixels = space.dtype == np.uint8 and len(space.shape) > 1
@@ -978,29 +1558,34 @@ def unfit_part(space: gym.Space, name: str = "observation") -> str:
 
 
 def see_vectors(env: gym.Env, args: Args, hidden: tuple[int, ...]) -> gym.Env:
-    """Flat float32 observations, masked and without the hidden entries."""
-    space = env.observation_space
-    part = unfit_part(space)
-    remedy = "which has no place in a vector; wrap the task in a module of yours, module:id"
-    require(not part, f"--env-id {args.env_id}: {part}, {remedy}")
-    if not isinstance(space, Box) or len(space.shape) != 1:
+    """Give observations as flat float32 vectors, with zeros at masked and hidden entries."""
+    unfit = unfit_part(env.observation_space)
+    if unfit:
+        remedy = "which has no place in a vector; wrap the task in a module of yours, module:id"
+        raise UsageError(f"--env-id {args.env_id}: {unfit}, {remedy}")
+    if not isinstance(env.observation_space, Box) or len(env.observation_space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)
     keep = np.ones(env.observation_space.shape, np.float32)
     for index in (*args.masked_obs, *hidden):
-        require(0 <= index < len(keep), f"--masked-obs {index}: must be in 0..{len(keep) - 1}")
+        if not 0 <= index < len(keep):
+            raise UsageError(f"--masked-obs {index}: must be in 0..{len(keep) - 1}")
         keep[index] = 0
     seen = Box(-np.inf, np.inf, keep.shape, np.float32)
-    transform = gym.wrappers.TransformObservation
-    return transform(env, lambda obs: np.asarray(obs, np.float32) * keep, seen)
+    return gym.wrappers.TransformObservation(
+        env, lambda obs: np.asarray(obs, np.float32) * keep, seen
+    )
 
 
 def make_env(args: Args, **options: Any) -> gym.Env:
-    """One environment: images, channels first, or float32 vectors, masked; episode statistics.
-    `options` are gymnasium's. Atari games come as Machado et al. 2018 ask, but with the actions
-    that each game knows. Raises `UsageError` for bad ids, packages, spaces and masks."""
+    """Make one environment that shows images, channels first, or float32 vectors.
+
+    It counts the return and the length of episodes. `options` go to `gymnasium.make`. Atari games
+    are set up as Machado et al. 2018 ask, but with the actions that each game knows. Raises
+    `UsageError` for ids, packages, spaces and masks that do not work.
+    """
     hidden = VELOCITIES.get(args.env_id.split("-")[0], ())
     name = args.env_id.replace("NoVel-", "-") if hidden else args.env_id
-    if args.is_atari:  # sticky actions; a lost life does not end the episode
+    if args.is_atari:  # actions are sticky, and a lost life does not end the episode
         options |= {"frameskip": 1, "repeat_action_probability": 0.25, "max_episode_steps": 108_000}
     try:
         env = gym.make(name, disable_env_checker=True, **options)
@@ -1013,342 +1598,497 @@ def make_env(args: Args, **options: Any) -> gym.Env:
             env = see_images(env, args)
     except UsageError:
         raise
-    except Exception as error:  # of gymnasium, a missing package, the task itself
+    except Exception as error:  # from gymnasium, from a missing package, from the task itself
         raise UsageError(f"--env-id {args.env_id}: {str(error) or repr(error)}") from error
-    return gym.wrappers.RecordEpisodeStatistics(env, stats_key=STATS)  # a task may say "episode"
+    return gym.wrappers.RecordEpisodeStatistics(env, stats_key=STATS)
 
 
-def make_envs(args: Args, num_envs: int) -> gym.vector.VectorEnv:
-    """`num_envs` environments stepped together; one that ends is reset within the same step."""
+def make_envs(args: Args) -> gym.vector.VectorEnv:
+    """This process's environments, stepped together. One that ends is reset in the same step."""
     mode = gym.vector.AutoresetMode.SAME_STEP
-    makers = [lambda: make_env(args)] * num_envs
+    makers = [lambda: make_env(args)] * (args.num_envs // WORLD_SIZE)
     return gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=mode)
 
 
-def open_episodes(envs: gym.vector.VectorEnv, seed: int) -> np.ndarray:
-    """Reset all environments, the first one with `seed`, the next with `seed` + 1 and so on."""
-    obs, _ = envs.reset(seed=seed)
+def open_episodes(envs: gym.vector.VectorEnv, run: Run) -> np.ndarray:
+    """Open an episode in every environment, or go on with those of the run that is resumed.
+
+    Returns the observations (N, D) to act on first.
+    """
+    if run.carried is not None:
+        return run.carried[0]
+    obs, _ = envs.reset(seed=run.env_seed)
     check_finite(obs, obs, np.zeros(len(obs)), "the first reset")
     return obs.copy()
 
 
-def check_finite(next_obs: np.ndarray, current: np.ndarray, rewards: np.ndarray,
-                 when: str) -> None:  # fmt: skip
+def finished_episodes(info: dict, ended: np.ndarray, t: int) -> list[tuple[int, float, int]]:
+    """Step t, return and length of each episode that ended at t."""
+    stats = info["final_info"][STATS]
+    return [(t, float(stats["r"][i]), int(stats["l"][i])) for i in ended.nonzero()[0]]
+
+
+def check_finite(
+    next_obs: np.ndarray, current_obs: np.ndarray, rewards: np.ndarray, when: str
+) -> None:
     """Raise RuntimeError that names environment and moment unless all, (N, ...), are finite."""
-    valid = np.isfinite(rewards)
-    for x in (current, next_obs):
-        valid &= np.isfinite(x).reshape(len(x), -1).all(1)
-    if not valid.all():
-        i = int(valid.argmin())
-        bad = f"not finite: observation {next_obs[i]}, then {current[i]}, reward {rewards[i]}"
-        raise RuntimeError(f"{bad}, environment {i}, {when}; check the task")
+    finite = np.isfinite(rewards)
+    for x in (current_obs, next_obs):
+        finite &= np.isfinite(x).reshape(len(x), -1).all(1)
+    if finite.all():
+        return
+    i = int(finite.argmin())
+    found = f"observation {next_obs[i]}, then {current_obs[i]}, reward {rewards[i]}"
+    raise RuntimeError(f"not finite: {found}, environment {i}, {when}; check the task")
 
 
-def collect_rollout(envs: gym.vector.VectorEnv, agent: Agent, current: np.ndarray,
-                    args: Args) -> tuple[Rollout, np.ndarray]:  # fmt: skip
-    """Act for `num_steps` steps. Only the actor runs; no statistics move. Takes the observations
-    (N, D) to act on first and returns, beside the rollout, those to act on next.
-    Raises RuntimeError for observations and rewards that are not finite."""
-    size = (args.num_steps, args.local_envs)
-    obs, next_obs = np.empty((2, *size, *current.shape[1:]), current.dtype)
-    rewards = np.empty(size)
-    terminated, truncated = np.empty((2, *size), bool)
-    actions, params, episodes = [], [], []
+# -------------------------------------------------------------------- metrics that only describe
+def describe_critics(
+    dist: ValueDistribution,
+    rollout: Rollout,
+    outputs: Tensor,
+    reduced: Tensor,
+    next_reduced: Tensor,
+    returns: Tensor,
+) -> dict:
+    """Compare what the critics predicted for a rollout with what came, ahead of the update.
 
-    normalize = agent.obs_normalizer()
-    device = agent.device
-    with torch.inference_mode():
-        noise = own(agent.action_dist.noise(args.num_steps, args.num_envs))
-        for t in range(args.num_steps):
-            obs[t] = current
-            seen = normalize(torch.as_tensor(obs[t], device=device))
-            param = agent.policy_params(seen)
-            action = agent.action_dist.sample(param, noise[t])
-            params.append(param)
-            actions.append(action)
-
-            step = envs.step(agent.action_dist.to_env(action))
-            current, rewards[t], terminated[t], truncated[t], info = step
-            next_obs[t] = current
-            ended = terminated[t] | truncated[t]
-            if ended.any():  # `current` already belongs to the next episode there
-                next_obs[t, ended] = np.stack(info["final_obs"][ended])
-                stats = info["final_info"][STATS]
-                for i in ended.nonzero()[0]:
-                    episodes.append((t, float(stats["r"][i]), int(stats["l"][i])))
-            check_finite(next_obs[t], current, rewards[t], f"step {t} of the rollout")
-
-    if args.is_atari:
-        rewards = rewards.clip(-1, 1)  # episodes' returns are of what was paid
-    episodes = [one for part in of_all(episodes) for one in part]
-    episodes.sort(key=lambda one: one[0])  # by the step of their end
-    to_device = partial(torch.as_tensor, device=device)  # one transfer for all steps
-    rollout = Rollout(
-        obs=to_device(obs), next_obs=to_device(next_obs), actions=torch.stack(actions),
-        params=torch.stack(params), rewards=to_device(rewards), terminated=to_device(terminated),
-        truncated=to_device(truncated), episodes=episodes,
-    )  # fmt: skip
-    return rollout, current.copy()
-
-
-# ------------------------------------------------------------------------------------------- batch
-def run_critics(agent: Agent, rollout: Rollout, obs: Tensor, next_obs: Tensor) -> Tensors:
-    """Outputs of all critics for every s_t and every true successor s'_t, both (C, T, N, K).
-    obs, next_obs (T, N, D) normalised. The successor is the next row but where an episode or the
-    rollout ends. Source: Pardo et al. 2018 for the values of final observations."""
-    outputs = agent.value_outputs(obs)
-    next_outputs = outputs.roll(-1, 1)
-    end = rollout.terminated | rollout.truncated
-    end[-1] = True
-    next_outputs[:, end] = agent.value_outputs(next_obs[end])
-    return outputs, next_outputs
-
-
-def opening_samples(rollout: Rollout, args: Args) -> Tensor:
-    """What the return statistics take in ahead of everything, (2,): mean -+ std of the discounted
-    rewards of the first rollout. Untrained values know nothing of the task's units."""
-    ends = (rollout.terminated, rollout.truncated)
-    zero = torch.zeros_like(rollout.rewards)
-    _, sums = gae(rollout.rewards, zero, zero, *ends, args.gamma, 1.0)
-    sums = joined(sums)
-    mean = sums.mean()
-    std = sums.std(correction=0)
-    return torch.stack((mean - std, mean + std))
-
-
-def statistics_samples(samples: Tensor, weights: Tensor, twins: Tensor) -> Tensor:
-    """What the return statistics take in of a rollout, (2,): mean -+ scale of its targets.
-        scale = max(std of the targets, root mean square of V - mean)
-    from targets (T, N, J) and values of each critic (C, T, N). With targets alone, constant returns
-    would shrink the scale to its floor, thousands of which a critic may be off."""
-    mean = average((weights * samples).sum(-1).mean())
-    variance = average((weights * (samples - mean).square()).sum(-1).mean())
-    errors = average((twins - mean).square().mean())
-    scale = torch.maximum(variance, errors).sqrt()
-    return torch.stack((mean - scale, mean + scale))
-
-
-def critic_metrics(dist: ValueDistribution, rollout: Rollout, twins: Tensor, reduced: Tensor,
-                   next_reduced: Tensor, values: Tensor, returns: Tensor) -> dict:  # fmt: skip
-    """What the critics predicted for a rollout against what came, before the update.
-    twins (C, T, N) values of each critic; reduced outputs of s_t and s'_t (T, N, ...); values and
-    lambda-returns (T, N)."""
-    stats = dist.describe(reduced)
-    deciles = torch.stack((stats["p10"], stats["p50"], stats["p90"]))
-    ends = (rollout.terminated, rollout.truncated)
-    samples, weights = dist.sample_returns(
-        rollout.rewards, next_reduced, *ends, dist.args.gamma, gae_lambda=1.0
-    )
-    below = samples < stats["value_at_risk"][..., None]
-    all_values, all_returns = joined(values), joined(returns)
-
-    return {
-        "value/p10": deciles[0].mean(), "value/p50": deciles[1].mean(),
-        "value/p90": deciles[2].mean(), "value/predicted_returns": deciles,
-        "value/realised_returns": (weights * samples).sum(-1),  # predicted where they are cut
-        "value/bias": (values - returns).mean(), "value/std_target": all_returns.std(correction=0),
-        "value/std_predicted": stats["std"].mean(),
-        "value/distribution_gap": (dist.mean(reduced) - values).abs().mean(),
+    outputs are those of all critics for s_t, (C, T, N, ...). reduced and next_reduced (T, N, ...)
+    are for s_t and s'_t. returns (T, N) are lambda-returns.
+    """
+    values = dist.value(reduced)
+    twins = dist.value(outputs)  # (C, T, N)
+    samples = dist.sample_targets(rollout, next_reduced, gae_lambda=1.0)
+    all_values = gather(values)
+    all_returns = gather(returns)
+    return dist.describe(reduced, samples) | {
+        "value/bias": (values - returns).mean(),
+        "value/std_target": all_returns.std(correction=0),
         "losses/explained_variance": explained_variance(all_values, all_returns),
-        "cvar/predicted": stats["cvar"].mean(), "cvar/weight": dist.args.cvar_weight,
-        "cvar/coverage": (weights * below).sum(-1).mean(),
+        "cvar/weight": dist.args.cvar_weight,
         "twin/abs_difference": (twins[0] - twins[-1]).abs().mean(),
         "twin/critic1_is_min": (twins[0] <= twins[-1]).float().mean(),
         "data/truncated_fraction": rollout.truncated.float().mean(),
-    }  # fmt: skip
+    }
 
 
-@torch.no_grad()
-def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, dict]:
-    """Values, advantages and targets of a rollout as a batch, and metrics; the statistics move.
-    The order matters: decode with the old statistics, take in the targets, express old values in
-    the new units (van Hasselt et al. 2016)."""
-    dist = agent.value_dist
-    if args.norm_returns and dist.moments.count == 0:
-        dist.moments.update(opening_samples(rollout, args))
-
-    # 1. distributions of the return from every s_t and every true successor s'_t
-    obs, next_obs = agent.normalize_obs(rollout.obs), agent.normalize_obs(rollout.next_obs)
-    outputs, next_outputs = run_critics(agent, rollout, obs, next_obs)
-    reduced, next_reduced = dist.reduce_twins(outputs), dist.reduce_twins(next_outputs)
-    values, next_values = dist.value(reduced), dist.value(next_reduced)  # (T, N)
-    twins = dist.value(outputs)  # (C, T, N)
-
-    # 2. advantages and targets, in the task's units
-    ends = (rollout.terminated, rollout.truncated)
-    raw, returns = gae(rollout.rewards, values, next_values, *ends, args.gamma, args.gae_lambda)
-    samples, weights = returns[..., None], torch.ones_like(returns[..., None])  # (T, N, J = 1)
-    if args.value_target == "sr_lambda":
-        samples, weights = dist.sample_returns(
-            rollout.rewards, next_reduced, *ends, args.gamma, args.gae_lambda
-        )
-    if args.cvar_weight > 0 and args.cvar_alpha < 1:
-        raw = raw.lerp(dist.risk_advantages(samples, weights, reduced), args.cvar_weight)
-    raw = joined(raw)
-    advantages = agent.scale_advantages(raw) if args.norm_adv else raw
-    metrics = critic_metrics(dist, rollout, twins, reduced, next_reduced, values, returns)
-
-    # 3. the return statistics move
-    taken_in = statistics_samples(samples, weights, twins)
-    outputs, old_values = dist.move_statistics(agent.critic_heads, outputs, taken_in)
-    metrics |= dist.target_metrics(outputs, samples, weights) | {
-        "adv/mean_raw": raw.mean(), "adv/std_raw": raw.std(correction=0),
-        "adv/abs_max": advantages.abs().max(),
-        "norm/return_mean": dist.moments.mean, "norm/return_std": dist.moments.std,
-        "norm/value_shift": (dist.value(outputs) - twins).abs().mean(),  # the jump, for atoms
-    }  # fmt: skip
-
-    # 4. the batch: steps and environments become rows
-    batch = Batch(  # (T, N, ...) until the last line
-        obs=obs, actions=rollout.actions, params=rollout.params, advantages=own(advantages).float(),
-        log_probs=agent.action_dist.log_prob(rollout.params, rollout.actions),
-        targets=dist.encode_targets(samples, weights),
-        returns=dist.moments.normalize(returns).float(),
-        old_values=old_values.movedim(0, 2).float(),
-    )  # fmt: skip
-    return Batch(*(x.flatten(0, 1) for x in batch)), metrics
+def describe_advantages(raw: Tensor, scaled: Tensor) -> dict:
+    """Metrics of the advantages (T, N) in the task's units, and as the policy's loss takes them."""
+    raw = gather(raw)
+    return {
+        "adv/mean_raw": raw.mean(),
+        "adv/std_raw": raw.std(correction=0),
+        "adv/abs_max": gather(scaled).abs().max(),
+    }
 
 
-# ------------------------------------------------------------------------------------------- update
-def minibatches(batch: Batch, args: Args) -> Iterator[Batch]:
-    """In every epoch, random parts of the rows, each row once."""
-    orders = [torch.randperm(len(batch.obs)) for _ in range(args.update_epochs)]
-    for order in torch.stack(orders).to(batch.obs.device):
-        shuffled = [x.index_select(0, order).chunk(args.num_minibatches) for x in batch]
-        yield from map(Batch, *shuffled)
-        del shuffled  # ahead of the next epoch's copy
-
-
-def losses(agent: Agent, mb: Batch, args: Args, ent_coef: float) -> tuple[Tensor, dict]:
-    """The loss of a minibatch, a scalar with its graph, and its metrics, without.
-        clipped policy loss + entropy loss + vf_coef * mean over critics of their value losses
-    Metrics are scalars or one number a row: `update` takes their means, of all minibatches at once.
-    A pure function of parameters and minibatch. Source: Schulman et al. 2017, eq. 9."""
-    params = agent.policy_params(mb.obs)
-    log_ratio = agent.action_dist.log_prob(params, mb.actions) - mb.log_probs  # (B,)
-    entropy = agent.action_dist.entropy(params)
-    pg_loss, approx_kl, clipfrac = clipped_policy_loss(log_ratio, mb.advantages, args.clip_coef)
-    h_loss = entropy_loss(entropy, ent_coef, args.min_entropy, args.min_entropy_penalty)
-
-    outputs = agent.value_outputs(mb.obs)  # (C, B, K)
-    old_values = mb.old_values.movedim(1, 0)
-    value_losses, clipped = agent.value_dist.loss(outputs, mb.targets, mb.returns, old_values)
-    loss = pg_loss + h_loss + args.vf_coef * value_losses.mean()
-
-    metrics = {
-        "losses/policy_loss": pg_loss, "losses/value_loss": value_losses,
-        "losses/entropy": entropy, "losses/approx_kl": approx_kl, "losses/clipfrac": clipfrac,
-        "twin/loss_1": value_losses[0], "twin/loss_2": value_losses[-1],
-        "value/clip_fraction": clipped, "policy/log_ratio": log_ratio,
-        "policy/kl_exact": agent.action_dist.kl(mb.params, params.detach()),
-    }  # fmt: skip
-    return loss, {tag: x.detach() for tag, x in metrics.items()}
-
-
-def one_vector(agent: Agent) -> nn.Parameter:
-    """All parameters, the actor's ahead of the critics', as a vector whose parts they are from now
-    on: an optimizer's step costs time for each of its parameters, however small."""
-    actor, critics = agent.parts()
-    parameters = [*actor, *critics]
-    vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
-    nn.utils.vector_to_parameters(vector, parameters)
-    return vector
-
-
-@cache
-def compiled_losses() -> Callable:
-    """`losses` by torch.compile, once in a process."""
-    return torch.compile(losses)
-
-
-def update(agent: Agent, optimizer: optim.Adam, batch: Batch, args: Args, ent_coef: float) -> dict:
-    """Train on one rollout for `update_epochs` epochs, fewer where the policy moves too far.
-    The exact KL(old || new) of a minibatch is tested ahead of its step; the first one larger than
-    `target_kl` ends the update. Gives means over the minibatches evaluated, that one included, and
-    of `grad/*` over the steps taken. The optimizer's one parameter is `one_vector` of the agent.
-    Raises RuntimeError for what is not finite."""
-    actor, critics = agent.parts()
-    actor_size = sum(p.numel() for p in actor)
-    [vector] = optimizer.param_groups[0]["params"]
-    evaluated = []  # metrics of each minibatch
-    norms = []  # of the gradients of actor and critics, at each step taken
-    loss_of = compiled_losses() if args.compile else losses
-    for mb in minibatches(batch, args):
-        loss, metrics = loss_of(agent, mb, args, ent_coef)
-        evaluated.append(metrics)
-        gradients = torch.autograd.grad(loss, [*actor, *critics])
-        told = (loss.detach(), metrics["policy/kl_exact"].mean())
-        flat = average(torch.cat([x.flatten() for x in (*gradients, *told)]))
-        vector.grad, told = flat.split([len(flat) - 2, 2])
-        parts = vector.grad.tensor_split([actor_size])
-        numbers = [*told, *(part.norm() for part in parts)]
-        loss, kl, *norms_of_parts = torch.stack(numbers).tolist()  # one transfer
-        if args.target_kl is not None and kl > args.target_kl:
-            break
-
-        norms.append(norms_of_parts)
-        norm = math.hypot(*norms_of_parts)
-        if RANK == 0 and not math.isfinite(loss + norm):
-            what = f"loss {loss:g}, gradient {norm:g} of minibatch {len(norms) - 1} of the update"
-            raise RuntimeError(f"{what}: not finite; try a smaller --learning-rate")
-
-        vector.grad *= min(1, args.max_grad_norm / (norm + 1e-6))
-        optimizer.step()
-        agent.action_dist.project()
-
+def describe_update(
+    evaluated: list[dict], norms: list[tuple[float, float]], args: Args
+) -> dict[str, float]:
+    """Means over the minibatches that were evaluated, and norms of the steps that were taken."""
     columns = {tag: torch.stack([row[tag] for row in evaluated]) for tag in evaluated[0]}
-    ratio = joined(columns.pop("policy/log_ratio").exp())
+    ratio = gather(columns.pop("policy/log_ratio").exp())  # (minibatches, B)
+    kl = average(columns["policy/kl_exact"].flatten(1).mean(1))  # (minibatches,)
     grad_norms = torch.tensor(norms or [[0.0, 0.0]])
     columns |= {
-        "policy/kl_max": average(columns["policy/kl_exact"].flatten(1).mean(1)).max(),
-        "policy/ratio_mean": ratio, "policy/ratio_std": ratio.std(1, correction=0),
-        "policy/ratio_first_minibatch_error": (ratio[0] - 1).abs().max(),  # 0 but for rounding
+        "policy/kl_max": kl.max(),
+        "policy/ratio_mean": ratio,
+        "policy/ratio_std": ratio.std(1, correction=0),
+        "policy/ratio_first_minibatch_error": (ratio[0] - 1).abs().max(),  # rounding alone
         "grad/norm": grad_norms.norm(dim=1),
-        "grad/actor": grad_norms[:, 0], "grad/critic": grad_norms[:, 1],
-    }  # fmt: skip
-    means = {tag: float(x.mean()) for tag, x in columns.items()}
-    means["policy/epochs_done"] = len(norms) / args.num_minibatches
-    return means | {"policy/stopped_early": float(len(norms) < len(evaluated))}
+        "grad/actor": grad_norms[:, 0],
+        "grad/critic": grad_norms[:, 1],
+    }
+    return {tag: float(x.mean()) for tag, x in columns.items()} | {
+        "policy/epochs_done": len(norms) / args.num_minibatches,
+        "policy/stopped_early": float(len(norms) < len(evaluated)),
+    }
 
 
-# ------------------------------------------------------------------------------------- run keeping
-@dataclass
-class Run:
-    """How far a run is; saved with its checkpoint, where a resumed run takes it up."""
+def empirical_cvar(returns: Tensor, alpha: float) -> float:
+    """Mean of the lowest share alpha of a sample (n,). The last return counts in part."""
+    size = alpha * len(returns)
+    mass = (size - torch.arange(len(returns)).double()).clamp(0, 1)
+    return float((mass * returns.sort().values).sum() / size)
 
-    step: int = 0  # environment steps taken
-    seconds: float = 0.0  # spent on them, evaluations and checkpoints apart
-    recent: list[float] = field(default_factory=list)  # returns of the last 100 training episodes
-    logged: dict[str, float] = field(default_factory=dict)  # last value of every metric
-    evaluated: int | None = None  # step of the last evaluation
-    best_return: float = -math.inf  # of the evaluation that `best.pt` is of
-    best_step: int = 0  # when it was; 0: there is none
-    shown: float = field(default_factory=time.time)  # time of the last line on the terminal
+
+# ------------------------------------------------------------------------------------ run keeping
+class NotFinite(RuntimeError):
+    """A loss or a gradient that is not finite. All processes of a run find it at once."""
+
+
+def check_step(loss: float, norm: float, minibatch: int) -> None:
+    """Raise `NotFinite` unless the loss and the gradient's norm are finite."""
+    if not math.isfinite(loss + norm):
+        found = f"loss {loss:g}, gradient {norm:g} of minibatch {minibatch} of the update"
+        raise NotFinite(f"{found}: not finite; try a smaller --learning-rate")
+
+
+def start(args: Args) -> tuple[Run, Agent, optim.Adam, gym.vector.VectorEnv]:
+    """Make what a run consists of: anew, resumed, or with the weights of another run."""
+    check_flags(args)  # again: a flag may have changed since
+    set_up_process(args)
+    check_compiler(args)
+    envs = make_envs(args)
+    agent = make_agent(envs, args)
+    optimizer = make_optimizer(agent, args)
+    return Run(args, agent, optimizer, envs), agent, optimizer, envs
+
+
+def check_compiler(args: Args) -> None:
+    """Raise `UsageError` where nothing can be compiled."""
+    if not args.compile:
+        return
+    try:
+        torch.compile(torch.neg)(torch.ones(1, device="cuda" if args.cuda else "cpu"))
+    except Exception as error:  # torch raises it from many layers
+        text = "torch.compile finds no working compiler; install g++ or leave it out"
+        raise UsageError(f"--compile: {text}") from error
 
 
 def set_up_process(args: Args) -> None:
-    """RNGs, torch's options, and gymnasium's pickling of environments. Raises `UsageError` where
-    nothing can be compiled, or filmed."""
+    """Set seeds, options of torch, and how gymnasium pickles environments.
+
+    Raises `UsageError` where nothing can be filmed.
+    """
     if args.capture_video:
-        check_video(args)  # ahead of the seeds: a task may draw from any RNG
-    if RANK > 0:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        check_video(args)  # ahead of the seeds: a task may draw from any generator
     if WORLD_SIZE > 1 and args.cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.backends.cudnn.allow_tf32 = False  # acting and training with the same precision
+    torch.backends.cudnn.allow_tf32 = False  # acting and training have the same precision
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(args.seed)
-    if args.compile:
-        try:
-            torch.compile(torch.neg)(torch.ones(1, device="cuda" if args.cuda else "cpu"))
-        except Exception as error:  # of torch, in many layers
-            text = "torch.compile finds no working compiler; install g++ or leave it out"
-            raise UsageError(f"--compile: {text}") from error
-    # EzPickle builds a fresh environment when unpickled; checkpoints keep it as it stands
+    # EzPickle builds a fresh environment when it is read back; checkpoints keep it as it stands.
     gym.utils.EzPickle.__getstate__ = object.__getstate__
     gym.utils.EzPickle.__setstate__ = lambda env, state: vars(env).update(state)
+
+
+def make_agent(envs: gym.vector.VectorEnv, args: Args) -> Agent:
+    """The agent to train: a new one, that of the run to resume, or one with other weights.
+
+    Raises `UsageError` where the shapes or supports of `init_from` differ.
+    """
+    if args.resume:
+        return load_agent(args.resume)[0]
+    agent = Agent(envs.single_observation_space, envs.single_action_space, args)
+    if args.init_from:
+        earlier, _ = load_agent(args.init_from)
+        there = shapes(earlier)
+        here = shapes(agent)
+        for name in there | here:
+            differ = f"{name} is {there.get(name)} there, {here.get(name)} by these flags"
+            require_flag(args, "init_from", there.get(name) == here.get(name), differ)
+        agent.load_state_dict(earlier.state_dict())
+    return agent
+
+
+def shapes(agent: Agent) -> dict[str, tuple]:
+    """Shape of all that a checkpoint holds, by name, and the ends of the distribution's support."""
+    ends = agent.value_dist.support[[0, -1]]
+    held = {name: tuple(x.shape) for name, x in agent.state_dict().items()}
+    return held | {"value_dist.support": tuple(ends.tolist())}
+
+
+def make_optimizer(agent: Agent, args: Args) -> optim.Adam:
+    """Adam for one vector that holds all parameters, those of the actor ahead of the critics'.
+
+    The agent's parameters become parts of the vector, since a step of Adam costs time for each
+    parameter, however small. A later `agent.to(...)` would cut them off from it.
+    """
+    actor, critics = agent.parts()
+    parameters = [*actor, *critics]
+    vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
+    nn.utils.vector_to_parameters(vector, parameters)
+    return optim.Adam([vector], args.learning_rate, eps=1e-5, fused=True)
+
+
+class Run:
+    """What a run writes and shows: its directory, log, progress, evaluations and checkpoints.
+
+    Inside `with run`, the first Ctrl-C or SIGTERM ends the run after its iteration, with a
+    checkpoint. A fault gets a note that names the last checkpoint. At the end all is closed.
+    """
+
+    SAVED = (
+        "step", "seconds", "recent_returns", "logged", "evaluated_at", "best_return", "best_step",
+    )  # fmt: skip
+
+    def __init__(
+        self, args: Args, agent: Agent, optimizer: optim.Adam, envs: gym.vector.VectorEnv
+    ) -> None:
+        self.args = args
+        self.agent = agent
+        self.optimizer = optimizer
+        self.envs = envs
+        self.total_steps = args.num_iterations * args.batch_size
+        self.step = 0  # environment steps taken
+        self.seconds = 0.0  # spent on them, apart from evaluations and checkpoints
+        self.recent_returns: list[float] = []  # of the last 100 training episodes
+        self.logged: dict[str, float] = {}  # last value of every metric
+        self.evaluated_at: int | None = None  # step of the last evaluation
+        self.best_return = -math.inf  # of the evaluation that `best.pt` is of
+        self.best_step = 0  # step of that evaluation; 0 means that there is none
+        self.carried: tuple | None = None  # what the next iteration goes on from
+
+        self.signals: list[int] = []  # received: they end the run after its iteration
+        self.handlers: dict[int, Any] = {}  # of signals, as they were before
+        self.times: dict[str, float] = {}  # seconds of the parts of this iteration
+        self.lap_start = time.time()
+        self.last_shown = time.time()
+        self.warned = False
+        if args.resume:
+            self.directory = Path(args.resume)
+            self.take_up()
+        else:
+            self.directory = gather_objects(make_run_dir(args) if RANK == 0 else None)[0]
+        self.say(f"{args.env_id}: logging to {self.directory}")
+        self.writer = None
+        if RANK == 0:  # what a resumed run wrote beyond its checkpoint is dropped
+            purge_step = self.step + 1 if args.resume else None
+            self.writer = SummaryWriter(str(self.directory), purge_step=purge_step)
+
+    def __enter__(self) -> Run:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.handlers[number] = signal.signal(number, self.request_stop)
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        if isinstance(error, Exception):
+            path = self.directory / "checkpoint.pt"
+            last = f"last checkpoint: {path}" if path.exists() else "no checkpoint yet"
+            error.add_note(f"after {self.step:,} steps; {last}")
+        if self.writer is not None:
+            self.writer.close()
+        self.envs.close()
+
+    def request_stop(self, number: int, frame: Any) -> None:
+        """End the run after this iteration. A second signal has its default effect."""
+        self.signals.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """The last value of every metric, and the run's directory."""
+        return self.logged | {"run_dir": str(self.directory)}
+
+    @property
+    def env_seed(self) -> int:
+        """Seed of this process's first environment. The next ones follow by 1."""
+        return self.args.seed + self.step + RANK * self.envs.num_envs
+
+    # ---- iterations ----
+    def iterations(self) -> Iterator[float]:
+        """For each iteration, the fraction of the run that is done. Finishes the run at its end."""
+        while self.step < self.total_steps:
+            # The seed depends on the step alone: all processes draw the same noise, and a resumed
+            # run draws what it would have drawn.
+            torch.manual_seed(hash((self.args.seed, self.step)))
+            self.lap_start = time.time()
+            yield self.step / self.total_steps
+        if self.evaluated_at != self.total_steps:  # otherwise the run had ended before
+            self.evaluate()
+            self.save()
+        if self.best_step:
+            best = f"return {self.best_return:.1f} after {self.best_step:,} steps"
+            self.say(f"best evaluation: {best}, {self.directory / 'best.pt'}")
+        self.log_flags()
+
+    def lap(self, part: str) -> None:
+        """Take the time of a part of the iteration, which ends here."""
+        now = time.time()
+        self.times[f"time/{part}"] = now - self.lap_start
+        self.lap_start = now
+
+    def end_iteration(self, rollout: Rollout, metrics: dict, carried: tuple) -> None:
+        """Log, show, evaluate and save as the flags ask. `carried` goes into the checkpoint.
+
+        Raises KeyboardInterrupt after a signal.
+        """
+        args = self.args
+        self.carried = carried
+        self.log_episodes(rollout)
+        self.step += args.batch_size
+        self.seconds += sum(self.times.values())
+        iteration = self.step // args.batch_size
+        last = self.step == self.total_steps
+
+        self.warn(metrics.pop("warning", ""))
+        metrics = average_metrics(metrics) | self.times
+        metrics["charts/SPS"] = self.step / self.seconds
+        if self.recent_returns:
+            returns = torch.tensor(self.recent_returns).double()
+            metrics["charts/recent_returns"] = returns
+            metrics["cvar/empirical"] = empirical_cvar(returns, args.cvar_alpha)
+        self.log(metrics, self.step, histograms=last or iteration % 10 == 1)
+        self.show_progress()
+
+        if not last and is_due(iteration, args.eval_every):
+            self.evaluate()
+        stop = bool(average(torch.tensor(float(len(self.signals)))) > 0)  # all processes agree
+        if last or stop or is_due(iteration, args.checkpoint_every):
+            self.save()
+        if stop:
+            where = f"stopped after {self.step:,} steps; --resume {self.directory}"
+            raise KeyboardInterrupt(where)
+
+    def evaluate(self) -> None:
+        """Evaluate and log. With `eval_every` the best agent so far is kept in `best.pt`.
+
+        The first process plays. The others meet it after each episode, since a collective call
+        gives up after half an hour.
+        """
+        args = self.args
+        metrics = None
+        if RANK == 0:
+            episodes = []
+            for rewards in play(self.agent, args, self.directory / f"videos/step-{self.step}"):
+                episodes.append(rewards)
+                average(torch.zeros(()))
+            metrics = summarise(episodes, args)
+        else:
+            for _ in range(args.eval_episodes):
+                average(torch.zeros(()))
+        metrics = gather_objects(metrics)[0]
+
+        self.log(metrics, self.step)
+        self.evaluated_at = self.step
+        if args.eval_every and metrics["eval/return_mean"] >= self.best_return:
+            self.best_return = metrics["eval/return_mean"]
+            self.best_step = self.step
+            self.save("best")
+            self.save()  # the checkpoint has to know of it
+
+    # ---- terminal and log ----
+    def say(self, line: str) -> None:
+        """Print a line, once for all processes."""
+        if RANK == 0:
+            print(line, flush=True)
+
+    def warn(self, line: str) -> None:
+        """Print the first warning of the run."""
+        if line and not self.warned:
+            self.warned = True
+            self.say(f"warning: {line}")
+
+    def show_progress(self) -> None:
+        """Show a line that a terminal rewrites in place. A file gets a line every five seconds."""
+        terminal = sys.stdout.isatty()
+        last = self.step == self.total_steps
+        seconds = 0.2 if terminal else 5
+        if RANK > 0 or (not last and time.time() - self.last_shown <= seconds):
+            return
+        self.last_shown = time.time()
+        speed = self.step / self.seconds
+        share = self.step / self.total_steps
+        line = f"{self.step:,} of {self.total_steps:,} steps ({share:.0%})"
+        line += f"  {speed:,.0f} steps/s  {(self.total_steps - self.step) / speed:,.0f} s left"
+        if self.recent_returns:
+            line += f"  return {np.mean(self.recent_returns):.1f}"
+        print(line, end="   \r" if terminal and not last else "\n", flush=True)
+
+    def log(self, metrics: dict, step: int, histograms: bool = True) -> None:
+        """Write scalars, in one event, and tensors with axes as histograms."""
+        if self.writer is None:
+            return
+        scalars = Summary()
+        for tag, value in metrics.items():
+            if is_scalar(value):
+                self.logged[tag] = float(value)
+                scalars.value.add(tag=tag, simple_value=self.logged[tag])
+            elif histograms:  # torch's bins end at 1e20
+                self.writer.add_histogram(tag, value.clamp(-9e19, 9e19), step)
+        self.writer.file_writer.add_summary(scalars, step)
+
+    def log_episodes(self, rollout: Rollout) -> None:
+        """Write return and length of the episodes of all processes at the steps they ended."""
+        episodes = [one for part in gather_objects(rollout.episodes) for one in part]
+        for t, episode_return, length in sorted(episodes, key=lambda one: one[0]):
+            step = self.step + (t + 1) * self.args.num_envs
+            charts = {"charts/episodic_return": episode_return, "charts/episodic_length": length}
+            self.log(charts, step)
+            self.recent_returns.append(episode_return)
+        del self.recent_returns[:-100]
+
+    def log_flags(self) -> None:
+        """Write the flags for TensorBoard's table of runs."""
+        if self.writer is None:
+            return
+        flags = asdict(self.args) | {"masked_obs": str(self.args.masked_obs)}
+        for entry in summary.hparams(flags, {"eval/return_mean": 0}):
+            self.writer.file_writer.add_summary(entry)
+
+    # ---- checkpoints ----
+    def save(self, name: str = "checkpoint") -> None:
+        """Write `checkpoint.pt`, or one of another name, after all events.
+
+        Flags, weights and statistics are readable without pickle. What else an exact resume needs
+        is pickled and serves --resume alone. The file is written beside the old one, synced and
+        renamed: a kill at any instant leaves one of the two.
+        """
+        part = {
+            "carried": self.carried,
+            "rngs": (random.getstate(), np.random.get_state()),
+            "envs": None,
+        }
+        with contextlib.suppress(Exception):  # each library raises its own, some when it is loaded
+            pickled = pickle.dumps(gym.vector.utils.CloudpickleWrapper(self.envs.envs))
+            pickle.loads(pickled)
+            part["envs"] = pickled
+        parts = gather_objects(part)
+        if self.writer is None:
+            return
+
+        self.writer.flush()
+        kept = {name: getattr(self, name) for name in self.SAVED}
+        kept |= {"optimizer": self.optimizer.state_dict(), "parts": parts}
+        content = {
+            "args": {**asdict(self.args), "resume": ""},
+            "agent": self.agent.state_dict(),
+            "global_step": self.step,
+            "run": pickle.dumps(kept),
+        }
+        path = self.directory / f"{name}.tmp"
+        with path.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        path.replace(path.with_suffix(".pt"))
+
+    def take_up(self) -> None:
+        """Go on where the checkpoint of the run to resume stands.
+
+        `carried` stays None where the environments are lost and have to open new episodes. Raises
+        `UsageError` for a checkpoint that these flags or this version cannot go on from.
+        """
+        args = self.args
+        content = torch.load(self.directory / "checkpoint.pt", "cpu", weights_only=True)
+        gpu_fits = args.cuda or not content["args"]["cuda"]
+        require_flag(args, "resume", gpu_fits, "needs the GPU it was run on")
+        kept = pickle.loads(content["run"])
+        try:
+            self.optimizer.load_state_dict(kept["optimizer"])
+            for name in self.SAVED:
+                setattr(self, name, kept[name])
+        except (ValueError, KeyError) as error:  # another number of parameters, or other names
+            text = "is of another version of this script; start anew with --init-from"
+            raise UsageError(f"--resume {args.resume}: {text}") from error
+
+        part = {"envs": None}
+        if len(kept["parts"]) == WORLD_SIZE:
+            part = kept["parts"][RANK]
+            python_rng, numpy_rng = part["rngs"]
+            random.setstate(python_rng)
+            np.random.set_state(numpy_rng)
+        if part["envs"] is not None:
+            self.envs.envs = pickle.loads(part["envs"]).fn
+            self.carried = part["carried"]
+        elif self.step < self.total_steps:
+            self.say("environments not saved, or by other processes: episodes start afresh")
 
 
 def make_run_dir(args: Args) -> Path:
@@ -1369,97 +2109,32 @@ def make_run_dir(args: Args) -> Path:
     return path
 
 
-def open_writer(args: Args, run_dir: Path, step: int) -> SummaryWriter | None:
-    """Of the first process; what a resumed run wrote beyond its checkpoint is dropped."""
-    print(f"{args.env_id}: logging to {run_dir}", flush=True)
-    purge_step = step + 1 if args.resume else None
-    return SummaryWriter(str(run_dir), purge_step=purge_step) if RANK == 0 else None
+def is_due(iteration: int, every: int) -> bool:
+    """Whether this iteration is one of every so many. 0 means never."""
+    return every > 0 and iteration % every == 0
 
 
-def log(writer: SummaryWriter, run: Run, metrics: dict, step: int, histograms: bool = True) -> None:
-    """Write scalars, in one event, and tensors with axes as histograms; remember the scalars."""
-    if RANK > 0:
-        return
-    scalars = Summary()
-    for tag, value in metrics.items():
-        if not isinstance(value, Tensor) or value.dim() == 0:
-            run.logged[tag] = float(value)
-            scalars.value.add(tag=tag, simple_value=run.logged[tag])
-        elif histograms:
-            writer.add_histogram(tag, value.clamp(-9e19, 9e19), step)  # its bins end at 1e20
-    writer.file_writer.add_summary(scalars, step)
-
-
-def log_flags(writer: SummaryWriter, args: Args) -> None:
-    """Write the flags, for TensorBoard's table of runs."""
-    if RANK > 0:
-        return
-    flags = asdict(args) | {"masked_obs": str(args.masked_obs)}
-    for entry in summary.hparams(flags, {"eval/return_mean": 0}):
-        writer.file_writer.add_summary(entry)
-
-
-def log_episodes(writer: SummaryWriter, run: Run, rollout: Rollout) -> None:
-    """Write return and length of every episode at the step it ended."""
-    num_envs = rollout.rewards.shape[1] * WORLD_SIZE
-    for t, episode_return, length in rollout.episodes:
-        ended = {"charts/episodic_return": episode_return, "charts/episodic_length": length}
-        log(writer, run, ended, run.step + (t + 1) * num_envs)
-        run.recent.append(episode_return)
-    del run.recent[:-100]
-
-
-def evaluate_run(writer: SummaryWriter, run: Run, agent: Agent, args: Args,
-                 save: Callable) -> None:  # fmt: skip
-    """Evaluate and log. With `eval_every` the best agent so far is kept in `best.pt`, by `save`."""
-    result = RANK == 0 and evaluate(agent, args, Path(writer.log_dir, "videos", f"step-{run.step}"))
-    metrics = of_all(result)[0]
-    log(writer, run, metrics, run.step)
-    run.evaluated = run.step
-    if args.eval_every and metrics["eval/return_mean"] >= run.best_return:
-        run.best_return = metrics["eval/return_mean"]
-        run.best_step = run.step
-        save(name="best")
-        save()  # which knows of it
-
-
-def average_metrics(metrics: dict) -> dict:
-    """The scalars' means over all processes; histograms stay those of this one."""
-    tags = [tag for tag, x in metrics.items() if not isinstance(x, Tensor) or x.dim() == 0]
-    means = average(torch.tensor([float(metrics[tag]) for tag in tags], dtype=torch.float64))
-    return metrics | dict(zip(tags, means.tolist()))
-
-
-def show_progress(run: Run, total: int) -> None:
-    """A line that a terminal rewrites in place; in a file, a line every five seconds."""
-    terminal = sys.stdout.isatty()
-    if run.step < total and time.time() - run.shown <= (0.2 if terminal else 5):
-        return
-    run.shown = time.time()
-    speed = run.step / run.seconds
-    line = f"{run.step:,} of {total:,} steps ({run.step / total:.0%})  {speed:,.0f} steps/s"
-    line += f"  {(total - run.step) / speed:,.0f} s left"
-    line += f"  return {np.mean(run.recent):.1f}" if run.recent else ""
-    print(line, end="   \r" if terminal and run.step < total else "\n", flush=True)
-
-
-def show_best(run: Run, run_dir: Path) -> None:
-    """Say which evaluation `best.pt` is of, if there is one."""
-    if run.best_step:
-        line = f"return {run.best_return:.1f} after {run.best_step:,} steps"
-        print(f"best evaluation: {line}, {run_dir / 'best.pt'}", flush=True)
+def is_scalar(value: Any) -> bool:
+    """Whether a metric is one number."""
+    return not isinstance(value, Tensor) or value.dim() == 0
 
 
 def load_agent(path: str | Path) -> tuple[Agent, Args]:
-    """Agent and flags of a saved run, given its directory or a checkpoint; runs no code from it.
-    Falls back to the CPU. Raises `UsageError` for what the script did not write."""
-    path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
+    """Load agent and flags of a saved run, from its directory or a checkpoint.
+
+    No code of the file is run. Falls back to the CPU. Raises `UsageError` for files that this
+    script did not write.
+    """
+    path = checkpoint_path(path)
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        require(isinstance(saved, dict), "not a dictionary")
+        if not isinstance(saved, dict):
+            raise ValueError("not a dictionary")
         cuda = saved["args"]["cuda"] and torch.cuda.is_available()
         args = Args(**saved["args"] | {"cuda": cuda})
-        agent = Agent(args)
+        env = make_env(args)
+        env.close()
+        agent = Agent(env.observation_space, env.action_space, args)
         agent.load_state_dict(saved["agent"])
     except Exception as error:  # torch raises half a dozen kinds
         reason = str(error).split(". ")[0]
@@ -1467,105 +2142,45 @@ def load_agent(path: str | Path) -> tuple[Agent, Args]:
     return agent, args
 
 
-def shapes(agent: Agent) -> dict[str, tuple]:
-    """Of all that a checkpoint holds, by name, and the ends of the distribution's support."""
-    ends = agent.value_dist.support[[0, -1]]
-    held = {name: tuple(x.shape) for name, x in agent.state_dict().items()}
-    return held | {"value_dist.support": tuple(ends.tolist())}
+def checkpoint_path(path: str | Path) -> Path:
+    """A checkpoint itself, or that of a run directory."""
+    path = Path(path)
+    return path / "checkpoint.pt" if path.is_dir() else path
 
 
-def make_agent(args: Args) -> Agent:
-    """The agent to train: that of the run to resume, or a new one, with weights and normalisers of
-    `init_from`. Raises `UsageError` where shapes or supports differ."""
-    if args.resume:
-        return load_agent(args.resume)[0]
-    agent = Agent(args)
-    if args.init_from:
-        earlier, _ = load_agent(args.init_from)
-        there, here = shapes(earlier), shapes(agent)
-        for name in there | here:
-            differ = f"{name} is {there.get(name)} there, {here.get(name)} by these flags"
-            args.rule("init_from", there.get(name) == here.get(name), differ)
-        agent.load_state_dict(earlier.state_dict())
-    return agent
+# ------------------------------------------------------------------------------------- evaluation
+def evaluate(agent: Agent, args: Args, video_dir: Path | None = None) -> dict[str, float]:
+    """Play `eval_episodes` fresh episodes and summarise them. Statistics stay as they are."""
+    return summarise(list(play(agent, args, video_dir)), args)
 
 
-def save_checkpoint(writer: SummaryWriter, args: Args, agent: Agent, optimizer: optim.Adam,
-                    envs: gym.vector.VectorEnv, run: Run, obs: np.ndarray,
-                    name: str = "checkpoint") -> None:  # fmt: skip
-    """Write `checkpoint.pt`, or of another name: flags, weights and normalisers, readable without
-    pickle, and, pickled for --resume alone, what else an exact resume needs. Written beside the old
-    one, synced and renamed, after all events: a kill at any instant leaves the one or the other."""
-    part = {"obs": obs, "rngs": (random.getstate(), np.random.get_state()), "envs": None}
-    with suppress(Exception):  # each library raises its own, some when it is loaded
-        pickled = pickle.dumps(gym.vector.utils.CloudpickleWrapper(envs.envs))
-        pickle.loads(pickled)
-        part["envs"] = pickled
-    parts = of_all(part)
-    if RANK > 0:
-        return
+def play(agent: Agent, args: Args, video_dir: Path | None = None) -> Iterator[list[float]]:
+    """Play `eval_episodes` fresh episodes; give the rewards of each.
 
-    writer.flush()
-    kept = {**vars(run), "optimizer": optimizer.state_dict(), "parts": parts}
-    content = {"args": {**asdict(args), "resume": ""}, "agent": agent.state_dict()}
-    content |= {"global_step": run.step, "run": pickle.dumps(kept)}
-    path = Path(writer.log_dir, f"{name}.tmp")
-    with path.open("wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    path.replace(path.with_suffix(".pt"))
-
-
-def resume_run(args: Args, optimizer: optim.Adam,
-               envs: gym.vector.VectorEnv) -> tuple[Run, np.ndarray | None]:  # fmt: skip
-    """Take up the run of `args.resume` where its checkpoint stands.
-    The observations to act on are None where the environments are lost and open new episodes."""
-    path = Path(args.resume, "checkpoint.pt")
-    content = torch.load(path, map_location="cpu", weights_only=True)
-    args.rule("resume", args.cuda or not content["args"]["cuda"], "needs the GPU it was run on")
-    kept = pickle.loads(content["run"])
-    try:
-        optimizer.load_state_dict(kept["optimizer"])
-        run = Run(**{name: kept[name] for name in vars(Run()) if name in kept})
-    except ValueError as error:  # another number of parameters
-        text = "is of another version of this script; start anew with --init-from"
-        raise UsageError(f"--resume {args.resume}: {text}") from error
-    part = {"envs": None}  # of another number of processes, or an older version
-    if len(kept.get("parts", ())) == WORLD_SIZE:
-        part = kept["parts"][RANK]
-        for set_state, rng in zip((random.setstate, np.random.set_state), part["rngs"]):
-            set_state(rng)
-    if part["envs"] is None:
-        if run.step < args.num_iterations * args.batch_size:
-            print("environments not saved, or by other processes: episodes start afresh")
-        return run, None
-    envs.envs = pickle.loads(part["envs"]).fn
-    return run, part["obs"]
-
-
-def check_video(args: Args) -> None:
-    """Raise `UsageError` where nothing can be filmed."""
-    make_env(args).close()  # whose errors are not the film's
-    try:
-        import_module("moviepy")
+    The first reset has seed + 1,000,000. Tasks without a time limit are cut at 10,000 steps. With
+    `capture_video` the first 3 are filmed into `video_dir`; each is kept in memory to its end. The
+    state of torch's generator is the same afterwards.
+    """
+    if args.capture_video and video_dir:
         env = make_env(args, render_mode="rgb_array")
-        env.reset(seed=0)
-        frame = np.asarray(env.render())
-        env.close()
-        require(env.render_mode == "rgb_array", "the task forgets its render_mode")
-        require(frame.dtype == np.uint8, f"frames are of {frame.dtype}, not bytes")
-    except Exception as error:  # of the renderer, in many kinds
-        text = f"{str(error) or repr(error)}; needs moviepy and a task that renders rgb_array"
-        raise UsageError(f"--capture-video: {text}") from error
+        env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: episode < 3)
+    else:
+        env = make_env(args)
+    with torch.random.fork_rng([agent.device] if args.cuda else []):
+        torch.manual_seed(args.seed + 1_000_000)
+        for episode in range(args.eval_episodes):
+            yield run_episode(env, agent, args, episode)
+    env.close()
 
 
 def run_episode(env: gym.Env, agent: Agent, args: Args, episode: int) -> list[float]:
-    """Rewards of an evaluation episode; the next ones go on from the seed of the first."""
+    """Rewards of an evaluation episode. Those after the first go on from its seed."""
     obs, _ = env.reset(seed=None if episode else args.seed + 1_000_000)
     check_finite(obs[None], obs[None], np.zeros(1), f"reset of evaluation episode {episode}")
-    rewards, ended = [], False
-    while not ended and len(rewards) < (env.spec.max_episode_steps or 10_000):
+    limit = env.spec.max_episode_steps or 10_000
+    rewards = []
+    ended = False
+    while not ended and len(rewards) < limit:
         action = agent.act(obs, deterministic=not args.eval_sampled)
         obs, reward, terminated, truncated, _ = env.step(action)
         when = f"step {len(rewards)} of evaluation episode {episode}"
@@ -1575,144 +2190,227 @@ def run_episode(env: gym.Env, agent: Agent, args: Args, episode: int) -> list[fl
     return rewards
 
 
-def evaluate(agent: Agent, args: Args, video_dir: Path | None = None) -> dict[str, float]:
-    """Metrics of `eval_episodes` fresh episodes; statistics and torch's RNG stay as they are.
-    The first reset has seed + 1,000,000. Tasks without a time limit are cut at 10,000 steps. With
-    `capture_video` the first 3 are filmed into `video_dir`, each kept in memory to its end."""
-    if args.capture_video and video_dir:
-        env = make_env(args, render_mode="rgb_array")
-        env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: episode < 3)
-    else:
-        env = make_env(args)
-    with torch.random.fork_rng([agent.device] if args.cuda else []):
-        torch.manual_seed(args.seed + 1_000_000)
-        episodes = [run_episode(env, agent, args, i) for i in range(args.eval_episodes)]
-    env.close()
-
-    sample = torch.tensor([sum(rewards) for rewards in episodes], dtype=torch.float64)
-    mean, std = float(sample.mean()), float(sample.std(correction=0))
-    tail = empirical_cvar(sample, args.cvar_alpha)
+def summarise(episodes: list[list[float]], args: Args) -> dict[str, float]:
+    """Print and return mean, std and CVaR of the returns of episodes, given their rewards."""
+    returns = torch.tensor([sum(rewards) for rewards in episodes], dtype=torch.float64)
+    mean = float(returns.mean())
+    std = float(returns.std(correction=0))
+    tail = empirical_cvar(returns, args.cvar_alpha)
     line = f"return {mean:.1f} +- {std:.1f}, CVaR_{args.cvar_alpha:g} {tail:.1f}"
     print(f"evaluation of {len(episodes)} episodes: {line:<50}", flush=True)  # hides the progress
-    result = {"eval/return_mean": mean, "eval/return_std": std, "eval/return_cvar": tail}
-    return result | {"eval/length_mean": float(np.mean([len(rewards) for rewards in episodes]))}
-
-
-# ----------------------------------------------------------------------------------------- training
-def schedules(args: Args, progress: float) -> tuple[float, float]:
-    """Learning rate and entropy coefficient after this fraction of the run."""
-    final_lr = 0.0 if args.anneal_lr else args.learning_rate
-    final_ent_coef = args.ent_coef if args.ent_coef_final is None else args.ent_coef_final
-    lr = linear_schedule(args.learning_rate, final_lr, progress)
-    return lr, linear_schedule(args.ent_coef, final_ent_coef, progress)
-
-
-def is_due(iteration: int, every: int) -> bool:  # every so many iterations; 0: never
-    return every > 0 and iteration % every == 0
-
-
-def iteration_metrics(run: Run, times: list[float], args: Args) -> dict:
-    """Speed, seconds of each part given the times at their ends, recent returns."""
-    metrics: dict[str, Any] = {
-        "charts/SPS": run.step / run.seconds,
-        "time/rollout": times[1] - times[0],
-        "time/values": times[2] - times[1],
-        "time/update": times[3] - times[2],
+    return {
+        "eval/return_mean": mean,
+        "eval/return_std": std,
+        "eval/return_cvar": tail,
+        "eval/length_mean": float(np.mean([len(rewards) for rewards in episodes])),
     }
-    if run.recent:
-        returns = torch.tensor(run.recent).double()
-        metrics["charts/recent_returns"] = returns
-        metrics["cvar/empirical"] = empirical_cvar(returns, args.cvar_alpha)
-    return metrics
 
 
-def last_checkpoint(run_dir: Path) -> str:
-    """What a fault leaves, in words."""
-    path = run_dir / "checkpoint.pt"
-    return f"last checkpoint: {path}" if path.exists() else "no checkpoint yet"
-
-
-def train(args: Args) -> dict[str, Any]:
-    """Train, save, evaluate. Returns the last value of every logged metric, and `run_dir`.
-    A fault is raised with a note that names the last checkpoint; a signal in `STOP` ends in a
-    checkpoint and KeyboardInterrupt. Sets RNGs, torch's options and how EzPickle copies."""
-    set_up_process(args)
-    agent = make_agent(args)
-    optimizer = optim.Adam([one_vector(agent)], args.learning_rate, eps=1e-5, fused=True)
-    run_dir = Path(args.resume or of_all(RANK == 0 and make_run_dir(args))[0])
-    envs = make_envs(args, args.local_envs)
-    run, obs = resume_run(args, optimizer, envs) if args.resume else (Run(), None)
-    total = args.num_iterations * args.batch_size
-    writer = open_writer(args, run_dir, run.step)
-    save = partial(save_checkpoint, writer, args, agent, optimizer, envs, run)
-
+def check_video(args: Args) -> None:
+    """Raise `UsageError` where nothing can be filmed."""
+    make_env(args).close()  # its faults are not the film's
     try:
-        first_seed = args.seed + run.step + RANK * args.local_envs
-        obs = open_episodes(envs, first_seed) if obs is None else obs
-        for iteration in range(run.step // args.batch_size + 1, args.num_iterations + 1):
-            lr, ent_coef = schedules(args, run.step / total)
-            optimizer.param_groups[0]["lr"] = lr
+        import_module("moviepy")
+        env = make_env(args, render_mode="rgb_array")
+        env.reset(seed=0)
+        frame = np.asarray(env.render())
+        env.close()
+        if env.render_mode != "rgb_array":
+            raise ValueError("the task forgets its render_mode")
+        if frame.dtype != np.uint8:
+            raise ValueError(f"frames are of {frame.dtype}, not bytes")
+    except Exception as error:  # a renderer may raise anything
+        text = f"{str(error) or repr(error)}; needs moviepy and a task that renders rgb_array"
+        raise UsageError(f"--capture-video: {text}") from error
 
-            times = [time.time()]
-            torch.manual_seed(hash((args.seed, run.step)))  # the same noise in all processes
-            rollout, obs = collect_rollout(envs, agent, obs, args)
-            times.append(time.time())
-            batch, metrics = prepare_batch(agent, rollout, args)
-            times.append(time.time())
-            metrics |= update(agent, optimizer, batch, args, ent_coef)
-            times.append(time.time())
-            agent.update_obs_moments(rollout.obs)  # last: acting and training saw the same inputs
 
-            log_episodes(writer, run, rollout)
-            run.step += args.batch_size
-            run.seconds += times[-1] - times[0]
-            metrics |= {"charts/learning_rate": lr, "policy/entropy_coef": ent_coef}
-            metrics = average_metrics(metrics) | iteration_metrics(run, times, args)
-            log(writer, run, metrics, run.step, run.step == total or iteration % 10 == 1)
-            show_progress(run, total)
+# -------------------------------------------------------------------------------- many processes
+RANK = int(os.environ.get("RANK", "0"))  # number of this process, from torchrun
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))  # processes that share the environments
 
-            if run.step < total and is_due(iteration, args.eval_every):
-                evaluate_run(writer, run, agent, args, partial(save, obs))
-            stop = average(torch.tensor(float(len(STOP)))) > 0
-            if run.step == total or stop or is_due(iteration, args.checkpoint_every):
-                save(obs)
-            if stop:
-                raise KeyboardInterrupt(f"stopped after {run.step:,} steps; --resume {run_dir}")
 
-        if run.evaluated != total:  # else the run had ended
-            evaluate_run(writer, run, agent, args, partial(save, obs))
-            save(obs)
-        show_best(run, run_dir)
-        log_flags(writer, args)
-    except Exception as error:
-        error.add_note(f"after {run.step:,} steps; {last_checkpoint(run_dir)}")
+class OtherProcessEnded(RuntimeError):
+    """The connection to another process of the run is broken."""
+
+
+def average(x: Tensor) -> Tensor:
+    """Mean over all processes of tensors of one shape. With one process it is x itself."""
+    if WORLD_SIZE == 1:
+        return x
+    x = x.detach() / WORLD_SIZE
+    exchange(distributed.all_reduce, x)
+    return x
+
+
+def own(x: Tensor) -> Tensor:
+    """This process's environments (axis 1) of what was drawn for those of all processes."""
+    return x.chunk(WORLD_SIZE, 1)[RANK]
+
+
+def gather(x: Tensor) -> Tensor:
+    """Tensors (T, n, ...) of all processes, along axis 1."""
+    if WORLD_SIZE == 1:
+        return x
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(WORLD_SIZE)]
+    exchange(distributed.all_gather, parts, x.contiguous())
+    return torch.cat(parts, 1)
+
+
+def gather_objects(thing: Any) -> list:
+    """A thing of every process, in their order."""
+    things = [thing] * WORLD_SIZE
+    if WORLD_SIZE > 1:
+        exchange(distributed.all_gather_object, things, thing)
+    return things
+
+
+def exchange(call: Callable, *tensors: Any) -> None:
+    """Make a call that all processes make at once. The first one lets them find each other.
+
+    Raises `OtherProcessEnded` for a broken connection. Other faults are raised as they are.
+    """
+    if not distributed.is_initialized():
+        gpu = torch.cuda.is_available()
+        distributed.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+        atexit.register(time.sleep, 0.5)  # torch's threads outlive Python and would abort its exit
+        atexit.register(distributed.destroy_process_group)
+    try:
+        call(*tensors)
+    except RuntimeError as error:
+        if isinstance(error, distributed.DistError) or "gloo" in str(error):
+            raise OtherProcessEnded("another process of the run ended") from error
         raise
-    finally:
-        envs.close()
-        if writer is not None:
-            writer.close()
-    return run.logged | {"run_dir": str(run_dir)}
 
 
-def request_stop(number: int, frame: Any) -> None:
-    """End after this iteration; the second signal has its default effect."""
-    STOP.append(number)
-    signal.signal(number, signal.SIG_DFL)
+def average_metrics(metrics: dict) -> dict:
+    """Scalars become their means over all processes. Histograms stay those of this process."""
+    tags = [tag for tag, value in metrics.items() if is_scalar(value)]
+    values = torch.tensor([float(metrics[tag]) for tag in tags], dtype=torch.float64)
+    return metrics | dict(zip(tags, average(values).tolist()))
+
+
+# ----------------------------------------------------------------------------------- command line
+class UsageError(ValueError):
+    """A mistake of the user. It costs one line without a traceback, and exit code 2."""
+
+
+def require_flag(args: Args, name: str, holds: bool, text: str) -> None:
+    """Raise `UsageError` that names flag, value and remedy unless the condition holds."""
+    if not holds:
+        raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: {text}")
+
+
+def check_flags(args: Args) -> None:
+    """Turn the flags into plain Python values and require that each of them can work.
+
+    An integer serves as a float, a list as a tuple, and a number of NumPy as one of Python. Raises
+    `UsageError` with flag, value, bound and remedy.
+    """
+    for name, hint in get_type_hints(type(args), include_extras=True).items():
+        kind, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        value = plain(getattr(args, name), kind)
+        setattr(args, name, value)
+        if get_origin(kind) is Literal:
+            choices = get_args(kind)
+            known = any(value == choice and type(value) is type(choice) for choice in choices)
+            require_flag(args, name, known, f"must be one of {', '.join(map(str, choices))}")
+        elif get_origin(kind) is tuple:
+            integers = isinstance(value, tuple) and all(type(entry) is int for entry in value)
+            require_flag(args, name, integers, "must be a tuple of integers")
+        else:
+            fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+            require_flag(args, name, fits, f"must be {getattr(kind, '__name__', kind)}")
+        for allowed in extras:
+            if isinstance(allowed, Range) and value is not None:
+                require_flag(args, name, value in allowed, f"must be finite and {allowed}")
+    check_sizes(args)
+    gpu = torch.cuda.is_available() or not args.cuda
+    require_flag(args, "cuda", gpu, "torch sees no GPU; leave it out")
+    found = not args.resume or Path(args.resume).is_dir()
+    require_flag(args, "resume", found, "is not a run directory")
+    alone = not (args.evaluate and args.resume)
+    require_flag(args, "evaluate", alone, "excludes --resume")
+
+
+def plain(value: Any, kind: Any) -> Any:
+    """A value as plain Python: NumPy's numbers, lists, and integers where a float is meant."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, list):
+        value = tuple(value)
+    if isinstance(value, tuple):
+        value = tuple(plain(entry, int) for entry in value)
+    if type(value) is int and kind in (float, float | None):
+        value = float(value)
+    return value
+
+
+def check_sizes(args: Args) -> None:
+    """Require that rollouts, minibatches and processes fit together."""
+    shared = args.num_envs % WORLD_SIZE == 0
+    require_flag(args, "num_envs", shared, f"must be a multiple of the {WORLD_SIZE} processes")
+    size = "num_envs * num_steps"
+    enough = args.batch_size > 1
+    require_flag(args, "num_steps", enough, f"a rollout, {size}, needs 2 steps")
+    enough = args.num_iterations > 0
+    require_flag(args, "total_timesteps", enough, f"must be at least one rollout, {size}")
+    whole = args.batch_size // WORLD_SIZE % args.num_minibatches == 0
+    require_flag(args, "num_minibatches", whole, f"must divide the rollout, {size} / processes")
+
+
+def parse_flags(argv: list[str], default: Args | None = None) -> Args:
+    """Flags of a command line. tyro shows each group of them in a box of its own."""
+    values = {} if default is None else asdict(default)
+    groups = {}
+    for title, group in GROUPS.items():
+        known = {one.name: values[one.name] for one in fields(group) if one.name in values}
+        groups[title] = group(**known)
+    flags_class = make_dataclass("Flags", list(GROUPS.items()))
+    parsed = tyro.cli(
+        tyro.conf.OmitArgPrefixes[flags_class],
+        args=argv,
+        default=flags_class(**groups),
+        description=__doc__.splitlines()[0],
+    )
+    flat = {}
+    for title in GROUPS:
+        flat |= vars(getattr(parsed, title))
+    args = Args(**flat)
+    refuse_idle_flags(args, argv)
+    return args
+
+
+def refuse_idle_flags(args: Args, argv: list[str]) -> None:
+    """Raise `UsageError` for a typed flag that has no effect beside the other flags."""
+    words = {word.split("=")[0].replace("_", "-") for word in argv if word.startswith("--")}
+    for name, hint in get_type_hints(Args, include_extras=True).items():
+        flag = f"--{name.replace('_', '-')}"
+        typed = flag in words or flag.replace("--", "--no-", 1) in words
+        for need in get_args(hint) if get_origin(hint) is Annotated else ():
+            if not typed or not isinstance(need, Needs):
+                continue
+            found = getattr(args, need.flag)
+            other = f"--{need.flag.replace('_', '-')}"
+            text = f"has no effect while {other} is {found}; change that, or leave {flag} out"
+            require_flag(args, name, found != need.other_than, text)
 
 
 def parse_args(argv: list[str]) -> tuple[Args, Agent | None]:
-    """Flags of the command line; with --resume and --evaluate, the run's flags are the defaults,
-    and its agent comes with them. Raises `UsageError` where others than the free ones change."""
+    """Flags of the command line, and the agent of a stored run where one is named.
+
+    With --resume and --evaluate the flags of the stored run are the defaults. Raises `UsageError`
+    where one changes that may not.
+    """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--resume", nargs="?")
     finder.add_argument("--evaluate", nargs="?")
     given, _ = finder.parse_known_args(argv)
     path = given.evaluate if given.resume is None else given.resume
     if path is None:
-        return tyro.cli(Args, args=argv), None
+        return parse_flags(argv), None
 
     agent, stored = load_agent(path)
-    args = tyro.cli(Args, args=argv, default=stored)
+    args = parse_flags(argv, stored)
     free = (
         "total_timesteps eval_episodes eval_every eval_sampled capture_video checkpoint_every "
         "torch_threads resume evaluate"
@@ -1720,33 +2418,58 @@ def parse_args(argv: list[str]) -> tuple[Args, Agent | None]:
     before = asdict(stored)
     changed = {name for name, value in asdict(args).items() if value != before[name]}
     names = ", ".join(sorted(changed - set(free.split())))
-    require(not names, f"{names}: not as in {path}; only these may differ: {free}")
+    if names:
+        raise UsageError(f"{names}: not as in {path}; only these may differ: {free}")
     least = stored.total_timesteps
-    args.rule("total_timesteps", args.total_timesteps >= least, f"below the run's, {least}")
+    fewer = args.total_timesteps < least
+    require_flag(args, "total_timesteps", not fewer, f"must not be below the run's, {least}")
     return args, agent
 
 
+def evaluate_stored(args: Args, agent: Agent) -> None:
+    """Evaluate the agent of --evaluate."""
+    torch.set_num_threads(args.torch_threads)
+    if args.capture_video:
+        check_video(args)
+    path = checkpoint_path(args.evaluate)
+    evaluate(agent, args, path.parent / "videos" / path.stem)
+
+
+@contextlib.contextmanager
+def silenced_unless_first() -> Iterator[None]:
+    """Let only the first process print: each of them parses the same flags."""
+    with contextlib.ExitStack() as stack:
+        if RANK > 0:
+            nothing = stack.enter_context(Path(os.devnull).open("w"))
+            stack.enter_context(contextlib.redirect_stdout(nothing))
+            stack.enter_context(contextlib.redirect_stderr(nothing))
+        yield
+
+
 def main(argv: list[str]) -> None:
-    """Command line. A user's mistake costs one line on stderr and exit code 2; a fault is raised;
-    a signal ends the run with a checkpoint and exit code 130."""
+    """Run the command line.
+
+    A mistake of the user costs one line on stderr and exit code 2. A fault is raised. A signal ends
+    the run with a checkpoint and exit code 130. Of many processes only the first one speaks, but
+    for faults of its own each speaks for itself.
+    """
     try:
-        args, agent = of_all(RANK == 0 and parse_args(argv))[0]  # one process tells what is wrong
+        with silenced_unless_first():
+            args, agent = parse_args(argv)
         if args.evaluate:
-            torch.set_num_threads(args.torch_threads)
-            if args.capture_video:
-                check_video(args)
-            path = Path(args.evaluate)
-            path = path / "checkpoint.pt" if path.is_dir() else path
-            evaluate(agent, args, path.parent / "videos" / path.stem)
+            if RANK == 0:
+                evaluate_stored(args, agent)
             return
-        signal.signal(signal.SIGINT, request_stop)
-        signal.signal(signal.SIGTERM, request_stop)
         train(args)
     except (UsageError, KeyboardInterrupt, OtherProcessEnded) as error:
-        lines = [str(error) or "interrupted", *getattr(error, "__notes__", ())]
         if RANK == 0:
+            lines = [str(error) or "interrupted", *getattr(error, "__notes__", ())]
             print("error:", " ".join("; ".join(lines).split()), file=sys.stderr)  # one line
         sys.exit({UsageError: 2, OtherProcessEnded: 1}.get(type(error), 130))
+    except NotFinite:
+        if RANK == 0:
+            raise
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1127,7 +1127,7 @@ class ValueDistribution(nn.Module):
         )  # fmt: skip
 
     def risk_advantages(self, targets: Tensor, outputs: Tensor) -> Tensor:
-        """`cvar_advantages` of targets, given the outputs (T, N, K or K + 1) for s_t."""
+        """`cvar_advantages` of targets, given the outputs (T, N, ...) for s_t."""
         quantiles = self.decode(self.split(outputs)[0])
         return cvar_advantages(targets, quantiles, self.args.cvar_alpha)
 
@@ -2156,9 +2156,9 @@ class Run:
         part = {"envs": None}
         if len(kept["parts"]) == WORLD_SIZE:
             part = kept["parts"][RANK]
-            python_state, numpy_state = part["rngs"]
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
+            python_rng, numpy_rng = part["rngs"]
+            random.setstate(python_rng)
+            np.random.set_state(numpy_rng)
         if part["envs"] is not None:
             self.envs.envs = pickle.loads(part["envs"]).fn
             self.carried = part["carried"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import subprocess
@@ -18,21 +17,18 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SCRIPTS
 
 TESTS = Path(__file__).resolve().parent
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Handlers of signals and the wish to stop end with the block."""
+    """Handlers of signals end with the block."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     handlers = [signal.getsignal(number) for number in numbers]
     yield
     for number, handler in zip(numbers, handlers):
         signal.signal(number, handler)
-    for name in SCRIPTS:
-        importlib.import_module(name).STOP.clear()
 
 
 def words(args: Any) -> list[str]:

@@ -43,24 +43,38 @@ def small_args(script: ModuleType, env: str, **flags: Any) -> Any:
     return script.Args(**{k: v for k, v in (small | flags).items() if k not in foreign})
 
 
+def make_agent(script: ModuleType, args: Any) -> Any:
+    """A fresh agent for the spaces of the task that the flags name."""
+    env = script.make_env(args)
+    env.close()
+    return script.Agent(env.observation_space, env.action_space, args)
+
+
 def make_run(script: ModuleType, env: str, **flags: Any) -> SimpleNamespace:
     """Agent, environments and carry as `train` makes them, with lively heads and statistics."""
     args = small_args(script, env, **flags)
     torch.manual_seed(3)
-    agent = script.Agent(args)
+    agent = make_agent(script, args)
     with torch.no_grad():  # fresh heads are nearly constant: every test would pass
         for p in agent.parameters():
             p.add_(0.3 * torch.randn_like(p))
     agent.obs_moments.update(torch.randn(50, agent.obs_moments.mean.numel()) * 3 + 1)
     agent.value_dist.moments.update(torch.randn(50) * 20 + 30)
-    envs = script.make_envs(args, args.num_envs)
+    envs = script.make_envs(args)
+    fresh = SimpleNamespace(carried=None, env_seed=args.seed)
+    critic_state = None
     if is_recurrent(script):
-        carry = script.open_episodes(envs, agent, args.seed)
+        carry, critic_state = script.open_episodes(envs, agent, fresh)
     else:
-        carry = script.open_episodes(envs, args.seed)
-    optimizer = torch.optim.Adam([script.one_vector(agent)], args.learning_rate)
+        carry = script.open_episodes(envs, fresh)
     return SimpleNamespace(
-        script=script, args=args, agent=agent, envs=envs, carry=carry, optimizer=optimizer
+        script=script,
+        args=args,
+        agent=agent,
+        envs=envs,
+        carry=carry,
+        critic_state=critic_state,
+        optimizer=script.make_optimizer(agent, args),
     )
 
 
@@ -70,24 +84,27 @@ def carried_obs(carry: Any) -> np.ndarray:
 
 
 def roll(run: SimpleNamespace) -> tuple:
-    """One rollout; the run's carry moves on, except for the critics' state."""
+    """One rollout; what the run's actor carries moves on."""
     run.rollout, run.carry = run.script.collect_rollout(run.envs, run.agent, run.carry, run.args)
     return run.rollout
 
 
 def prepare_rollout(run: SimpleNamespace, agent: Any = None, args: Any = None) -> tuple:
-    """Batch, carry and metrics of the run's last rollout; `agent` and `args` may be other ones."""
+    """Batch, critics' state (None in the feed-forward script) and metrics of the last rollout.
+
+    `agent` and `args` may be other ones than the run's.
+    """
     agent, args = agent or run.agent, args or run.args
     if is_recurrent(run.script):
-        return run.script.prepare_batch(agent, run.rollout, run.carry, args)
+        return run.script.prepare_batch(agent, run.rollout, run.critic_state, args)
     batch, metrics = run.script.prepare_batch(agent, run.rollout, args)
-    return batch, run.carry, metrics
+    return batch, None, metrics
 
 
 def prepare(run: SimpleNamespace) -> tuple:
     """Rollout and batch; metrics are kept on the run."""
     roll(run)
-    run.batch, run.carry, run.metrics = prepare_rollout(run)
+    run.batch, run.critic_state, run.metrics = prepare_rollout(run)
     return run.batch
 
 
