@@ -221,11 +221,15 @@ class CriticArgs:
 
 
 # ---- value distribution: categorical (flags) -----------------------------------------------------
+AtomCount = bounded(int, 2)
+BinWidths = bounded(float, 0.1, 100)
+
+
 @dataclass
 class ValueDistributionArgs:
     """Probabilities of returns at fixed atoms."""
 
-    num_atoms: bounded(int, 2) = 51
+    num_atoms: AtomCount = 51
     """Atoms of each critic's distribution."""
     v_min: Number = -5.0
     """Smallest atom, in normalised returns."""
@@ -233,7 +237,7 @@ class ValueDistributionArgs:
     """Largest atom, in normalised returns, above --v-min."""
     target_encoding: Literal["two_hot", "hl_gauss"] = "hl_gauss"
     """How a return becomes probabilities: split between two atoms, or as a Gaussian."""
-    hl_gauss_sigma: Annotated[bounded(float, 0.1, 100), Needs("target_encoding", "two_hot")] = 0.75
+    hl_gauss_sigma: Annotated[BinWidths, Needs("target_encoding", "two_hot")] = 0.75
     """Standard deviation of that Gaussian, in distances of neighbouring atoms."""
     vf_clip: Literal["none", "mean_only"] = "none"
     """What value clipping keeps near its old value: nothing, or the mean."""

@@ -264,6 +264,7 @@ def real_cells() -> list[Cell]:
             if script == CATEGORICAL:
                 own += ATOMS
                 own += UNITS if task == "Hopper-v5" else ""
+            own = common.without(own, "--twin-reduce")
             for name, reduce in REDUCE.items():
                 cells.append(Cell(task, script, name, f"{flags}{own} {reduce}", range(1, 4)))
     return cells
@@ -296,6 +297,11 @@ def critic_outputs(script: ModuleType, agent: Any, obs: np.ndarray) -> Any:
         return agent.value_dist.reduce_twins(outputs)
 
 
+def predicted_quantiles(dist: Any, outputs: Any) -> Any:
+    """All of them, (..., K), in the task's units, from outputs (..., K or K + 1) of a critic."""
+    return dist.decode(dist.split(outputs)[0])
+
+
 @dataclass(frozen=True)
 class Shape:
     """A distribution as it is compared: its quantile function at LEVELS and its tails."""
@@ -311,7 +317,7 @@ def quantile_shapes(
     import torch
 
     taus = agent.value_dist.support.double().numpy()
-    predicted = agent.value_dist.quantiles(outputs)
+    predicted = predicted_quantiles(agent.value_dist, outputs)
     exact = torch.tensor(np.quantile(truth, taus))[None]
     shapes = {}
     for end, quantiles in (("", predicted), ("_floor", exact)):
@@ -409,8 +415,18 @@ def lift_limit(env: gym.Env) -> int:
 def predicted_quantile(script: ModuleType, dist: Any, outputs: Any, level: float) -> np.ndarray:
     """Of the distributions (..., K or K + 1) of a critic, in the task's units, (...)."""
     if hasattr(script, "value_at_risk"):
-        return script.value_at_risk(dist.quantiles(outputs), level).numpy()
+        return script.value_at_risk(predicted_quantiles(dist, outputs), level).numpy()
     return script.categorical_quantile(dist.probs(outputs), dist.task_atoms(), level).numpy()
+
+
+def predicted_std(script: ModuleType, dist: Any, outputs: Any) -> np.ndarray:
+    """Of the same distributions, (...)."""
+    if hasattr(script, "value_at_risk"):
+        return predicted_quantiles(dist, outputs).std(-1, correction=0).numpy()
+    probs = dist.probs(outputs).double()
+    atoms = dist.task_atoms()
+    squares = (atoms - (probs @ atoms)[..., None]).square()
+    return (probs * squares).sum(-1).sqrt().numpy()
 
 
 def play_on(script: ModuleType, agent: Any, args: Any, episodes: int, most: int) -> Episodes:
@@ -419,7 +435,9 @@ def play_on(script: ModuleType, agent: Any, args: Any, episodes: int, most: int)
     episodes by other means than gymnasium's wrapper, its cut is taken for an end."""
     import torch
 
-    envs = script.make_envs(args, episodes)
+    mode = gym.vector.AutoresetMode.SAME_STEP
+    makers = [lambda: script.make_env(args)] * episodes  # the run's own number may be another one
+    envs = gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=mode)
     scored = min(lift_limit(env) for env in envs.envs)
     scored = min(scored, most)
 
@@ -470,7 +488,7 @@ def measure_real(script: ModuleType, agent: Any, args: Any) -> dict[str, float]:
         misses.append(abs(below[mask].mean() - level))
 
     error = (dist.mean(outputs).numpy() - played.returns)[mask]
-    predicted = dist.describe(outputs)["std"].numpy()[mask]
+    predicted = predicted_std(script, dist, outputs)[mask]
     scale = played.returns[mask].std()
     figures = {"bias": error.mean(), "spread": error.std(), "predicted": predicted.mean()}
     result = {name: round(float(x / scale), 4) for name, x in figures.items()}

@@ -9,6 +9,7 @@ import importlib
 import io
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -91,6 +92,12 @@ def load_script(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
+def without(flags: str, name: str) -> str:
+    """Flags without one of them, which others leave without effect: scripts refuse such flags."""
+    parts = re.split(r" (?=--)", flags.strip())
+    return " ".join(part for part in parts if part.split(" ")[0] != name)
+
+
 def commit() -> str:
     """Of the repository."""
     return subprocess.getoutput(f"git -C '{HERE}' rev-parse HEAD")
@@ -136,7 +143,7 @@ def trained(script: ModuleType, task: str, seed: int, flags: str) -> Iterator[Tr
         line = ["--env-id", task, "--seed", str(seed), "--run-dir", top, *flags.split()]
         began = time.time()
         with contextlib.redirect_stdout(io.StringIO()):
-            metrics = script.train(script.tyro.cli(script.Args, args=line))
+            metrics = script.train(script.parse_flags(line))
         yield Trained(metrics, Path(metrics["run_dir"]), round(time.time() - began, 1))
 
 

@@ -1,24 +1,51 @@
-"""The other two combinations: feed-forward quantile and recurrent categorical PPO.
+"""Write the other two combinations: feed-forward quantile and recurrent categorical PPO.
 
     python benchmarks/compose.py FOLDER
 
-What belongs to the kind of value distribution stands in two marked blocks of each script, the flags
-inside `Args` and the functions. This exchanges the blocks of the two scripts and writes
-ppo_lstm_categorical.py and ppo_quantile.py.
+What belongs to the kind of value distribution stands in two marked blocks of each script: the flags
+and the functions. This program exchanges the blocks of the two scripts and writes
+ppo_lstm_categorical.py and ppo_quantile.py. It also exchanges the sentences outside the blocks that
+speak of the kind, so that docstring and --help are true for what a script is.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(
-    r"^ *# ---- value distribution: \w+ \((flags|functions)\)"
-    r".*?^ *# ---- end of value distribution",
+    r"^# ---- value distribution: \w+ \((flags|functions)\)"
+    r".*?^# ---- end of value distribution",
     re.MULTILINE | re.DOTALL,
 )
+SIBLING = re.compile(r" The sibling, .*?\.py, is\n.*?\.\n", re.DOTALL)
+QUANTILES = {  # sentences of the kind, by what they are about
+    "title": "twin critics predict quantiles of the return.",
+    "K": "K   quantiles of a predicted distribution",
+    "J": "J   samples of a target distribution",
+    "normalised": '"""Critics predict normalised returns (PopArt)."""',
+    "targets": "J) what the value distributions learn, normalised returns",
+    "old": "K or K + 1) outputs before the update, to clip around",
+    "moving": "# 3. The return statistics move, and the value heads with them.",
+}
+ATOMS = {
+    "title": "twin critics predict categorical distributions of the return (C51).",
+    "K": "K   atoms of a predicted distribution",
+    "J": "J   weighted returns of a target distribution",
+    "normalised": '"""Critics predict normalised returns."""',
+    "targets": "K) what the value distributions learn",
+    "old": "1 or 2) means before the update, normalised, to clip around",
+    "moving": "# 3. The return statistics move.",
+}
+
+
+def replace_once(text: str, old: str, new: str) -> str:
+    """The text with one sentence in place of another. Raises ValueError if it is not there once."""
+    if text.count(old) != 1:
+        raise ValueError(f"{old!r} is there {text.count(old)} times")
+    return text.replace(old, new)
 
 
 def exchange(script: str, donor: str) -> str:
@@ -29,18 +56,42 @@ def exchange(script: str, donor: str) -> str:
     return BLOCK.sub(lambda match: blocks[match[1]], script)
 
 
+def retell(script: str, own: dict[str, str], new: dict[str, str], names: tuple[str, str]) -> str:
+    """The source of `script` with the sentences of another kind and with another name."""
+    for topic, sentence in own.items():
+        script = replace_once(script, sentence, new[topic])
+    script = SIBLING.sub("\n", script)
+    return script.replace(*names)
+
+
 def compose(folder: Path) -> list[Path]:
-    """Write both combinations into `folder`; returns their paths."""
-    lstm = (ROOT / "distributional_ppo_lstm.py").read_text()
-    categorical = (ROOT / "distributional_ppo_categorical.py").read_text()
+    """Write both combinations into `folder`. Returns their paths."""
+    names = ["distributional_ppo_lstm", "distributional_ppo_categorical"]
+    lstm, categorical = ((ROOT / f"{name}.py").read_text() for name in names)
+    made = {
+        "ppo_lstm_categorical": retell(
+            exchange(lstm, categorical), QUANTILES, ATOMS, (names[0], "ppo_lstm_categorical")
+        ),
+        "ppo_quantile": retell(
+            exchange(categorical, lstm), ATOMS, QUANTILES, (names[1], "ppo_quantile")
+        ),
+    }
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / "ppo_lstm_categorical.py", folder / "ppo_quantile.py"]
-    paths[0].write_text(exchange(lstm, categorical))
-    paths[1].write_text(exchange(categorical, lstm))
+    paths = []
+    for name, text in made.items():
+        paths.append(folder / f"{name}.py")
+        paths[-1].write_text(text)
     return paths
 
 
+def main() -> None:
+    """Compose, and print the paths."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="where the two scripts are written")
+    print(*compose(parser.parse_args().folder), sep="\n")
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    print(*compose(Path(sys.argv[1])), sep="\n")
+    main()

@@ -14,6 +14,7 @@ versions, commit, wall time). Interrupted at any point, the next call continues.
 from __future__ import annotations
 
 import argparse
+import copy
 import csv
 import dataclasses
 import json
@@ -201,7 +202,7 @@ BOTH = {  # variant: flags; one thing differs from the row of the task in GRID
     "single_critic": "--num-critics 1",
     "twin_min": "--twin-reduce min",
     "twin_mean": "--twin-reduce mean",
-    "twin_min_quantile": "--twin-reduce min_quantile",
+    "twin_min_quantile": "--twin-reduce min_quantile",  # of older scripts: it has no effect to win
     "clip_mean_only": "--vf-clip mean_only",
     "no_norm_returns": "--no-norm-returns",
     "no_popart": "",  # normalised returns without rescaling, see `unscaled`
@@ -226,6 +227,8 @@ OWN = {
     },
 }
 
+IDLE = {"no_floor": "--min-entropy", "single_critic": "--twin-reduce"}  # without effect there
+
 
 def ablations() -> list[Cell]:
     """One thing changed at a time."""
@@ -236,11 +239,10 @@ def ablations() -> list[Cell]:
         (CATEGORICAL, "Pendulum-v1", ("twin_mean",)),
     ):
         base = next(cell for cell in GRID if cell.setting == (task, script, "default"))
-        cells += [
-            Cell(task, script, variant, f"{base.flags} {own}", FIVE)
-            for variant, own in (BOTH | OWN[script]).items()
-            if variant not in same
-        ]
+        for variant, own in (BOTH | OWN[script]).items():
+            if variant not in same:
+                flags = common.without(base.flags, IDLE.get(variant, ""))
+                cells.append(Cell(task, script, variant, f"{flags} {own}", FIVE))
         if script == CATEGORICAL:  # of the recurrent script it is in critics.py
             cells.append(Cell(task, QUANTILE, "exchanged", base.flags, FIVE))
     return cells
@@ -290,18 +292,23 @@ def unscaled(module: ModuleType) -> None:
     and the statistics move when the update is done."""
     move = module.ValueDistribution.move_statistics
     update = module.update
+    moved = []  # the statistics as they will be after the update
 
-    def stay(dist, heads, outputs, returns):
-        dist.taken_in = returns
+    def stay(dist, heads, outputs, targets):
+        moments = dist.moments
+        dist.moments = copy.deepcopy(moments)
+        move(dist, [], outputs, targets)
+        moved.append(dist.moments)
+        dist.moments = moments
         args = dist.args
         dist.args = dataclasses.replace(args, norm_returns=False)
-        stayed = move(dist, heads, outputs, returns)
+        stayed = move(dist, heads, outputs, targets)
         dist.args = args
         return stayed
 
     def update_then_move(agent, *rest):
         metrics = update(agent, *rest)
-        agent.value_dist.moments.update(agent.value_dist.taken_in)
+        agent.value_dist.moments = moved.pop()
         return metrics
 
     module.ValueDistribution.move_statistics = stay
@@ -426,7 +433,7 @@ def run_peer(run: Run) -> Result:
     task = run.cell.task
     contrib = run.cell.script == CONTRIB
     ours = common.load_script(LSTM if contrib else CATEGORICAL)
-    args = ours.tyro.cli(ours.Args, args=["--env-id", task, *run.cell.flags.split()])
+    args = ours.parse_flags(["--env-id", task, *run.cell.flags.split()])
     torch.set_num_threads(1)
     limit = math.inf
     if run.cell.variant == "equal_time":

@@ -193,8 +193,9 @@ def demand(cell: Cell) -> tuple[int, int]:
     """All-reduces of gradients in an iteration, and their parameters."""
     script = common.load_script(cell.script)
     flags = ["--env-id", cell.env_id, "--num-envs", str(cell.num_envs), "--num-steps", "128"]
-    args = script.tyro.cli(script.Args, args=flags)
-    parameters = sum(p.numel() for p in script.make_agent(args).parameters())
+    args = script.parse_flags(flags)
+    agent = script.make_agent(script.make_envs(args), args)
+    parameters = sum(p.numel() for p in agent.parameters())
     return args.update_epochs * args.num_minibatches, parameters
 
 

@@ -16,8 +16,9 @@ environments stepped with random actions, resets as often as in the run; the act
 for every step, the critics' once; forward and backward of bare layers for every minibatch. Losses,
 optimizer, advantages and metrics are not in it. Peak memory is the largest resident set of the
 process, imports included. "kept" is ours with glibc told to keep freed memory (KEEP below),
-"compiled" ours with --compile: a run of two rollouts with an empty cache of compiled code, whose
-seconds beyond those of a run that compiles nothing are the time to compile, then speed as above.
+"compiled" the feed-forward script with --compile: a run of two rollouts with an empty cache of
+compiled code, whose seconds beyond those of a run that compiles nothing are the time to compile,
+then speed as above.
 
 Raw rows are appended to results/speed.csv; the next call measures what is missing for the scripts'
 last commit ("+": changed since then), and tables show each cell's newest commit.
@@ -70,7 +71,7 @@ COLUMNS = (  # value: steps per second, or milliseconds for pass-*; parts: milli
 ).split()
 PARTS = ("environments", "acting", "values", "update")  # of the floor
 # cells with --compile, too
-COMPILED = ("recurrent", "cartpole", "cheetah-1x2048", "cheetah-8x256", "minatar")
+COMPILED = ("cartpole", "cheetah-1x2048", "cheetah-8x256", "minatar")
 
 
 # ----------------------------------------------------------------------------------------- the grid
@@ -164,12 +165,13 @@ def ours(work: Work, steps: int, compiled: bool) -> None:
     import torch
 
     script = common.load_script(work.script)
-    script.evaluate = lambda *_: {"eval/return_mean": 0.0}
+    script.Run.evaluate = lambda run: None
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as top:
         options = {"torch_threads": threads, "total_timesteps": steps, "run_dir": top}
-        flags = {**work.flags, **options, "compile": compiled}
-        script.train(script.Args(**flags))
+        if compiled:
+            options["compile"] = True
+        script.train(script.Args(**work.flags, **options))
 
 
 def sb3(work: Work, steps: int) -> None:
@@ -252,7 +254,7 @@ def floor(work: Work) -> dict[str, float]:
     size = args.lstm_hidden_size if recurrent else width
     num_values = args.num_quantiles if recurrent else args.num_atoms
 
-    envs = script.make_envs(args, N)
+    envs = script.make_envs(args)
     envs.reset(seed=1)
     actions = itertools.cycle([envs.action_space.sample() for _ in range(1000)])
     space = envs.single_observation_space

@@ -139,7 +139,7 @@ def args_of(script: ModuleType, line: list[str]) -> Any:
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            return script.tyro.cli(script.Args, args=line)
+            return script.parse_flags(line)
     except SystemExit:
         told = " ".join(re.sub("-{3,}|[─-╿]", " ", said.getvalue()).split())  # without its frame
         told = told.split("Error parsing Args: ")[-1].split(" For full helptext")[0]

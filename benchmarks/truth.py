@@ -229,7 +229,7 @@ def run_ours(run: Run) -> dict[str, float]:
 
     script.collect_rollout = collect_and_note
     if run.cell.task in CHANCES:  # an event for every step would take half of the time
-        script.log_episodes = lambda writer, progress, rollout: None
+        script.Run.log_episodes = lambda run, rollout: None
     task = f"truth:{run.cell.task}-v0"
     with common.trained(script, task, 1000 * run.seed, run.cell.flags) as done:
         start = start_of(script, *script.load_agent(done.directory))
@@ -253,7 +253,7 @@ def run_peer(run: Run) -> dict[str, float]:
 
     ours = common.load_script(CATEGORICAL)
     line = ["--env-id", "truth:bad-arm-v0", "--seed", str(1000 * run.seed)]
-    args = ours.tyro.cli(ours.Args, args=[*line, *run.cell.flags.split()])
+    args = ours.parse_flags([*line, *run.cell.flags.split()])
     torch.set_num_threads(1)
 
     def make():

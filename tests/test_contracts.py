@@ -1,0 +1,149 @@
+"""Every contract function stands alone: it can be lifted out of its script."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parents[1]
+LSTM, CATEGORICAL = "distributional_ppo_lstm.py", "distributional_ppo_categorical.py"
+SHARED = [
+    "gae",
+    "normalize_advantages",
+    "explained_variance",
+    "clipped_policy_loss",
+    "entropy_loss",
+    "linear_schedule",
+    "clipped_value_loss",
+    "RunningMoments",
+]
+CONTRACTS = {
+    LSTM: [
+        *SHARED,
+        "quantile_midpoints",
+        "quantile_huber_loss",
+        "clip_quantiles",
+        "cvar_weights",
+        "cvar",
+        "value_at_risk",
+        "rescale_head",
+        "sr_lambda_targets",
+        "cvar_advantages",
+        "unroll_lstm",
+    ],
+    CATEGORICAL: [
+        *SHARED,
+        "project_categorical",
+        "two_hot",
+        "hl_gauss",
+        "categorical_cross_entropy",
+        "clip_categorical",
+        "cvar_categorical",
+        "sr_lambda_probs",
+        "cvar_advantages_categorical",
+    ],
+}
+# The distribution ahead of its projection, which training takes. It goes along.
+GOES_ALONG = {CATEGORICAL: ["sr_lambda_atoms"], LSTM: []}
+GIVEN = {"torch": torch, "math": math, "nn": nn, "Tensor": Tensor, "Callable": Callable}
+
+
+def definitions(name: str) -> dict[str, ast.AST]:
+    """Top-level functions and classes of a script."""
+    return {n.name: n for n in ast.parse((ROOT / name).read_text()).body if hasattr(n, "name")}
+
+
+def lift(name: str, function: str) -> dict[str, Any]:
+    """An empty module with one contract and the contracts that it calls."""
+    known = definitions(name)
+    allowed = {*CONTRACTS[name], *GOES_ALONG[name]}
+    wanted, lifted = [function], []
+    while wanted:
+        one = wanted.pop()
+        if one in lifted:
+            continue
+        lifted.append(one)
+        used = {n.id for n in ast.walk(known[one]) if isinstance(n, ast.Name)}
+        wanted += sorted(used & allowed)
+    source = "from __future__ import annotations\n"
+    source += "\n".join(ast.unparse(known[one]) for one in lifted)
+    module = dict(GIVEN)
+    exec(compile(source, function, "exec"), module)
+    return module
+
+
+T, N, K = 5, 3, 7
+x = torch.linspace(-1, 1, T * N).reshape(T, N)
+END = torch.zeros(T, N, dtype=torch.bool)
+QUANTILES = torch.linspace(-2, 2, K).expand(N, K)
+PROBS = torch.full((N, K), 1 / K)
+ATOMS = torch.linspace(-3, 3, K)
+ONE = torch.tensor(1.0)
+CALLS = {
+    "gae": lambda f: f(x, x, x, END, END, 0.9, 0.8),
+    "normalize_advantages": lambda f: f(x),
+    "explained_variance": lambda f: f(x, x + x.square()),
+    "clipped_policy_loss": lambda f: f(x.flatten(), x.flatten(), 0.2),
+    "entropy_loss": lambda f: f(x.flatten(), 0.1, 2.0, 1.0),
+    "linear_schedule": lambda f: f(1.0, 0.0, 0.3),
+    "clipped_value_loss": lambda f: f(x[0], x[1]),
+    "RunningMoments": lambda f: f().update(x),
+    "quantile_midpoints": lambda f: f(K),
+    "quantile_huber_loss": lambda f: f(QUANTILES, QUANTILES, torch.rand(K), 0.1),
+    "clip_quantiles": lambda f: f(QUANTILES, QUANTILES + 1, 0.2, "mean_and_variance"),
+    "cvar_weights": lambda f: f(K, 0.1),
+    "cvar": lambda f: f(QUANTILES, 0.1),
+    "value_at_risk": lambda f: f(QUANTILES, 0.1),
+    "rescale_head": lambda f: f(nn.Linear(2, 3), ONE, ONE, ONE, 2 * ONE),
+    "sr_lambda_targets": lambda f: f(x, QUANTILES.expand(T, N, K), END, END, 0.9, 0.5),
+    "cvar_advantages": lambda f: f(x[..., None], QUANTILES.expand(T, N, K), 0.1),
+    "unroll_lstm": lambda f: f(
+        nn.LSTM(2, 4), torch.ones(T, N, 2), (torch.ones(1, N, 4),) * 2, ~END
+    ),
+    "project_categorical": lambda f: f(PROBS, ATOMS + 0.3, ATOMS),
+    "two_hot": lambda f: f(x[0], ATOMS),
+    "hl_gauss": lambda f: f(x[0], ATOMS, 0.7),
+    "categorical_cross_entropy": lambda f: f(PROBS, QUANTILES),
+    "clip_categorical": lambda f: f(PROBS, x[0], 0.1, ATOMS),
+    "cvar_categorical": lambda f: f(PROBS, ATOMS, 0.1),
+    "sr_lambda_probs": lambda f: f(x, PROBS.expand(T, N, K), ATOMS, END, END, 0.9, 0.5),
+    "cvar_advantages_categorical": lambda f: f(
+        PROBS.expand(T, N, K), PROBS.expand(T, N, K), ATOMS, 0.1
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "function"), [(name, one) for name in CONTRACTS for one in CONTRACTS[name]]
+)
+def test_a_contract_runs_in_an_empty_module(name, function):
+    """It needs torch, math and other contracts, and nothing else of its script."""
+    CALLS[function](lift(name, function)[function])
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_a_contract_that_training_does_not_call_says_so(name):
+    """A reader of the algorithm must not look for its caller."""
+    known = definitions(name)
+    for function in CONTRACTS[name]:
+        called = any(
+            isinstance(node, ast.Name) and node.id == function
+            for other, tree in known.items()
+            if other not in CONTRACTS[name]
+            for node in ast.walk(tree)
+        )
+        called |= any(
+            isinstance(node, ast.Name) and node.id == function
+            for other in CONTRACTS[name]
+            if other != function and "does not call" not in ast.get_docstring(known[other])
+            for node in ast.walk(known[other])
+        )
+        says = "Training does not call it" in ast.get_docstring(known[function])
+        assert called != says, function
