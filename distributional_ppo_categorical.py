@@ -2326,7 +2326,8 @@ def check_flags(args: Args) -> None:
             require_flag(args, name, fits, f"must be {getattr(kind, '__name__', kind)}")
         for allowed in extras:
             if isinstance(allowed, Range) and value is not None:
-                require_flag(args, name, value in allowed, f"must be finite and {allowed}")
+                text = f"must be finite and {allowed}" if str(allowed) else "must be finite"
+                require_flag(args, name, value in allowed, text)
     check_sizes(args)
     gpu = torch.cuda.is_available() or not args.cuda
     require_flag(args, "cuda", gpu, "torch sees no GPU; leave it out")

@@ -202,7 +202,7 @@ BOTH = {  # variant: flags; one thing differs from the row of the task in GRID
     "single_critic": "--num-critics 1",
     "twin_min": "--twin-reduce min",
     "twin_mean": "--twin-reduce mean",
-    "twin_min_quantile": "--twin-reduce min_quantile",  # of older scripts: it has no effect to win
+    "twin_min_quantile": "--twin-reduce min_quantile",  # its runs are kept, the flag is gone
     "clip_mean_only": "--vf-clip mean_only",
     "no_norm_returns": "--no-norm-returns",
     "no_popart": "",  # normalised returns without rescaling, see `unscaled`

@@ -142,8 +142,7 @@ def args_of(script: ModuleType, line: list[str]) -> Any:
             return script.parse_flags(line)
     except SystemExit:
         told = " ".join(re.sub("-{3,}|[─-╿]", " ", said.getvalue()).split())  # without its frame
-        told = told.split("Error parsing Args: ")[-1].split(" For full helptext")[0]
-        raise ValueError(told) from None
+        raise ValueError(told.split(" For full helptext")[0]) from None
 
 
 def check(sweep: Sweep) -> None:

@@ -1,6 +1,7 @@
 """Advantages: GAE with time limits, normalisation, explained variance."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -189,11 +190,16 @@ def test_normalize_advantages_of_constant_input_is_zero(script, dtype, constant)
         assert out.equal(torch.zeros(n, 1, dtype=dtype))
 
 
-def scaled(agent, *stds: float) -> list[float]:
+def scale(run: SimpleNamespace, advantages: Tensor) -> Tensor:
+    """Advantages of a rollout as the policy's loss takes them; the agent remembers their std."""
+    return run.script.scale_advantages(run.agent, advantages, run.args)
+
+
+def scaled(run: SimpleNamespace, *stds: float) -> list[float]:
     """What the agent divides advantages by in rollouts of these standard deviations, mean 5."""
     divisors = []
     for std in stds:
-        out = agent.scale_advantages(5 + std * tensor([[1, -1], [-1, 1]]))
+        out = scale(run, 5 + std * tensor([[1, -1], [-1, 1]]))
         assert_close(out, out[0, 0] * tensor([[1, -1], [-1, 1]]))
         divisors.append(std / float(out[0, 0]))
     return divisors
@@ -204,49 +210,57 @@ def test_advantages_are_divided_by_no_less_than_is_usual(script):
 
     Stds 3, 4, 1: sqrt((9 + 16) / 2) is less than 4, but sqrt((9 + 16 + 1) / 3) is more than 1.
     """
-    agent = make_run(script, "Walk", norm_adv_memory=10).agent
-    assert scaled(agent, 3, 4, 1) == pytest.approx([3, 4, (26 / 3) ** 0.5])
+    run = make_run(script, "Walk", norm_adv_memory=10)
+    assert scaled(run, 3, 4, 1) == pytest.approx([3, 4, (26 / 3) ** 0.5])
 
 
 def test_the_memory_of_advantages_is_of_ten_rollouts(script):
     """Ours: std 100, then 1: after ten in all (100^2 + 9) / 10, then a tenth beside ten fades."""
-    agent = make_run(script, "Walk", norm_adv_memory=10).agent
-    divisors = scaled(agent, 100, *[1] * 10)
+    run = make_run(script, "Walk", norm_adv_memory=10)
+    divisors = scaled(run, 100, *[1] * 10)
     assert divisors[9] == pytest.approx(1000.9**0.5)
     assert divisors[10] == pytest.approx(((10 * 1000.9 + 1) / 11) ** 0.5)
-    agent = make_run(script, "Walk", norm_adv_memory=1).agent  # half of it is gone each time
-    assert scaled(agent, 100, 1, 1) == pytest.approx([100, 5000.5**0.5, 2500.75**0.5])
+    run = make_run(script, "Walk", norm_adv_memory=1)  # half of it is gone each time
+    assert scaled(run, 100, 1, 1) == pytest.approx([100, 5000.5**0.5, 2500.75**0.5])
 
 
 @pytest.mark.parametrize("std", [1e-20, 1e-6, 1.0, 1e18])
 def test_advantages_without_a_memory_have_std_1(script, std):
     """Ours: whatever came before, in any unit; what does not vary gives zeros."""
-    agent = make_run(script, "Walk", norm_adv_memory=0).agent
-    before = {key: x.clone() for key, x in agent.adv_moments.state_dict().items()}
-    assert_close(agent.scale_advantages(std * tensor([3, -1])), tensor([1, -1]))
-    assert agent.scale_advantages(tensor([7, 7])).tolist() == [0, 0]
-    assert_close(agent.scale_advantages(1e3 * std * tensor([-1, 1])), tensor([-1, 1]))
-    assert_close(dict(agent.adv_moments.state_dict()), before)
+    run = make_run(script, "Walk", norm_adv_memory=0)
+    before = {key: x.clone() for key, x in run.agent.adv_moments.state_dict().items()}
+    assert_close(scale(run, std * tensor([3, -1])), tensor([1, -1]))
+    assert scale(run, tensor([7, 7])).tolist() == [0, 0]
+    assert_close(scale(run, 1e3 * std * tensor([-1, 1])), tensor([-1, 1]))
+    assert_close(dict(run.agent.adv_moments.state_dict()), before)
+
+
+def test_advantages_that_are_not_normalised_are_left_alone(script):
+    """Ours: --no-norm-adv gives them back as they are, and remembers nothing."""
+    run = make_run(script, "Walk", norm_adv=False)
+    before = {key: x.clone() for key, x in run.agent.adv_moments.state_dict().items()}
+    assert scale(run, tensor([3, -1])).tolist() == [3, -1]
+    assert_close(dict(run.agent.adv_moments.state_dict()), before)
 
 
 @pytest.mark.parametrize("memory", [0, 10])
 def test_advantages_in_any_unit_are_scaled_alike(script, memory):
     """Ours: three rollouts of advantages times s."""
     results = []
-    for scale in (1e-20, 1.0, 1e18):
-        agent = make_run(script, "Walk", norm_adv_memory=memory).agent
+    for unit in (1e-20, 1.0, 1e18):
+        run = make_run(script, "Walk", norm_adv_memory=memory)
         torch.manual_seed(1)
-        rollouts = [scale * x * torch.randn(4, 3, dtype=torch.float64) for x in (1, 5, 0.1)]
-        results.append([agent.scale_advantages(x) for x in rollouts])
+        rollouts = [unit * x * torch.randn(4, 3, dtype=torch.float64) for x in (1, 5, 0.1)]
+        results.append([scale(run, x) for x in rollouts])
     for other in (results[0], results[2]):
         assert_close(other, results[1], rtol=1e-6, atol=1e-9)
 
 
 def test_the_memory_of_advantages_is_saved_with_the_weights(script):
     """Ours: a loaded agent divides as the old one would."""
-    old, new = (make_run(script, "Walk", norm_adv_memory=10).agent for _ in range(2))
+    old, new = (make_run(script, "Walk", norm_adv_memory=10) for _ in range(2))
     scaled(old, 8, 2)
-    new.load_state_dict(old.state_dict())
+    new.agent.load_state_dict(old.agent.state_dict())
     assert scaled(new, 1) == scaled(old, 1) == pytest.approx([(69 / 3) ** 0.5])
 
 

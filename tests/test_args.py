@@ -4,41 +4,44 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import re
 import sys
 from pathlib import Path
+from typing import get_args, get_type_hints
 
+import numpy as np
 import pytest
 import torch
-from command import undisturbed
+from command import run_main, undisturbed
 from helpers import small_args
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 BAD = [
-    ("--num-envs 0", "num-envs 0", "finite and in [1, inf]"),
-    ("--num-steps -4", "num-steps -4", "finite and in [1, inf]"),
-    ("--torch-threads 0", "torch-threads 0", "finite and in [1, inf]"),
-    ("--eval-episodes 0", "eval-episodes 0", "finite and in [1, inf]"),
-    ("--hidden-size 0", "hidden-size 0", "finite and in [1, inf]"),
-    ("--num-minibatches 0", "num-minibatches 0", "finite and in [1, inf]"),
-    ("--update-epochs 0", "update-epochs 0", "finite and in [1, inf]"),
-    ("--seed -1", "seed -1", "finite and in [0, 4e+09]"),
-    ("--eval-every -1", "eval-every -1", "finite and in [0, inf]"),
-    ("--ent-coef -0.1", "ent-coef -0.1", "finite and in [0, inf]"),
-    ("--ent-coef-final -0.1", "ent-coef-final -0.1", "finite and in [0, inf]"),
-    ("--min-entropy-penalty -1", "min-entropy-penalty", "finite and in [0, inf]"),
+    ("--num-envs 0", "num-envs 0", "must be finite and >=1"),
+    ("--num-steps -4", "num-steps -4", "must be finite and >=1"),
+    ("--torch-threads 0", "torch-threads 0", "must be finite and >=1"),
+    ("--eval-episodes 0", "eval-episodes 0", "must be finite and >=1"),
+    ("--hidden-size 0", "hidden-size 0", "must be finite and >=1"),
+    ("--num-minibatches 0", "num-minibatches 0", "must be finite and >=1"),
+    ("--update-epochs 0", "update-epochs 0", "must be finite and >=1"),
+    ("--seed -1", "seed -1", "must be finite and [0, 4e+09]"),
+    ("--eval-every -1", "eval-every -1", "must be finite and >=0"),
+    ("--ent-coef -0.1", "ent-coef -0.1", "must be finite and >=0"),
+    ("--ent-coef-final -0.1", "ent-coef-final -0.1", "must be finite and >=0"),
+    ("--min-entropy-penalty -1", "min-entropy-penalty", "must be finite and >=0"),
     ("--min-entropy nan", "min-entropy nan", "finite"),
-    ("--vf-coef -1", "vf-coef -1", "finite and in [0, inf]"),
-    ("--norm-adv-memory -1", "norm-adv-memory -1", "finite and in [0, inf]"),
-    ("--norm-returns-memory 0", "norm-returns-memory 0", "finite and in [1, inf]"),
+    ("--vf-coef -1", "vf-coef -1.0", "must be finite and >=0"),
+    ("--norm-adv-memory -1", "norm-adv-memory -1", "must be finite and >=0"),
+    ("--norm-returns-memory 0", "norm-returns-memory 0", "must be finite and >=1"),
     ("--value-from mean", "value-from", "mean_head"),
-    ("--learning-rate 0", "learning-rate 0", "finite and in [1e-12, inf]"),
-    ("--learning-rate nan", "learning-rate nan", "finite and in [1e-12, inf]"),
-    ("--clip-coef 0", "clip-coef 0", "finite and in [1e-12, inf]"),
+    ("--learning-rate 0", "learning-rate 0.0", "must be finite and >0"),
+    ("--learning-rate nan", "learning-rate nan", "must be finite and >0"),
+    ("--clip-coef 0", "clip-coef 0.0", "must be finite and >0"),
     ("--max-grad-norm inf", "max-grad-norm inf", "finite"),
-    ("--target-kl 0", "target-kl 0", "finite and in [1e-12, inf]"),
-    ("--vf-clip-coef 0", "vf-clip-coef 0", "finite and in [1e-12, inf]"),
-    ("--checkpoint-every -1", "checkpoint-every -1", "finite and in [0, inf]"),
+    ("--target-kl 0", "target-kl 0.0", "must be finite and >0"),
+    ("--vf-clip-coef 0", "vf-clip-coef 0.0", "must be finite and >0"),
+    ("--checkpoint-every -1", "checkpoint-every -1", "must be finite and >=0"),
     ("--cvar-weight 1.5", "cvar-weight 1.5", "[0, 1]"),
     ("--value-target monte_carlo", "value-target", "sr_lambda"),
     ("--gamma 1.01", "gamma 1.01", "[0, 1]"),
@@ -50,7 +53,7 @@ BAD = [
     ("--num-minibatches 3", "num-minibatches 3", "divide"),
     pytest.param("--cuda", "cuda", "no GPU", marks=NO_GPU),
     ("--num-critics 3", "num-critics", "1"),
-    ("--twin-reduce max", "twin-reduce", "min_quantile"),
+    ("--twin-reduce max", "twin-reduce", "'min', 'mean'"),
     ("--env-id CartPol-v1", "CartPol", "CartPole"),
     ("--env-id no_such_module:Task-v0", "no_such_module", "module"),
     ("--masked-obs 4", "masked-obs 4", "0..3"),
@@ -65,15 +68,15 @@ BAD = [
     ("--env-id ale:ALE/Pong-v5", "ale:ALE/Pong-v5", "No module named 'ale'"),
     ("--init-from nowhere", "nowhere", "no run or checkpoint"),
     ("--env-id probes:Walk-v0 --capture-video", "capture-video", "renders rgb_array"),
-    ("--env-id probes:TextAction-v0", "Text", "not supported"),
+    ("--env-id probes:TextAction-v0", "actions are Text", "must be floats (Box), Discrete"),
     ("--gama 0.9", "gama", "gamma"),
 ]
 BAD_LSTM = [
-    ("--lstm-hidden-size 0", "lstm-hidden-size 0", "finite and in [1, inf]"),
-    ("--seq-len -1", "seq-len -1", "finite and in [0, inf]"),
+    ("--lstm-hidden-size 0", "lstm-hidden-size 0", "must be finite and >=1"),
+    ("--seq-len -1", "seq-len -1", "must be finite and >=0"),
     ("--seq-len 48", "seq-len 48", "divide"),
-    ("--num-quantiles 0", "num-quantiles 0", "finite and in [1, inf]"),
-    ("--kappa -0.5", "kappa -0.5", "finite and in [0, inf]"),
+    ("--num-quantiles 0", "num-quantiles 0", "must be finite and >=1"),
+    ("--kappa -0.5", "kappa -0.5", "must be finite and >=0"),
     ("--vf-clip hard", "vf-clip", "mean_only"),
 ]
 
@@ -104,8 +107,9 @@ def test_bad_input_of_the_lstm_script(capsys, tmp_path, line, flag, bound):
     check_refused(script, capsys, tmp_path, line, (flag, bound))
 
 
-def test_without_a_compiler(script, monkeypatch, capsys, tmp_path):
+def test_without_a_compiler(monkeypatch, capsys, tmp_path):
     """Torch tells it in its own ways, some pages long, when something is first compiled."""
+    import distributional_ppo_categorical as script
 
     def find_nothing(function):
         def fail(x):
@@ -118,7 +122,7 @@ def test_without_a_compiler(script, monkeypatch, capsys, tmp_path):
 
 
 WRONG = [  # from Python, where no parser stands ahead of the flags
-    ("twin_reduce", "maen", "must be one of min, mean, min_quantile"),
+    ("twin_reduce", "maen", "must be one of min, mean"),
     ("value_target", "sr-lambda", "must be one of lambda_return, sr_lambda"),
     ("value_from", "mean", "must be one of distribution, mean_head"),
     ("activation", None, "must be one of tanh, relu"),
@@ -139,7 +143,6 @@ WRONG = [  # from Python, where no parser stands ahead of the flags
     ("norm_obs", 1, "must be bool"),
     ("cuda", None, "must be bool"),
     ("anneal_lr", "no", "must be bool"),
-    ("masked_obs", [0], "must be a tuple of integers"),
     ("masked_obs", (0.5,), "must be a tuple of integers"),
     ("masked_obs", (0, True), "must be a tuple of integers"),
     ("masked_obs", 0, "must be a tuple of integers"),
@@ -177,39 +180,113 @@ def test_a_wrong_type_of_a_flag_of_the_categorical_script(name, value):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "value", "taken"),
     [
-        ("ent_coef_final", None),
-        ("target_kl", None),
-        ("target_kl", 1),
-        ("learning_rate", 1),
-        ("gamma", 1),
-        ("min_entropy", -2),
-        ("masked_obs", ()),
-        ("masked_obs", (0, 2)),
-        ("num_critics", 1),
-        ("norm_obs", False),
-        ("norm_adv_memory", 0),
+        ("ent_coef_final", None, None),
+        ("target_kl", None, None),
+        ("target_kl", 1, 1.0),
+        ("target_kl", np.float64(0.5), 0.5),
+        ("ent_coef_final", np.int64(0), 0.0),
+        ("learning_rate", 1, 1.0),
+        ("learning_rate", np.float32(0.25), 0.25),
+        ("gamma", 1, 1.0),
+        ("gamma", np.float64(0.9), 0.9),
+        ("min_entropy", -2, -2.0),
+        ("masked_obs", (), ()),
+        ("masked_obs", (0, 2), (0, 2)),
+        ("masked_obs", [0, 2], (0, 2)),
+        ("masked_obs", [np.int64(3), 1], (3, 1)),
+        ("num_critics", 1, 1),
+        ("num_critics", np.int32(1), 1),
+        ("num_envs", np.int64(6), 6),
+        ("seed", np.uint8(7), 7),
+        ("norm_obs", False, False),
+        ("norm_obs", np.bool_(False), False),
+        ("activation", np.str_("tanh"), "tanh"),
+        ("norm_adv_memory", 0, 0),
     ],
 )
-def test_what_the_types_allow_is_taken_as_given(script, name, value):
-    """Ours: an integer where a float is wanted, None where the flag may be unset."""
-    taken = getattr(script.Args(**{name: value}), name)
-    assert taken == value
-    assert type(taken) is type(value)
+def test_what_is_meant_becomes_plain_python(script, name, value, taken):
+    """Ours: an integer for a float, NumPy's numbers, lists; None where the flag may be unset."""
+    found = getattr(script.Args(**{name: value}), name)
+    assert found == taken
+    assert type(found) is type(taken)
+    if isinstance(found, tuple):
+        assert [type(entry) for entry in found] == [int] * len(taken)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("num_envs", np.float64(8), "int"),
+        ("num_envs", np.bool_(True), "int"),
+        ("gamma", np.bool_(True), "float"),
+        ("norm_obs", np.int64(1), "bool"),
+        ("masked_obs", (np.float32(0.5),), "a tuple of integers"),
+        ("masked_obs", [True], "a tuple of integers"),
+    ],
+)
+def test_numbers_of_numpy_have_the_types_of_python(script, name, value, kind):
+    """Ours: they are held to the same types as Python's."""
+    with pytest.raises(script.UsageError, match=f"^--{name.replace('_', '-')} .*: must be {kind}$"):
+        script.Args(**{name: value})
+
+
+def test_a_run_with_numbers_of_numpy(script, tmp_path):
+    """Its files hold plain data: the checkpoint is read without pickle, args.json as JSON."""
+    numbers = {
+        "learning_rate": np.float64(1e-3), "gamma": np.float32(0.5), "num_envs": np.int64(4),
+        "norm_adv": np.bool_(True), "target_kl": np.float64(0.5), "masked_obs": [np.int64(0)],
+        "seed": np.uint16(3),
+    }  # fmt: skip
+    plain = {
+        "learning_rate": 1e-3, "gamma": 0.5, "num_envs": 4, "norm_adv": True, "target_kl": 0.5,
+        "masked_obs": (0,), "seed": 3,
+    }  # fmt: skip
+    directory = train_tiny(script, tmp_path, **numbers).parent
+    told = json.loads((directory / "args.json").read_text())["args"]
+    stored = torch.load(directory / "checkpoint.pt", weights_only=True)["args"]
+    assert {name: stored[name] for name in plain} == plain
+    assert {name: told[name] for name in plain} == plain | {"masked_obs": [0]}
+    for name, value in plain.items():
+        assert type(stored[name]) is type(value), name
+    _, args = script.load_agent(directory)
+    assert {name: getattr(args, name) for name in plain} == plain
+
+
+def test_flags_come_back_from_the_file_of_a_run(script, tmp_path):
+    """Args(**json) of what a run tells of itself: the same flags, of the same types."""
+    flags = {"masked_obs": (0,), "target_kl": 0.25, "gamma": 1, "ent_coef_final": None}
+    directory = train_tiny(script, tmp_path, **flags).parent
+    args = script.Args(**json.loads((directory / "args.json").read_text())["args"])
+    _, stored = script.load_agent(directory)
+    assert args == stored
+    for field in dataclasses.fields(args):
+        assert type(getattr(args, field.name)) is type(getattr(stored, field.name)), field.name
+    assert (args.masked_obs, args.target_kl, args.gamma) == ((0,), 0.25, 1.0)
+    assert args.ent_coef_final is None
+    assert args.run_dir == str(tmp_path / "made")
 
 
 def test_the_readme_lists_every_flag(script):
-    """In its table of flags, those of one script alone with that script's number."""
+    """In the groups and the order of --help, those of one script alone with its number."""
     text = (Path(__file__).resolve().parents[1] / "README.md").read_text()
-    table = text[text.index("| group | flags |") : text.index("(1) recurrent script only")]
-    listed = {}
-    for words, mark in re.findall(r"`([^`]*)`(\([12]\))?", table):
-        *shared, last = words.split()
-        listed |= dict.fromkeys(shared, "") | {last: mark}
+    table = text[text.index("| group of `--help` | flags |") :].split("\n\n")[0]
     foreign = "(2)" if "lstm" in script.__name__ else "(1)"
-    names = {field.name for field in dataclasses.fields(script.Args) if field.init}
-    assert names == {name for name, mark in listed.items() if mark != foreign}
+    listed = {}
+    for row in table.splitlines()[2:]:
+        _, group, cell, _ = row.split("|")
+        listed[group.strip().replace(" ", "_")] = names = []
+        for words, mark in re.findall(r"`([^`]*)`(\([12]\))?", cell):
+            *shared, last = words.split()
+            names += shared + [last] * (mark != foreign)
+    groups = {
+        title: [field.name for field in dataclasses.fields(group)]
+        for title, group in script.GROUPS.items()
+    }
+    assert list(listed.items()) == list(groups.items())
+    names = [field.name for field in dataclasses.fields(script.Args)]
+    assert sorted(names) == sorted(name for group in groups.values() for name in group)
 
 
 @pytest.mark.parametrize(
@@ -234,43 +311,206 @@ def test_the_bounds_themselves_are_allowed(script, name, values):
         assert getattr(script.Args(**{name: value}), name) == value
 
 
-def test_sizes_are_derived_once(script):
+def test_sizes_are_derived(script):
     """batch = envs x steps; rollouts round down."""
     args = small_args(script, "Counter", num_envs=6, num_steps=20, total_timesteps=599)
     assert (args.batch_size, args.num_iterations) == (120, 4)
 
 
+def test_sizes_follow_a_changed_field(script):
+    """Set on the flags themselves, or by `replace`."""
+    sizes = {"num_envs": 6, "num_steps": 20, "total_timesteps": 599, "num_minibatches": 1}
+    args = small_args(script, "Counter", **sizes)
+    args.num_envs = 3
+    assert (args.batch_size, args.num_iterations) == (60, 9)
+    args.num_steps = 10
+    args.total_timesteps = 300
+    assert (args.batch_size, args.num_iterations) == (30, 10)
+    args = dataclasses.replace(args, num_envs=5)
+    assert (args.batch_size, args.num_iterations) == (50, 6)
+    assert not args.is_atari
+    args.env_id = "ale_py:ALE/Pong-v5"
+    assert args.is_atari
+
+
+def test_a_changed_field_is_looked_at_when_the_run_starts(script, tmp_path):
+    """Ours: a value that cannot work is refused then, ahead of anything written."""
+    for name, value in (("gamma", 2.0), ("num_minibatches", 5), ("norm_obs", 1)):
+        args = small_args(script, "Counter", run_dir=str(tmp_path / "runs"))
+        setattr(args, name, value)
+        with pytest.raises(script.UsageError, match=f"^--{name.replace('_', '-')} {value}: "):
+            script.train(args)
+    assert not (tmp_path / "runs").exists()
+
+
 def test_sequence_sizes():
-    """L is seq_len, or the rollout; M environments times sequences, which minibatches divide."""
+    """L is seq_len, or the rollout; minibatches divide environments times sequences."""
     import distributional_ppo_lstm as script
 
-    args = small_args(script, "Counter")
-    assert (args.sequence_length, args.num_sequences) == (12, 4)
+    args = small_args(script, "Counter", num_minibatches=4)  # 4 envs x 1 sequence
+    assert args.sequence_length == 12
+    args.num_steps = 18
+    assert args.sequence_length == 18
+    with pytest.raises(script.UsageError, match="num-minibatches 8: must divide the 4 training"):
+        small_args(script, "Counter", num_minibatches=8)
     args = small_args(script, "Counter", seq_len=3, num_minibatches=16)  # 4 envs x 4 sequences
-    assert (args.sequence_length, args.num_sequences) == (3, 16)
+    assert args.sequence_length == 3
+    with pytest.raises(script.UsageError, match="num-minibatches 32: must divide the 16 training"):
+        small_args(script, "Counter", seq_len=3, num_minibatches=32)
+
+
+# ----------------------------------------------------------------------------- flags without effect
+NEEDED = {  # what stands beside a flag: without effect by the first, with one by the second
+    "norm_adv_memory": ("--no-norm-adv", "--norm-adv"),
+    "min_entropy": ("--min-entropy-penalty 0", "--min-entropy-penalty 0.5"),
+    "twin_reduce": ("--num-critics 1", "--num-critics 2"),
+    "norm_returns_memory": ("--no-norm-returns", "--norm-returns"),
+    "vf_clip_coef": ("--vf-clip none", "--vf-clip mean_only"),
+    "cvar_weight": ("--cvar-alpha 1", "--cvar-alpha 0.5"),
+    "torch_deterministic": ("--no-cuda", "--cuda"),
+    "hl_gauss_sigma": ("--target-encoding two_hot", "--target-encoding hl_gauss"),
+}
+OTHERS = {  # a value that is not the default
+    "norm_adv_memory": 7,
+    "min_entropy": -0.5,
+    "twin_reduce": "mean",
+    "norm_returns_memory": 7,
+    "vf_clip_coef": 0.5,
+    "cvar_weight": 0.5,
+    "torch_deterministic": False,
+    "hl_gauss_sigma": 1.0,
+}
+
+
+def typed(script, name, form):
+    """The flag as it may be typed, and its value: another one than the default, or the default."""
+    flag, default = name.replace("_", "-"), script.Args.__dataclass_fields__[name].default
+    value = {"other": OTHERS[name], "default": default}[form]
+    if isinstance(value, bool):
+        return (f"--{name}" if value else f"--no-{flag}"), value
+    return (f"--{flag} {value}" if form == "other" else f"--{name}={value}"), value
+
+
+def extras_of(script, kind):
+    """What the annotations of flags hold of a kind, by the flag's name."""
+    hints = get_type_hints(script.Args, include_extras=True)
+    found = {
+        name: [extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, kind)]
+        for name, hint in hints.items()
+    }
+    return {name: extra for name, (extra,) in ((n, x) for n, x in found.items() if x)}
+
+
+def test_flags_that_need_another_one(script):
+    """Each of them is typed in these tests; the flag it needs is one of the script's."""
+    needs = extras_of(script, script.Needs)
+    own = {"hl_gauss_sigma"} & script.Args.__dataclass_fields__.keys()
+    assert needs.keys() == (NEEDED.keys() - {"hl_gauss_sigma"}) | own
+    for name, need in needs.items():
+        idle = script.Args(**{need.flag: need.other_than})
+        assert getattr(idle, need.flag) == need.other_than, name  # a value that the flag can have
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("form", ["other", "default"])
+@pytest.mark.parametrize("name", NEEDED)
+def test_a_typed_flag_without_effect_is_refused(script, capsys, tmp_path, name, form, order):
+    """In any form and order, its default too: one line with both flags and the remedy."""
+    if name not in script.Args.__dataclass_fields__:
+        pytest.skip("a flag of the other script")
+    need = extras_of(script, script.Needs)[name]
+    line = [NEEDED[name][0], typed(script, name, form)[0]][::order]
+    flag, other = name.replace("_", "-"), need.flag.replace("_", "-")
+    parts = [
+        f"error: --{flag} ",
+        f": has no effect while --{other} is {need.other_than}; change that, or leave --{flag} out",
+    ]
+    check_bad(script, capsys, tmp_path, " ".join(line).split(), parts)
+
+
+@pytest.mark.parametrize("form", ["other", "default"])
+@pytest.mark.parametrize("name", NEEDED)
+def test_a_typed_flag_with_an_effect_is_taken(script, monkeypatch, name, form):
+    """With the other flag at another value; and from Python at any."""
+    if name not in script.Args.__dataclass_fields__:
+        pytest.skip("a flag of the other script")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    need = extras_of(script, script.Needs)[name]
+    word, value = typed(script, name, form)
+    args = script.parse_flags(f"{NEEDED[name][1]} {word}".split())
+    assert getattr(args, need.flag) != need.other_than
+    assert getattr(args, name) == value
+    idle = script.Args(**{need.flag: need.other_than, name: value})
+    assert (getattr(idle, need.flag), getattr(idle, name)) == (need.other_than, value)
+
+
+def test_a_flag_that_is_not_typed_may_be_without_effect(script):
+    """Each needed flag alone at its idle value: the other one keeps its default."""
+    for name in extras_of(script, script.Needs):
+        args = script.parse_flags(NEEDED[name][0].split())
+        assert getattr(args, name) == script.Args.__dataclass_fields__[name].default
+
+
+def test_a_stored_flag_is_not_a_typed_one(script, capsys, tmp_path):
+    """A run with one that has no effect, made from Python, is evaluated and resumed as it is."""
+    flags = {"num_critics": 1, "twin_reduce": "mean", "min_entropy": 0.5, "eval_episodes": 1}
+    directory = str(train_tiny(script, tmp_path, **flags).parent)
+    for flag in ("--evaluate", "--resume"):
+        with undisturbed():
+            assert run_main(script, capsys, [flag, directory])[0] == 0
+
+
+# --------------------------------------------------------------------------------------------- help
+def help_text(script, capsys):
+    """--help as one line without its boxes, however it is wrapped."""
+    with pytest.raises(SystemExit) as stop:
+        script.main(["--help"])
+    assert stop.value.code == 0
+    return " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
 
 
 def test_help_explains_every_flag(script, capsys):
     """One line with unit or range for each of the flags."""
-    with pytest.raises(SystemExit) as stop:
-        script.main(["--help"])
-    assert stop.value.code == 0
-    text = capsys.readouterr().out
+    text = help_text(script, capsys)
     assert "--anneal-lr, --no-anneal-lr" in text
     for field in dataclasses.fields(script.Args):
         assert (f"--{field.name.replace('_', '-')}" in text) == field.init, field.name
 
 
+def test_help_shows_every_range(script, capsys):
+    """Right after the flag, in the words in which a value beyond it is refused."""
+    text = help_text(script, capsys)
+    ranges = extras_of(script, script.Range)
+    unbounded = {"min_entropy", "v_min", "v_max"} & script.Args.__dataclass_fields__.keys()
+    assert {name for name, allowed in ranges.items() if not str(allowed)} == unbounded
+    for name, hint in get_type_hints(script.Args).items():
+        flag = f"--{name.replace('_', '-')}"
+        numbers = {int, float} & {hint, *get_args(hint)}
+        if name not in ranges:  # then it has choices, or `check_sizes` and the task bound it
+            assert not numbers or name in ("total_timesteps", "masked_obs"), name
+            continue
+        (kind,) = numbers
+        shown = str(ranges[name])
+        if not shown.startswith("["):
+            shown = {int: "INT", float: "FLOAT"}[kind] + shown
+        if type(None) in get_args(hint):
+            shown = f"None|{shown}"
+        assert f" {flag} {shown} " in text, name
+    assert " --gamma [0, 1] " in text
+    assert " --num-envs INT>=1 " in text
+    assert " --target-kl None|FLOAT>0 " in text
+
+
 BAD_MORE = [
     ("--num-envs 2.5", "num-envs", "int"),
     ("--num-envs many", "num-envs", "int"),
-    ("--num-steps 0", "num-steps 0", "[1, "),
-    ("--torch-threads -2", "torch-threads -2", "[1, "),
-    ("--eval-episodes -1", "eval-episodes -1", "[1, "),
-    ("--checkpoint-every -1", "checkpoint-every -1", "[0, "),
-    ("--hidden-size -64", "hidden-size -64", "[1, "),
+    ("--num-steps 0", "num-steps 0", ">=1"),
+    ("--torch-threads -2", "torch-threads -2", ">=1"),
+    ("--eval-episodes -1", "eval-episodes -1", ">=1"),
+    ("--checkpoint-every -1", "checkpoint-every -1", ">=0"),
+    ("--hidden-size -64", "hidden-size -64", ">=1"),
     ("--seed 1.5", "seed", "int"),
-    ("--seed 4294967296", "seed 4294967296", "[0, "),
+    ("--seed 4294967296", "seed 4294967296", "[0, 4e+09]"),
     ("--total-timesteps 0", "total-timesteps 0", "rollout"),
     ("--total-timesteps -512", "total-timesteps -512", "rollout"),
     ("--learning-rate -1e-3", "learning-rate -0.001", "finite"),
@@ -297,7 +537,7 @@ BAD_MORE = [
     ("--cvar-weight 1.1", "cvar-weight 1.1", "[0, 1]"),
     ("--log-std-init -6", "log-std-init -6", "[-5, 2]"),
     ("--log-std-init nan", "log-std-init nan", "[-5, 2]"),
-    ("--num-minibatches -2", "num-minibatches -2", "[1, "),
+    ("--num-minibatches -2", "num-minibatches -2", ">=1"),
     ("--num-envs 3 --num-minibatches 5", "num-minibatches 5", "divide"),
     ("--value-target monte_carlo", "value-target", "sr_lambda"),
     ("--activation gelu", "activation", "relu"),
@@ -320,7 +560,7 @@ BAD_MORE = [
     ("--gamma", "gamma", "Missing value"),
 ]
 BAD_CATEGORICAL = [
-    ("--num-atoms 1", "num-atoms 1", "[2, "),
+    ("--num-atoms 1", "num-atoms 1", ">=2"),
     ("--hl-gauss-sigma 0", "hl-gauss-sigma 0", "[0.1, 100]"),
     ("--hl-gauss-sigma nan", "hl-gauss-sigma nan", "[0.1, 100]"),
     ("--v-min 5", "v-min 5.0", "v_min < v_max"),
@@ -400,9 +640,10 @@ def test_foreign_checkpoints_are_refused(script, capsys, tmp_path, flag, kind):
     check_bad(script, capsys, tmp_path, [flag, str(tmp_path)], (str(path), "script"))
 
 
-def train_tiny(script, tmp_path):
+def train_tiny(script, tmp_path, **flags):
     """Path of the checkpoint of a small run."""
-    args = small_args(script, "Walk", total_timesteps=48, run_dir=str(tmp_path / "made"))
+    flags = {"total_timesteps": 48, "run_dir": str(tmp_path / "made")} | flags
+    args = small_args(script, "Walk", **flags)
     return Path(script.train(args)["run_dir"], "checkpoint.pt")
 
 

@@ -38,17 +38,18 @@ def critic_pass(run):
     facts = (run.agent, run.rollout, see(run.rollout.obs), see(run.rollout.next_obs))
     with torch.no_grad():
         if is_recurrent(run.script):
-            return run.script.run_critics(*facts, run.carry.critic_state, run.args)[:2]
+            return run.script.run_critics(*facts, run.critic_state, run.args)[:2]
         return run.script.run_critics(*facts)
 
 
 def spy(monkeypatch, script, name):
-    """Arguments of every call of a function of the script, which does what it did."""
+    """Arguments of every call of a function of the script, which does what it did. Those that are
+    given by name come last."""
     calls, function = [], getattr(script, name)
 
-    def look(*args):
-        calls.append(args)
-        return function(*args)
+    def look(*args, **named):
+        calls.append((*args, *named.values()))
+        return function(*args, **named)
 
     monkeypatch.setattr(script, name, look)
     return calls
@@ -95,7 +96,7 @@ def test_the_recurrent_value_pass_equals_single_steps(env, seq_len):
     script = distributional_ppo_lstm
     run = make_run(script, env, seq_len=seq_len)
     prepare(run)
-    before = run.carry
+    before, state_before = run.carry, run.critic_state
     rollout = roll(run)
     some = rollout.truncated.any(1)
     assert some.any()
@@ -103,8 +104,8 @@ def test_the_recurrent_value_pass_equals_single_steps(env, seq_len):
 
     agent, see = run.agent, run.agent.normalize_obs
     obs, next_obs, start = see(rollout.obs), see(rollout.next_obs), rollout.episode_start
-    critic = features_by_steps(agent.critic_body, obs, next_obs, start, before.critic_state)
-    found = script.run_critics(agent, rollout, obs, next_obs, before.critic_state, run.args)
+    critic = features_by_steps(agent.critic_body, obs, next_obs, start, state_before)
+    found = script.run_critics(agent, rollout, obs, next_obs, state_before, run.args)
     outputs, next_outputs, states, state = found
     assert_close(outputs, agent.value_outputs(critic[0]), rtol=1e-5, atol=1e-5)
     alive = ~rollout.terminated
@@ -112,15 +113,17 @@ def test_the_recurrent_value_pass_equals_single_steps(env, seq_len):
     assert_close(next_outputs[:, alive], expected, rtol=1e-5, atol=1e-5)
     assert_close(state, critic[2], rtol=1e-5, atol=1e-5)
     assert len(states) == 12 // run.args.sequence_length
-    assert torch.equal(states[0], before.critic_state)
+    assert torch.equal(states[0], state_before)
 
     *_, actor = features_by_steps(agent.actor_body, obs, next_obs, start, before.actor_state)
     kept = actor * ~torch.as_tensor(run.carry.episode_start)[:, None]
     assert_close(run.carry.actor_state, kept, rtol=1e-5, atol=1e-5)
-    _, carry, _ = prepare_rollout(run)
-    assert_close(carry.critic_state, critic[2], rtol=1e-5, atol=1e-5)
-    assert torch.equal(carry.actor_state, run.carry.actor_state)  # acting alone moves it
-    assert carry.obs is run.carry.obs
+    carried, ahead = copy.deepcopy(run.carry), state_before.clone()
+    _, critic_state, _ = prepare_rollout(run)
+    assert_close(critic_state, critic[2], rtol=1e-5, atol=1e-5)
+    assert torch.equal(run.critic_state, ahead)
+    assert torch.equal(carried.actor_state, run.carry.actor_state)  # acting alone moves it
+    np.testing.assert_array_equal(carried.obs, run.carry.obs)
 
 
 @pytest.mark.parametrize("env", ["Counter", "Staggered"])
@@ -361,6 +364,8 @@ def test_metrics_of_a_rollout_against_numpy(lively):
         beyond = abs(returns - new_mean) > 5 * new_std
         expected["value/outside_support"] = beyond.mean()
     _, _, metrics = prepare_rollout(run)
+    if not is_recurrent(script) and beyond.mean() > 0.01:
+        assert f" {beyond.mean():.1%} of the targets' mass" in metrics.pop("warning")
     assert metrics.keys() == expected.keys()
     for tag, value in expected.items():
         tolerance = {"rtol": 1e-4, "atol": 1e-6 * new_std}
@@ -400,6 +405,7 @@ def test_sr_lambda_gets_decoded_distributions_of_true_successors(lively, monkeyp
     run, recurrent = lively, is_recurrent(lively.script)
     run.args.value_target = "sr_lambda"
     here, ahead = decoded(run)
+    uniform = (12, 4, 7) if recurrent else (12, 4)  # each quantile is drawn for itself
     calls = spy(monkeypatch, run.script, "sr_lambda_targets" if recurrent else "sr_lambda_atoms")
     prepare_rollout(run)
     assert len(calls) == 2
@@ -411,7 +417,11 @@ def test_sr_lambda_gets_decoded_distributions_of_true_successors(lively, monkeyp
         assert torch.equal(rewards, run.rollout.rewards)
         assert torch.equal(rest[0], run.rollout.terminated)
         assert torch.equal(rest[1], run.rollout.truncated)
-        assert rest[2:] == [0.9, gae_lambda]
+        assert rest[2:-1] == [0.9, gae_lambda]
+        assert rest[-1].shape == uniform
+        assert 0 <= rest[-1].min() < 0.2
+        assert 0.8 < rest[-1].max() < 1
+    assert not torch.equal(calls[0][-1], calls[1][-1])
 
 
 def test_the_risk_term_gets_targets_and_the_state_in_the_tasks_units(lively, monkeypatch):
@@ -516,11 +526,11 @@ def first_batches(script, monkeypatch, scale, value_from):
 
     with monkeypatch.context() as patch:
         patch.setattr(script, "make_env", scaled)
-        run = make_run(script, "Staggered", value_from=value_from)
+        run = make_run(script, "Staggered", value_from=value_from, ent_coef=0.01)
     forget_returns(run)
     torch.manual_seed(4)
     one = prepare(run)
-    script.update(run.agent, run.optimizer, one, run.args, 0.01)
+    script.update(run.agent, run.optimizer, one, run.args, progress=0.0)
     return one, prepare(run)
 
 
@@ -536,6 +546,27 @@ def test_the_first_rollouts_know_no_units(script, monkeypatch, value_from, scale
             assert expected.std() > 0.01
 
 
+def test_the_first_rewards_count_as_two_returns(script, value_from):
+    """Statistics without data take in mean and variance of the discounted rewards, weight 2, ahead
+    of the first prediction; those of an agent that has seen them already do not."""
+    run = make_run(script, "Staggered", value_from=value_from)
+    forget_returns(run)
+    roll(run)
+    zeros = np.zeros((12, 4))
+    _, sums = advantages_and_returns(run.rollout, zeros, zeros, run.args.gamma, 1.0)
+    other = copy.deepcopy(run.agent)
+    moments = other.value_dist.moments
+    moments.mean.fill_(sums.mean())
+    moments.var.fill_(sums.var())
+    moments.count.fill_(2)
+    found = [prepare_rollout(run, agent)[0] for agent in (run.agent, other)]
+    assert float(run.agent.value_dist.moments.count) == float(moments.count) == 4
+    for name in ("mean", "var"):
+        assert_close(getattr(run.agent.value_dist.moments, name), getattr(moments, name))
+    for one, two in zip(*found):
+        assert_close(one, two)
+
+
 def test_returns_that_are_not_normalised_stay_in_the_tasks_units(script, value_from):
     """A fresh agent without --norm-returns: nothing is taken in, first of all not ahead of all."""
     run = make_run(script, "Staggered", value_from=value_from, norm_returns=False)
@@ -545,7 +576,7 @@ def test_returns_that_are_not_normalised_stay_in_the_tasks_units(script, value_f
         here, ahead = decoded(run)
         facts = (run.rollout, here.values, ahead.values, run.args.gamma, run.args.gae_lambda)
         _, returns = advantages_and_returns(*facts)
-        batch, run.carry, _ = prepare_rollout(run)
+        batch, run.critic_state, _ = prepare_rollout(run)
         np.testing.assert_allclose(batch.returns.reshape(12, 4), returns, rtol=1e-4)
         moments = run.agent.value_dist.moments
         assert [float(x) for x in (moments.mean, moments.std, moments.count)] == [0, 1, 0]
@@ -569,6 +600,7 @@ def test_coverage_of_a_perfect_critic_is_alpha(script, monkeypatch, value_from):
     flags = {"num_quantiles": 64, "num_atoms": 101, "gamma": 0.9, "num_steps": 10}
     run = make_run(script, "Endless", value_from=value_from, **flags)
     rollout, many = roll(run), 400
+    run.args.num_envs = 4 * many
     wide = {
         name: x.repeat_interleave(many, 2 if name == "actor_state" else 1)
         for name, x in rollout._asdict().items()
@@ -579,7 +611,7 @@ def test_coverage_of_a_perfect_critic_is_alpha(script, monkeypatch, value_from):
     moments = run.agent.value_dist.moments
     moments.mean, moments.var = 0 * moments.mean, 0 * moments.var + 1 / (1 - 0.9**2)
     outputs = perfect_outputs(run).expand(2, 10, 4 * many, -1)
-    states = [wide["actor_state"], run.carry.critic_state] if is_recurrent(script) else []
+    states = [wide["actor_state"], run.critic_state] if is_recurrent(script) else []
     monkeypatch.setattr(script, "run_critics", lambda *inputs: (outputs, outputs, *states))
     _, _, metrics = prepare_rollout(run)
     assert 0.04 < metrics["cvar/coverage"] < 0.06
@@ -638,7 +670,6 @@ def flip(run, flag, value):
         ("norm_adv", False),
         ("norm_returns", False),
         ("twin_reduce", "mean"),
-        ("twin_reduce", "min_quantile"),
     ],
 )
 def test_a_flag_of_the_targets_changes_the_batch(script, value_from, flag, value):
@@ -653,16 +684,19 @@ def test_a_flag_of_the_targets_changes_the_batch(script, value_from, flag, value
     )
 
 
-def test_the_twin_that_is_used_is_the_configured_one(script):
-    """Values rise from min_quantile over min to mean; critic 1 is the minimum on some steps."""
-    run = make_run(script, "VectorDiscrete")
+def test_the_twin_that_is_used_is_the_configured_one(script, value_from):
+    """V is the smaller one of both or their mean; critic 1 is the minimum on some steps. Without a
+    future returns are rewards, from which the bias tells V."""
+    run = make_run(script, "VectorDiscrete", value_from=value_from, gamma=0.0)
     prepare(run)
     roll(run)
-    bias = {}
-    for mode in ("min_quantile", "min", "mean"):
+    twins = values_of(run, critic_pass(run)[0])
+    values = {"min": twins.min(0).mean(), "mean": twins.mean()}
+    assert values["min"] < values["mean"] - 1e-3
+    for mode, value in values.items():
         _, metrics = flip(run, "twin_reduce", mode)
-        bias[mode] = float(metrics["value/p50"])
-    assert bias["min_quantile"] < bias["mean"]
+        bias = value - float(run.rollout.rewards.mean())
+        assert float(metrics["value/bias"]) == pytest.approx(bias, rel=1e-4)
     assert float(metrics["twin/abs_difference"]) > 0
     assert 0 <= float(metrics["twin/critic1_is_min"]) <= 1
 
@@ -679,12 +713,13 @@ def test_statistics_take_in_the_targets_of_a_rollout(lively, value_target, shift
     _, returns = lambda_returns(run)
     samples, weights = returns[..., None], np.ones((12, 4, 1))
     if value_target == "sr_lambda":
-        facts = (run.rollout.terminated, run.rollout.truncated, 0.9, 0.8)
         reduced = dist.reduce_twins(critic_pass(run)[1].double())
         torch.manual_seed(8)  # draws
-        drawn = dist.sample_returns(run.rollout.rewards, reduced, *facts)
+        drawn = dist.sample_targets(run.rollout, reduced, 0.8)
+        if is_recurrent(run.script):
+            drawn = (drawn, torch.ones_like(drawn))
         samples, weights = (x.numpy() for x in drawn)
-        assert samples.shape[-1] in (7, 11)
+        assert samples.shape == (12, 4, 7 if is_recurrent(run.script) else 11)
     mean = np.average(samples, weights=weights)
     spread = np.average((samples - mean) ** 2, weights=weights) ** 0.5
     error = ((here.twins - mean) ** 2).mean() ** 0.5

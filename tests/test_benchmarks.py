@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import small_args
+from helpers import make_agent, make_run, prepare_rollout, roll, small_args
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 sys.path.append(str(ROOT / "benchmarks"))
 
 
@@ -162,7 +166,7 @@ def test_mean_of_a_run_counts_steps_not_episodes(critics, tmp_path, monkeypatch)
 def test_the_scalar_critic_is_the_usual_one(critics):
     """vf_coef x loss of its one output is 0.25 (V - R)^2, its V is that output."""
     quantile = importlib.import_module("distributional_ppo_lstm")
-    args = quantile.tyro.cli(quantile.Args, args=critics.SCALAR.split())
+    args = quantile.parse_flags(critics.SCALAR.split())
     dist = quantile.ValueDistribution(args)
     values = quantile.torch.tensor([[-3.0], [0.0], [2.5]])
     returns = quantile.torch.tensor([1.0, 0.5, 2.0])
@@ -284,8 +288,361 @@ def test_scores_beside_published_ones():
     assert told.endswith("(HalfCheetah-v5 0.37, Hopper-v5 2.97, Walker2d-v5 4.60)")
 
 
+# ------------------------------------------------------------------------------ programs that train
+NAMES = ["distributional_ppo_lstm", "distributional_ppo_categorical"]
+COMPOSED = ["ppo_lstm_categorical", "ppo_quantile"]
+TINY = (
+    "--num-envs 4 --num-steps 16 --total-timesteps 128 --num-minibatches 2 --update-epochs 1 "
+    "--hidden-size 8 --eval-episodes 2 --checkpoint-every 0"
+)
+
+
+def tiny_run(program, task, script, variant="tiny", flags=""):
+    """Seed 1 of two iterations, as the program's functions take it."""
+    common = importlib.import_module("common")
+    cell = common.Cell(task, script, variant, f"{TINY} {flags}".strip(), [1])
+    return importlib.import_module(program), common.Run(cell, 1)
+
+
+def keep_as_it_is(monkeypatch, owner, *names):
+    """What a program replaces for its process is put back after the test."""
+    for name in names:
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+
+
+@pytest.mark.parametrize("script", NAMES + COMPOSED)
+def test_calibration_of_a_process_is_measured(script):
+    """Every figure is a finite number, for a process whose distribution is known."""
+    calibration, run = tiny_run("calibration", "skewed", script, flags="--gamma 0.95")
+    row = calibration.run_one(run)
+    figures = [row[name] for name in (*calibration.FIGURES, *calibration.FLOORS)]
+    assert np.isfinite(figures).all()
+    assert len(row["curve"].split()) == 40
+    assert row.keys() <= set(calibration.COLUMNS)
+
+
+@pytest.mark.parametrize("script", NAMES)
+def test_calibration_of_a_task_is_measured(script, monkeypatch):
+    """Four episodes, more than the environments that the run had; also as a row of tuning."""
+    calibration, run = tiny_run("calibration", "CartPoleNoVel-v1", script, flags="--num-envs 2")
+    monkeypatch.setattr(calibration, "EPISODES", 4)
+    row = calibration.tune_one(run)
+    assert np.isfinite([row[name] for name in calibration.REAL_FIGURES]).all()
+    assert row["predicted"] > 0
+    assert row["flags"] == run.cell.flags
+
+
+@pytest.mark.parametrize("script", NAMES)
+def test_predicted_spread_is_that_of_the_predicted_distribution(script):
+    """Beside the mean of what a run logs as value/std_predicted."""
+    calibration = importlib.import_module("calibration")
+    module = importlib.import_module(script)
+    dist = module.ValueDistribution(small_args(module, "Walk"))
+    dist.moments.merge(module.torch.tensor(30.0), module.torch.tensor(400.0), 2)
+    outputs = module.torch.randn(5, 4, dist.num_outputs)
+    nothing = module.torch.zeros(5, 4)
+    ends = nothing.bool()
+    rollout = SimpleNamespace(rewards=nothing.double(), terminated=ends, truncated=ends)
+    logged = dist.describe(outputs, dist.sample_targets(rollout, outputs, 1.0))
+    spread = calibration.predicted_std(module, dist, outputs)
+    assert spread.shape == (5, 4)
+    assert spread.mean() == pytest.approx(float(logged["value/std_predicted"]), rel=1e-5)
+
+
+@pytest.mark.parametrize("script", NAMES)
+@pytest.mark.parametrize("task", ["lottery", "road", "cliff"])
+def test_risk_of_a_policy_is_measured(script, task):
+    """Returns of the mode and of samples; the probability of the lottery's risky arm."""
+    flags = "--cvar-alpha 0.2 --cvar-weight 1 --value-target sr_lambda"
+    risk, run = tiny_run("risk", task, script, flags=flags)
+    row = risk.run_one(run)
+    assert np.isfinite([row[name] for name in (*risk.MEASURED, *risk.SAMPLED)]).all()
+    assert ("risky" in row) == (task == "lottery")
+    assert 0 < row.get("risky", 0.5) < 1
+
+
+@pytest.mark.parametrize("script", NAMES)
+@pytest.mark.parametrize("task", ["rare-10", "bad-arm", "rewards-1e8"])
+def test_truth_is_measured(script, task, monkeypatch):
+    """Value and mean reward; value, arm and evaluation; the evaluation in the task's own unit."""
+    truth, run = tiny_run("truth", task, script)
+    module = importlib.import_module("common").load_script(script)
+    keep_as_it_is(monkeypatch, module, "collect_rollout")
+    keep_as_it_is(monkeypatch, module.Run, "log_episodes")
+    row = truth.run_one(run)
+    told = {"rare-10": {"value", "drawn"}, "bad-arm": {"value", "bad", "mean"}}
+    figures = told.get(task, {"mean"})
+    assert figures <= row.keys() <= set(truth.COLUMNS)
+    assert np.isfinite([row[name] for name in figures]).all()
+    if task == "rewards-1e8":
+        assert 8 <= row["mean"] <= 500
+
+
+@pytest.mark.parametrize("script", NAMES)
+def test_scaling_knows_what_processes_exchange(script):
+    """All-reduces of an iteration, and the parameters in one of them: those of the agent."""
+    scaling = importlib.import_module("scaling")
+    module = importlib.import_module(script)
+    count, parameters = scaling.demand(scaling.Cell(script, "CartPole-v1", 16, 12))
+    args = module.Args(env_id="CartPole-v1", num_envs=16, num_steps=128)
+    assert count == args.update_epochs * args.num_minibatches
+    assert parameters == sum(p.numel() for p in make_agent(module, args).parameters())
+
+
+@pytest.mark.slow
+def test_scaling_is_measured():
+    """One iteration beside the one that warms up, in one process and in two."""
+    scaling = importlib.import_module("scaling")
+    cell = scaling.Cell(NAMES[0], "CartPole-v1", 4, 2)
+    assert scaling.speed(cell, 1) > 0
+    assert scaling.speed(cell, 2) > 0
+
+
+@pytest.mark.parametrize("cell", ["recurrent", "recurrent-seq32", "cartpole"])
+def test_speed_runs_and_times_the_parts_of_the_floor(cell, monkeypatch):
+    """Both scripts, without the evaluation at the end; every part of the floor once."""
+    speed = importlib.import_module("speed")
+    work = speed.CELLS[cell]
+    work = work._replace(flags=work.flags | {"num_steps": 32, "update_epochs": 1})
+    module = importlib.import_module(work.script)
+    keep_as_it_is(monkeypatch, module.Run, "evaluate")
+    monkeypatch.setattr(module, "play", None)  # no episode is played
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        speed.ours(work, work.samples, compiled=False)
+    assert "256 of 256 steps" in told.getvalue()
+    monkeypatch.setattr(speed, "milliseconds", lambda call: [call(), 1.0][1])
+    parts = speed.floor(work)
+    assert list(parts) == list(speed.PARTS)
+
+
+def test_speed_compiles_what_can_be_compiled(monkeypatch):
+    """The feed-forward script alone has --compile; other runs never name it."""
+    speed = importlib.import_module("speed")
+    assert {speed.CELLS[cell].script for cell in speed.COMPILED} == {NAMES[1]}
+    asked = []
+    for name in NAMES:
+        module = importlib.import_module(name)
+        keep_as_it_is(monkeypatch, module.Run, "evaluate")
+        monkeypatch.setattr(module, "train", asked.append)
+    speed.ours(speed.CELLS["cartpole"], 1024, compiled=True)
+    speed.ours(speed.CELLS["cartpole"], 1024, compiled=False)
+    speed.ours(speed.CELLS["recurrent"], 1024, compiled=False)
+    assert [getattr(args, "compile", None) for args in asked] == [True, False, None]
+
+
+def test_speed_times_passes_of_the_lstm(monkeypatch):
+    """With resets and without, ours and step by step."""
+    speed = importlib.import_module("speed")
+    monkeypatch.setattr(speed, "milliseconds", lambda call: [call(), 1.0][1])
+    assert len(speed.lstm_pass(speed.CELLS["pass-2"])) == 4
+
+
+@pytest.mark.slow
+def test_speed_beside_the_peer_is_measured(monkeypatch, tmp_path):
+    """A row each of ours, the peer and the floor, each in a process of its own; the report."""
+    pytest.importorskip("sb3_contrib")
+    speed = importlib.import_module("speed")
+    monkeypatch.setattr(speed, "SECONDS", 1)
+    line = ["speed.py", "--only", "recurrent", "--repeats", "1", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", line)
+    speed.main()
+    rows = speed.load(speed.Table(tmp_path / "speed.csv", speed.COLUMNS))
+    assert [row["program"] for row in rows] == ["ours", "sb3", "floor"]
+    assert "| recurrent: CartPoleNoVel-v1, 8 x 128 |" in (tmp_path / "speed.md").read_text()
+
+
+# names that variants of `learning` replace
+REPLACED = {"no_memory": ["unroll_lstm"], "no_popart": ["update"], "default": []}
+
+
+@pytest.mark.parametrize(
+    ("script", "variant"),
+    [(NAMES[0], variant) for variant in REPLACED]
+    + [(NAMES[1], "default"), (NAMES[1], "no_popart")]
+    + [(name, "exchanged") for name in COMPOSED],
+)
+def test_learning_keeps_a_run(script, variant, monkeypatch, tmp_path):
+    """Curve and facts of each variant that changes the script's functions."""
+    learning, run = tiny_run("learning", "CartPoleNoVel-v1", script, variant)
+    module = importlib.import_module("common").load_script(script)
+    keep_as_it_is(monkeypatch, module, *REPLACED.get(variant, []))
+    keep_as_it_is(monkeypatch, module.ValueDistribution, "move_statistics")
+    if hasattr(module, "Body"):
+        keep_as_it_is(monkeypatch, module.Body, "step")
+    monkeypatch.setattr(learning, "RESULTS", tmp_path)
+    learning.keep(run, learning.run_one(run))
+    assert learning.done(run)
+    [facts] = learning.facts_of(run.cell)
+    assert facts["result"]["eval/return_mean"] == learning.scores_of(run.cell)[0]
+    assert facts["args"]["num_steps"] == 16
+    assert "norm/value_shift" in facts["over_run"]
+    [points] = learning.curves_of(run.cell)
+    assert len(points) > 0
+
+
+def test_without_popart_the_statistics_move_after_the_update(script, monkeypatch):
+    """By as much as otherwise; heads and values stay as they are until then."""
+    learning = importlib.import_module("learning")
+    run = make_run(script, "Walk")
+    other = make_run(script, "Walk")
+    roll(run)
+    other.rollout = run.rollout
+    keep_as_it_is(monkeypatch, script, "update")
+    keep_as_it_is(monkeypatch, script.ValueDistribution, "move_statistics")
+    prepare_rollout(other)
+    learning.unscaled(script)
+
+    before = {name: x.clone() for name, x in run.agent.state_dict().items()}
+    batch, _, _ = prepare_rollout(run)
+    after = run.agent.state_dict()
+    assert all(after[name].equal(x) for name, x in before.items() if "adv_moments" not in name)
+    script.update(run.agent, run.optimizer, batch, run.args, 0.0)
+    moved = run.agent.value_dist.moments
+    expected = other.agent.value_dist.moments
+    for name in ("mean", "var", "count"):
+        assert getattr(moved, name) == getattr(expected, name)
+    assert moved.mean != before["value_dist.moments.mean"]
+
+
+@pytest.mark.parametrize("variant", ["zoo", "equal_time"])
+@pytest.mark.slow
+def test_learning_trains_the_recurrent_peer(variant, monkeypatch):
+    """Its networks from our flags or from the zoo's."""
+    pytest.importorskip("sb3_contrib")
+    learning, run = tiny_run("learning", "CartPoleNoVel-v1", "sb3_contrib_recurrent_ppo", variant)
+    monkeypatch.setattr(learning, "training_seconds", lambda cell: 5)
+    points, facts = learning.run_one(run)
+    assert np.isfinite(facts["result"]["eval/return_mean"])
+    assert points
+
+
+@pytest.mark.slow
+def test_learning_and_truth_train_the_feed_forward_peer():
+    """With our flags, and on the arms."""
+    pytest.importorskip("stable_baselines3")
+    peer = "stable_baselines3_ppo"
+    learning, run = tiny_run("learning", "CartPole-v1", peer, "same_flags")
+    assert np.isfinite(learning.run_one(run).facts["result"]["eval/return_mean"])
+    truth, run = tiny_run("truth", "bad-arm", peer)
+    assert 0 < truth.run_one(run)["bad"] < 1
+
+
+@pytest.mark.parametrize("script", NAMES)
+def test_tuning_tries_flags(script, monkeypatch, tmp_path):
+    """A row, whose evaluation is that of the run, is appended once."""
+    tune, run = tiny_run("tune", "CartPole-v1", script, "tuning")
+    monkeypatch.setattr(tune, "TABLE", tune.Table(tmp_path / "tuning.csv", tune.COLUMNS))
+    row = tune.run_one(run)
+    tune.TABLE.append(row)
+    assert row["flags"] == run.cell.flags
+    assert row["share_lost"] == 1
+    tune.run_missing(run.cell, 1)
+    assert len(tune.TABLE.rows()) == 1
+    assert tune.report("CartPole-v1")[4].startswith(f"| {script} | none | 1 |")
+
+
+@pytest.mark.slow
+def test_every_cell_has_flags_that_its_script_takes():
+    """Of all grids; of those that name the flags of ours for a peer, too."""
+    common = importlib.import_module("common")
+    programs = {
+        name: importlib.import_module(name)
+        for name in ("calibration", "critics", "learning", "risk", "truth")
+    }
+    cells = [*programs["learning"].GRID, *programs["learning"].ABLATIONS]
+    for name in ("calibration", "critics", "risk", "truth"):
+        cells += programs[name].cells()
+    gone = ("twin_min_quantile",)  # reported, and cannot be run again
+    ours = dict(zip(reversed(PEERS), reversed(NAMES)))
+    lines = {(cell.script, cell.flags) for cell in cells if cell.variant not in gone}
+    for script, flags in sorted(lines):
+        module = common.load_script(ours.get(script, script))
+        assert module.parse_flags(flags.split()).num_iterations > 0
+    speed = importlib.import_module("speed")
+    for work in (speed.GRID | speed.GROWTH).values():
+        assert common.load_script(work.script).Args(**work.flags).num_iterations > 0
+
+
+def test_a_flag_is_left_out():
+    """With its values, wherever it stands; others whose names go on stay."""
+    common = importlib.import_module("common")
+    flags = " --twin-reduce mean --gamma 0.9 --masked-obs 1 3 --min-entropy 1.4"
+    told = "--twin-reduce mean --gamma 0.9 --min-entropy 1.4"
+    assert common.without(flags, "--masked-obs") == told
+    assert common.without("--min-entropy-penalty 1 --min-entropy 2", "--min-entropy") == (
+        "--min-entropy-penalty 1"
+    )
+    assert common.without("", "--gamma") == ""
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["calibration", "critics", pytest.param("risk", marks=pytest.mark.slow), "truth"],
+)
+def test_reports_are_made_from_the_committed_files(program, monkeypatch, tmp_path, capsys):
+    """The same text again, and the figures; nothing committed is written."""
+    pytest.importorskip("matplotlib")
+    module = importlib.import_module(program)
+    monkeypatch.setattr(module, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", [f"{program}.py", "--report"])
+    if program == "critics":
+        monkeypatch.setattr(module, "REPEATS", 3)
+    module.main()
+    text = (tmp_path / f"{program}.md").read_text()
+    if program != "critics":  # its intervals need all repeats
+        assert text == (RESULTS / f"{program}.md").read_text()
+    assert text in capsys.readouterr().out
+    assert (tmp_path / f"{program}.png").exists() == (program != "truth")
+
+
+def test_speed_and_scaling_report_on_the_committed_rows(monkeypatch, tmp_path, capsys):
+    """The same text again, beside a copy of the rows; tables of all-reduces and efficiency."""
+    pytest.importorskip("matplotlib")
+    speed = importlib.import_module("speed")
+    shutil.copy(RESULTS / "speed.csv", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["speed.py", "--report", "--out", str(tmp_path)])
+    speed.main()
+    assert (tmp_path / "speed.md").read_text() == (RESULTS / "speed.md").read_text()
+    scaling = importlib.import_module("scaling")
+    cells = [cell for cell in scaling.CELLS if cell.env_id == "CartPole-v1"]
+    monkeypatch.setattr(scaling, "CELLS", cells)
+    capsys.readouterr()
+    scaling.report()
+    assert capsys.readouterr().out.count("| recurrent CartPole-v1 16 |") == 3
+
+
+def test_unchanged_tells_versions_apart(monkeypatch, tmp_path, capsys):
+    """The present recurrent script beside an identical copy, then beside one with another default:
+    many numbers are compared, and all are equal to the last bit only if nothing was changed."""
+    unchanged = importlib.import_module("unchanged")
+    outcome = unchanged.outcome
+    present = []  # what the present script leaves, which is run once
+
+    def outcome_once(script, line):
+        if script.parent.name == "old":
+            return outcome(script, line)
+        present[:] = present or [outcome(script, line)]
+        return present[0]
+
+    monkeypatch.setattr(unchanged, "outcome", outcome_once)
+    for name in NAMES:
+        shutil.copy(ROOT / f"{name}.py", tmp_path)
+    copy = tmp_path / f"{NAMES[0]}.py"
+    text = copy.read_text()
+    other = text.replace("    clip_coef: Positive = 0.2\n", "    clip_coef: Positive = 0.1\n")
+    assert other != text
+    words = [str(tmp_path), "--only", NAMES[0], "CartPole-v1", "defaults"]
+    monkeypatch.setattr(sys, "argv", ["unchanged.py", *words])
+    for code, version in ((0, text), (1, other)):
+        copy.write_text(version)
+        assert unchanged.main() == code
+        [row] = capsys.readouterr().out.splitlines()[2:]
+        equal, numbers = map(int, cells_of(row)[3].split(" of "))
+        assert numbers > 500
+        assert (equal == numbers) == (code == 0)
+
+
 # ------------------------------------------------------------------------------------------ READMEs
-RESULTS = ROOT / "benchmarks" / "results"
 SCRIPTS = ("distributional_ppo_lstm", "distributional_ppo_categorical")
 PEERS = ("sb3_contrib_recurrent_ppo", "stable_baselines3_ppo")
 

@@ -140,7 +140,7 @@ def test_a_renderer_that_breaks_later(script, capsys, tmp_path, monkeypatch):
 def scripted(script, monkeypatch, means):
     """Evaluations give these means, in turn."""
     rest = iter(means)
-    monkeypatch.setattr(script, "evaluate", lambda *_: {"eval/return_mean": next(rest)})
+    monkeypatch.setattr(script, "summarise", lambda *_: {"eval/return_mean": next(rest)})
 
 
 @pytest.mark.parametrize(
@@ -149,13 +149,14 @@ def scripted(script, monkeypatch, means):
 def test_the_best_agent_is_kept(script, tmp_path, monkeypatch, capsys, means, best):
     """The latest of the best evaluations, the last one among them; the end says which it was."""
     args = flags_for(script, tmp_path, 4, env_id="probes:Walk-v0", eval_every=1)
-    weights, evaluate_run = {}, script.evaluate_run
+    weights, evaluate = {}, script.Run.evaluate
 
-    def note(writer, run, agent, *rest):
-        weights[run.step // args.batch_size] = {k: v.clone() for k, v in agent.state_dict().items()}
-        return evaluate_run(writer, run, agent, *rest)
+    def note(run):
+        state = run.agent.state_dict()
+        weights[run.step // args.batch_size] = {k: v.clone() for k, v in state.items()}
+        evaluate(run)
 
-    monkeypatch.setattr(script, "evaluate_run", note)
+    monkeypatch.setattr(script.Run, "evaluate", note)
     scripted(script, monkeypatch, means)
     directory = Path(script.train(args)["run_dir"])
     saved = torch.load(directory / "best.pt", weights_only=True)

@@ -41,7 +41,7 @@ VALUES = {
     "--target-kl": ("None", "1e-6", "0.01", "10"),
     "--num-critics": ("1", "2"),
     "--value-from": ("distribution", "mean_head"),
-    "--twin-reduce": ("min", "mean", "min_quantile"),
+    "--twin-reduce": ("min", "mean"),
     "--norm-returns": ("", None),
     "--vf-clip-coef": ("1e-3", "0.2", "10"),
     "--value-target": ("lambda_return", "sr_lambda"),
@@ -64,6 +64,17 @@ OWN = {
         "--vf-clip": ("none", "mean_only"),
     },
 }
+NEEDS = {  # flag: the one it needs, the value without effect, one with an effect ("": the flag)
+    "--norm-adv-memory": ("--norm-adv", None, ""),
+    "--min-entropy": ("--min-entropy-penalty", "0", "0.5"),
+    "--twin-reduce": ("--num-critics", "1", "2"),
+    "--norm-returns-memory": ("--norm-returns", None, ""),
+    "--vf-clip-coef": ("--vf-clip", "none", "mean_only"),
+    "--cvar-weight": ("--cvar-alpha", "1", "0.5"),
+    "--torch-deterministic": ("--cuda", None, ""),
+    "--hl-gauss-sigma": ("--target-encoding", "two_hot", "hl_gauss"),
+}
+IDLE_BY_DEFAULT = {"--min-entropy-penalty", "--vf-clip", "--cuda"}
 TASKS = [f"probes:{obs}{action}-v0" for obs in OBSERVATIONS for action in ACTIONS]
 TASKS += ["CartPole-v1", "CartPoleNoVel-v1", "Pendulum-v1", "probes:Staggered-v0"]
 TASKS += ["probes:Flicker-v0", "probes:QuadrantFloat32Last-v0"]
@@ -94,8 +105,22 @@ WRONG = {
 }  # fmt: skip
 
 
+def settle(flags, idle):
+    """Give each typed flag the one it needs, but for `idle`. What needs a GPU is left out."""
+    for flag, (other, without, effective) in NEEDS.items():
+        if flag not in flags or flag == idle:
+            continue
+        if other == "--cuda":
+            del flags[flag]
+        elif flags.get(other, without if other in IDLE_BY_DEFAULT else "") == without:
+            flags[other] = effective
+
+
 def draw_flags(script, draw):
-    """A consistent set of flags: a dict from flag to text, or to None for its negation."""
+    """Flags, as a dict from flag to text or to None for its negation, and steps of the run.
+
+    Between them the flag that is wrong, if any is, and whether it is so by having no effect.
+    """
     name = script.__name__
     rng = random.Random(f"{name} {draw}")
     num_envs, num_steps = rng.choice((1, 2, 3, 4)), rng.choice((2, 4, 6, 12))
@@ -117,7 +142,15 @@ def draw_flags(script, draw):
     wrong = rng.choice([*WRONG]) if rng.random() < 0.4 else ""
     if wrong:
         flags[wrong] = rng.choice(WRONG[wrong])
-    return flags, wrong, 2 * batch
+    idle = ""
+    if not wrong and rng.random() < 0.15:
+        idle = wrong = rng.choice([flag for flag in NEEDS if flag in VALUES | OWN[name]])
+        flags.setdefault(idle, rng.choice((VALUES | OWN[name])[idle]))
+    settle(flags, idle)
+    if idle and idle != "--torch-deterministic":
+        other, without, _ = NEEDS[idle]
+        flags[other] = without
+    return flags, wrong, bool(idle), 2 * batch
 
 
 def command_line(flags):
@@ -136,7 +169,7 @@ def command_line(flags):
 def check_draw(script, capsys, tmp_path, monkeypatch, draw):
     """Two iterations and a checkpoint, or exit code 2 and a short message with the flag."""
     monkeypatch.chdir(tmp_path)
-    flags, wrong, steps = draw_flags(script, draw)
+    flags, wrong, idle, steps = draw_flags(script, draw)
     line = command_line(flags)
     with undisturbed():
         code, _, err = run_main(script, capsys, ["--run-dir", "runs", *line])
@@ -151,8 +184,9 @@ def check_draw(script, capsys, tmp_path, monkeypatch, draw):
         return
     assert code == 2, " ".join(line)
     text = " ".join(err.replace("│", " ").split())
-    name = "nowhere" if "nowhere" in WRONG[wrong] else wrong[2:]
+    name = "nowhere" if "nowhere" in WRONG.get(wrong, "") else wrong[2:]
     assert name in text, text
+    assert ("has no effect" in text) == idle, text
     assert len(err) < 3000
     assert list(tmp_path.iterdir()) == []
 

@@ -6,6 +6,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers import is_recurrent, small_args
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -37,6 +38,17 @@ def test_moments_worked_by_hand(script):
     # mean 30 / 6 = 5; squares 16 + 4 + 1 + 9 + 16 + 0 = 46, over 6
     assert [float(moments.mean), float(moments.var)] == pytest.approx([5, 46 / 6])
     assert float(moments.count) == 6
+
+
+def test_moments_computed_elsewhere_are_merged(script):
+    """Chan et al. 1983: mean 6.5 and variance 17 / 4 of (4, 8, 9, 5) do what the four data do."""
+    moments = of(script, tensor([1, 3]))
+    moments.merge(tensor(6.5), tensor(17 / 4), weight=4)
+    assert [float(moments.mean), float(moments.var)] == pytest.approx([5, 46 / 6])
+    assert float(moments.count) == 6
+    fresh = script.RunningMoments(max_count=2)
+    fresh.merge(tensor(6.5), tensor(17 / 4), weight=4)
+    assert [float(x) for x in (fresh.mean, fresh.var, fresh.count)] == [6.5, 17 / 4, 2]
 
 
 def test_moments_of_batches_are_those_of_all_their_data(script):
@@ -205,11 +217,31 @@ def test_a_copy_of_the_moments_stays_where_it_was(script):
 
 
 # ------------------------------------------------------------------ what statistics take of returns
+def statistics_of(
+    script: ModuleType, samples: Tensor, values: Tensor, copies: list | None = None
+) -> nn.Module:
+    """Moments of fresh statistics that have taken in samples (T, N, J) of the return.
+
+    Critics say `values`, (T, N) or (C, T, N). Sample j of each step counts as `copies[j]` of them.
+    """
+    copies = torch.tensor(copies or [1] * samples.shape[-1])
+    dist = script.ValueDistribution(small_args(script, "Walk"))  # V has an output of its own
+    outputs = torch.zeros(*values.shape, dist.num_outputs, dtype=torch.float64)
+    if is_recurrent(script):
+        outputs[..., -1] = values
+        targets = samples.repeat_interleave(copies, -1)
+    else:  # atoms are as far below 0 as above
+        outputs[..., -1] = values / dist.gain
+        probs = (copies / copies.sum(dtype=torch.float64)).expand(samples.shape)
+        targets = script.WeightedReturns(samples, probs)
+    outputs = outputs if values.dim() == 3 else outputs[None]
+    dist.move_statistics(nn.ModuleList(), outputs, targets)
+    return dist.moments
+
+
 def taken_in(script: ModuleType, targets: list, values: list) -> list[float]:
     """Mean and standard deviation of moments after targets and values of some steps, (T, N)."""
-    samples = tensor(targets)[..., None]
-    out = script.statistics_samples(samples, torch.ones_like(samples), tensor(values))
-    moments = of(script, out)
+    moments = statistics_of(script, tensor(targets)[..., None], tensor(values))
     return [float(moments.mean), float(moments.std)]
 
 
@@ -231,28 +263,35 @@ def test_the_larger_of_spread_and_error_is_the_scale(script):
     assert taken_in(script, [[0, 4]], [[5, -1]]) == pytest.approx([2, 3])
 
 
-def test_statistics_take_in_two_numbers_of_weighted_samples(script):
-    """Ours: mean -+ scale of all samples by their weights.
+def test_the_error_is_that_of_all_critics(script):
+    """Ours: targets 2; one critic is off by 1 and -1, the other by 3 and 5: 36 / 4 = 9."""
+    samples, values = tensor([[[2], [2]]]), tensor([[[3, 1]], [[5, 7]]])
+    moments = statistics_of(script, samples, values)
+    assert [float(moments.mean), float(moments.std)] == pytest.approx([2, 3])
+
+
+def test_statistics_take_in_weighted_samples_as_two(script):
+    """Ours: mean and scale of all samples by their weights, as if they were two numbers.
 
     1 and 5 with weights 3/4 and 1/4, then 6 and 2: means 2 and 5, of both 3.5; squares of the
     distances 3/4 * 2.5^2 + 1/4 * 1.5^2 = 5.25 and 3/4 * 2.5^2 + 1/4 * 1.5^2 = 5.25.
     """
-    samples, weights = tensor([[[1, 5]], [[6, 2]]]), tensor([0.75, 0.25]).expand(2, 1, 2)
-    out = script.statistics_samples(samples, weights, tensor([[3], [4]]))
-    assert_close(out, tensor([3.5 - 5.25**0.5, 3.5 + 5.25**0.5]))
+    samples, values = tensor([[[1, 5]], [[6, 2]]]), tensor([[3], [4]])
+    moments = statistics_of(script, samples, values, copies=[3, 1])
+    assert [float(moments.mean), float(moments.var)] == pytest.approx([3.5, 5.25])
+    assert float(moments.count) == 2
 
 
-def test_two_samples_have_the_moments_of_all(script):
-    """Chan et al. 1983: statistics of the two are those of 3 x 2 x 40 equal weights."""
+def test_statistics_have_the_moments_of_all_samples(script):
+    """Chan et al. 1983: they are those of 3 x 2 x 40 equal weights, and count as two."""
     samples = torch.randn(3, 2, 40, dtype=torch.float64) * 5 + 2
-    weights = torch.full_like(samples, 1 / 40)
-    moments = of(script, script.statistics_samples(samples, weights, samples.mean(-1)))
+    moments = statistics_of(script, samples, samples.mean(-1))
     assert float(moments.mean) == pytest.approx(float(samples.mean()))
     assert float(moments.var) == pytest.approx(float(samples.var(correction=0)))
     assert float(moments.count) == 2
 
 
-def test_opening_samples_worked_by_hand(script):
+def test_first_return_moments_worked_by_hand(script):
     """Ours: sums of rewards to an end or to the last step, gamma 0.5, without any value.
 
     Column 0 is terminated at t = 1: 1 + 0.5 * 4 = 3, 4, 2. Column 1 is truncated at t = 0: -3, then
@@ -262,9 +301,16 @@ def test_opening_samples_worked_by_hand(script):
     ends[0, 1, 0] = ends[1, 0, 1] = True
     rewards = tensor([[1, -3], [4, 6], [2, 4]])
     rollout = SimpleNamespace(rewards=rewards, terminated=ends[0], truncated=ends[1])
-    out = script.opening_samples(rollout, SimpleNamespace(gamma=0.5))
-    std = (64 / 6) ** 0.5
-    assert_close(out, tensor([3 - std, 3 + std]))
+    mean, var = script.first_return_moments(rollout, SimpleNamespace(gamma=0.5))
+    assert_close(mean, tensor(3))
+    assert_close(var, tensor(64 / 6))
+
+
+def test_batch_moments_worked_by_hand(script):
+    """Ours: over the first axis, column by column, with n: squares 4+1+9+16 and 9+4+1+0."""
+    mean, var = script.batch_moments(tensor([[1, -2], [4, 3], [0, 2], [7, 1]]))
+    assert mean.tolist() == [3, 1]
+    assert var.tolist() == [30 / 4, 14 / 4]
 
 
 # ------------------------------------------------------------------------------------------ PopArt

@@ -73,14 +73,13 @@ def stopped(script, monkeypatch, args, iterations):
     def update_and_stop(*facts):
         calls.append(facts)
         if len(calls) == iterations:
-            script.STOP.append(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
         return update(*facts)
 
     with monkeypatch.context() as patch:
         patch.setattr(script, "update", update_and_stop)
         with pytest.raises(KeyboardInterrupt, match="--resume") as stop:
             script.train(args)
-    script.STOP.clear()
     assert len(calls) == iterations
     return Path(str(stop.value).split("--resume ")[1])
 
@@ -98,7 +97,7 @@ def contents(directory):
     """All that a checkpoint holds but for clocks, flags and the environments' bytes."""
     saved = torch.load(Path(directory) / "checkpoint.pt", weights_only=True)
     run = pickle.loads(saved["run"])
-    keys = ["step", "recent", "best_return", "best_step", "optimizer"]
+    keys = ["step", "recent_returns", "evaluated_at", "best_return", "best_step", "optimizer"]
     kept = {key: run[key] for key in keys} | {"logged": timeless(run["logged"])}
     (part,) = run["parts"]  # of processes
     kept |= {key: x for key, x in part.items() if key != "envs"}
@@ -153,17 +152,24 @@ def test_an_episode_goes_on_where_it_stopped(script, tmp_path, monkeypatch, caps
     """The first observation after a resume is the one that the stopped run would have acted on."""
     args = flags_for(script, tmp_path, 3, env_id="Pendulum-v1", num_envs=2)
     directory = stopped(script, monkeypatch, args, 1)
-    expected = contents(directory)["run"]["carry" if is_recurrent(script) else "obs"]
+    expected = contents(directory)["run"]["carried"]
     seen, collect = [], script.collect_rollout
+    critic_states, prepare = [], script.prepare_batch
 
     def look(envs, agent, carry, *rest):
         seen.append((carry, envs.get_attr("state"), envs.get_attr("_elapsed_steps")))
         return collect(envs, agent, carry, *rest)
 
+    def look_at_critics(agent, rollout, *rest):
+        critic_states.append(rest[:-1])  # (critics' state,), or ()
+        return prepare(agent, rollout, *rest)
+
     monkeypatch.setattr(script, "collect_rollout", look)
+    monkeypatch.setattr(script, "prepare_batch", look_at_critics)
     resumed(script, monkeypatch, directory)
     carry, states, elapsed = seen[0]
-    assert_same(tuple(carry) if is_recurrent(script) else carry, expected)
+    acting = tuple(carry) if is_recurrent(script) else (carry,)
+    assert_same((*acting, *critic_states[0]), expected)
     for (angle, speed), obs in zip(states, carried_obs(carry)):
         assert obs.tolist() == pytest.approx([np.cos(angle), np.sin(angle), speed], abs=1e-6)
     assert elapsed == (12, 12)
@@ -212,21 +218,39 @@ def test_a_state_that_cannot_be_saved_is_said_to_be_lost(
     assert AFRESH not in capsys.readouterr().out
 
 
+def change_run(path, change):
+    """Write the checkpoint again with another `run`, which `change` makes of the old one."""
+    content = torch.load(path, weights_only=True)
+    content["run"] = pickle.dumps(change(pickle.loads(content["run"])))
+    torch.save(content, path)
+
+
 @pytest.mark.parametrize("parts", [[], [{"envs": None}] * 2])
 def test_parts_of_other_processes_resume_afresh(script, tmp_path, monkeypatch, capsys, parts):
-    """A checkpoint of another number of processes; one of a version that knew one process alone."""
+    """A checkpoint of another number of processes, none among them."""
     args = flags_for(script, tmp_path, 3, env_id="probes:Walk-v0")
     directory = stopped(script, monkeypatch, args, 1)
-    path = directory / "checkpoint.pt"
-    content = torch.load(path, weights_only=True)
-    kept = pickle.loads(content["run"])
-    del kept["parts"]
-    content["run"] = pickle.dumps(kept | ({"parts": parts} if parts else {}))
-    torch.save(content, path)
+    change_run(directory / "checkpoint.pt", lambda kept: kept | {"parts": parts})
 
     resumed(script, monkeypatch, directory)
     assert AFRESH in capsys.readouterr().out
     assert contents(directory)["run"]["step"] == 3 * args.batch_size
+
+
+@pytest.mark.parametrize("name", ["recent_returns", "best_step", "optimizer"])
+def test_a_run_of_another_version_is_refused(script, tmp_path, monkeypatch, capsys, name):
+    """One line where a name is missing; the checkpoint stays, and can still be evaluated."""
+    args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0")
+    path = stopped(script, monkeypatch, args, 1) / "checkpoint.pt"
+    change_run(path, lambda kept: {key: x for key, x in kept.items() if key != name})
+    before = path.read_bytes()
+    code, _, err = run_main(script, capsys, ["--resume", str(path.parent)])
+    assert code == 2
+    assert len(err.splitlines()) == 1
+    assert "--resume" in err
+    assert "another version" in err
+    assert path.read_bytes() == before
+    assert run_main(script, capsys, ["--evaluate", str(path)])[0] == 0
 
 
 def test_processes_resume_afresh(script, tmp_path, monkeypatch, capsys):
@@ -246,15 +270,9 @@ def test_tensorboard_shows_no_gap_and_no_duplicate(script, tmp_path, monkeypatch
     args = flags_for(script, tmp_path, 4, **flags)
     whole = script.train(args)["run_dir"]
 
-    class Eager(script.SummaryWriter):
-        def add_scalar(self, *point):
-            super().add_scalar(*point)
-            self.flush()  # what the run has lost is on the disk all the same
-
     with monkeypatch.context() as patch:
-        patch.setattr(script, "SummaryWriter", Eager)
-        if lost:
-            patch.setattr(script, "evaluate", fail_at(script.evaluate, 3))
+        if lost:  # what the run has lost is on the disk all the same
+            patch.setattr(script, "play", fail_at(script.play, 3))
             with pytest.raises(OSError, match="Input"):
                 script.train(args)
             (directory,) = set((tmp_path / "runs").iterdir()) - {Path(whole)}

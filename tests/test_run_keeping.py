@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import time
@@ -16,7 +17,7 @@ from helpers import forget_returns, make_run, prepare, roll, small_args
 
 
 class Writer:
-    """Keeps what is written."""
+    """Keeps what is written, in place of TensorBoard's."""
 
     def __init__(self):
         self.scalars = []
@@ -28,6 +29,24 @@ class Writer:
 
     def add_histogram(self, tag, value, step):
         self.histograms.append((tag, value.tolist(), step))
+
+
+@pytest.fixture
+def begin(script, tmp_path):
+    """Starts a run on Walk with these flags and, where one is given, with another writer."""
+    begun = []
+
+    def start(writer=None, **flags):
+        args = small_args(script, "Walk", run_dir=str(tmp_path / "runs"), **flags)
+        run, *_ = script.start(args)
+        begun.append((run.writer, run.envs))
+        run.writer = writer or run.writer
+        return run
+
+    yield start
+    for closing in begun:
+        for one in closing:
+            one.close()
 
 
 def test_schedules_fall_linearly_where_they_are_asked_to(script):
@@ -47,79 +66,123 @@ def test_what_is_due_every_third_iteration(script):
     assert not any(script.is_due(i, 0) for i in range(1, 8))
 
 
-def test_metrics_of_an_iteration_worked_by_hand(script):
-    """300 steps in 2 s; parts of 1, 2 and 4 s; CVaR_0.1 of 1..20 is (1 + 2) / 2."""
-    args = small_args(script, "Walk", cvar_alpha=0.1)
-    run = script.Run(step=300, seconds=2.0, recent=[float(x) for x in range(20, 0, -1)])
-    metrics = script.iteration_metrics(run, [10.0, 11.0, 13.0, 17.0], args)
-    assert metrics.pop("charts/recent_returns").tolist() == run.recent
-    expected = {"charts/SPS": 150, "time/rollout": 1, "time/values": 2, "time/update": 4}
-    assert metrics == pytest.approx(expected | {"cvar/empirical": 1.5})
-    run.recent.clear()
-    assert metrics.keys() - script.iteration_metrics(run, [0, 1, 2, 3], args) == {"cvar/empirical"}
+def test_metrics_of_an_iteration_worked_by_hand(script, begin, monkeypatch):
+    """3300 steps in 4 + 7 s; parts of 1, 2 and 4 s; CVaR_0.1 of 1..20 is (1 + 2) / 2."""
+    sizes = {"num_steps": 75, "total_timesteps": 6000, "checkpoint_every": 0}
+    writer = Writer()
+    run = begin(writer, cvar_alpha=0.1, **sizes)
+    run.step, run.seconds, run.lap_start = 3000, 4.0, 10.0
+    returns = [float(x) for x in range(20, 0, -1)]
+    run.recent_returns = returns.copy()
+    clock = iter([11.0, 13.0, 17.0])
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "time", SimpleNamespace(time=lambda: next(clock)))
+        for part in ("rollout", "values", "update"):
+            run.lap(part)
+    rollout = SimpleNamespace(episodes=[])
+    run.end_iteration(rollout, {"a": 2.5}, ("carried",))
+    assert (run.step, run.seconds, run.carried) == (3300, 11, ("carried",))
+    expected = {"charts/SPS": 300, "time/rollout": 1, "time/values": 2, "time/update": 4}
+    assert run.logged == pytest.approx(expected | {"cvar/empirical": 1.5, "a": 2.5})
+    assert {tag: x for tag, x, _ in writer.scalars} == pytest.approx(run.logged)
+    assert {step for *_, step in writer.scalars} == {3300}
+    assert writer.histograms == [("charts/recent_returns", returns, 3300)]
+
+    before = len(writer.scalars)
+    run.recent_returns.clear()
+    run.end_iteration(rollout, {"a": 2.5}, ())
+    tags = {tag for tag, *_ in writer.scalars[before:]}
+    assert run.logged.keys() - tags == {"cvar/empirical"}
 
 
-def test_histograms_hold_what_lies_beyond_their_bins(script, tmp_path):
+def test_histograms_come_every_tenth_iteration_and_at_the_end(begin):
+    """The first, the eleventh and the last of fifteen."""
+    writer = Writer()
+    run = begin(writer, total_timesteps=15 * 48, checkpoint_every=0)
+    run.save = lambda: None
+    run.times = {"time/all": 1.0}
+    for _ in range(15):
+        metrics = {"c": torch.tensor([1.0, 4.0])}
+        run.end_iteration(SimpleNamespace(episodes=[]), metrics, ())
+    assert [step // 48 for *_, step in writer.histograms] == [1, 11, 15]
+
+
+def test_histograms_hold_what_lies_beyond_their_bins(begin):
     """TensorBoard's bins end at 1e20 and it raises where all of a tensor lies beyond."""
-    with script.SummaryWriter(str(tmp_path)) as writer:
-        for sign in (-1, 1):
-            values = sign * torch.tensor([1e21, 1e30], dtype=torch.float64)
-            script.log(writer, script.Run(), {"returns": values}, 7)
+    run = begin()
+    for sign in (-1, 1):
+        values = sign * torch.tensor([1e21, 1e30], dtype=torch.float64)
+        run.log({"returns": values}, 7)
 
 
-def test_scalars_are_written_and_remembered_tensors_with_axes_are_histograms(script):
+def test_scalars_are_written_and_remembered_tensors_with_axes_are_histograms(begin):
     """A tensor without axes is a scalar; histograms may be left out."""
-    writer, run = Writer(), script.Run()
+    writer = Writer()
+    run = begin(writer)
     metrics = {"a": torch.tensor(2.5), "b": 3, "c": torch.tensor([1.0, 4.0])}
-    script.log(writer, run, metrics, 7)
+    run.log(metrics, 7)
     assert writer.scalars == [("a", 2.5, 7), ("b", 3.0, 7)]
     assert writer.histograms == [("c", [1.0, 4.0], 7)]
     assert run.logged == {"a": 2.5, "b": 3.0}
     assert all(type(value) is float for value in run.logged.values())
-    script.log(writer, run, {"a": 1.0, "c": metrics["c"]}, 8, False)
+    run.log({"a": 1.0, "c": metrics["c"]}, 8, histograms=False)
     assert (len(writer.histograms), run.logged["a"]) == (1, 1.0)
 
 
-def test_an_episode_is_written_at_the_step_it_ended(script):
+def test_an_episode_is_written_at_the_step_it_ended(begin):
     """Three environments, 30 steps behind: an end at t = 0 is at 33, one at t = 4 at 45."""
-    writer, run = Writer(), script.Run(step=30, recent=[0.0] * 99)
-    rollout = SimpleNamespace(rewards=torch.zeros(5, 3), episodes=[(0, 1.5, 9), (4, -2.0, 4)])
-    script.log_episodes(writer, run, rollout)
+    writer = Writer()
+    run = begin(writer, num_envs=3, num_steps=5, num_minibatches=3)
+    run.step = 30
+    run.recent_returns = [0.0] * 99
+    run.log_episodes(SimpleNamespace(episodes=[(0, 1.5, 9), (4, -2.0, 4)]))
     tags = ("charts/episodic_return", "charts/episodic_length")
     assert writer.scalars == [
         (tags[0], 1.5, 33), (tags[1], 9.0, 33), (tags[0], -2.0, 45), (tags[1], 4.0, 45),
     ]  # fmt: skip
-    assert run.recent == [0.0] * 98 + [1.5, -2.0]
+    assert run.recent_returns == [0.0] * 98 + [1.5, -2.0]
 
 
-def test_progress_in_a_file_comes_every_five_seconds_and_at_the_end(script, capsys):
+def begin_quarter(begin, capsys):
+    """A run of which 250 of 1,000 steps are done, in half a second."""
+    run = begin(num_steps=25, total_timesteps=1000)
+    assert run.total_steps == 1000
+    run.step, run.seconds = 250, 0.5
+    capsys.readouterr()
+    return run
+
+
+def test_progress_in_a_file_comes_every_five_seconds_and_at_the_end(begin, capsys):
     """Nothing after 4 s, a whole line after 6 s, and the last line whenever it comes."""
-    run = script.Run(step=250, seconds=0.5, recent=[1.0, 4.0])
-    run.shown = time.time() - 4
-    script.show_progress(run, 1000)
+    run = begin_quarter(begin, capsys)
+    run.recent_returns = [1.0, 4.0]
+    run.last_shown = time.time() - 4
+    run.show_progress()
     assert capsys.readouterr().out == ""
-    run.shown = time.time() - 6
-    script.show_progress(run, 1000)
+    run.last_shown = time.time() - 6
+    run.show_progress()
     # 500 steps/s, 750 steps to go: 1.5 s, rounded to even
     line = "250 of 1,000 steps (25%)  500 steps/s  2 s left  return 2.5\n"
     assert capsys.readouterr().out == line
-    assert time.time() - run.shown < 3
-    run.recent.clear()
-    script.show_progress(run, 250)
+    assert time.time() - run.last_shown < 3
+    run.recent_returns.clear()
+    run.total_steps = 250
+    run.show_progress()
     assert capsys.readouterr().out == "250 of 250 steps (100%)  500 steps/s  0 s left\n"
 
 
-def test_progress_on_a_terminal_is_rewritten_in_place(script, capsys, monkeypatch):
+def test_progress_on_a_terminal_is_rewritten_in_place(script, begin, capsys, monkeypatch):
     """Five times a second; the last line stays."""
+    run = begin_quarter(begin, capsys)
     monkeypatch.setattr(script.sys.stdout, "isatty", lambda: True)
-    run = script.Run(step=250, seconds=0.5)
-    run.shown = time.time() - 0.1
-    script.show_progress(run, 1000)
+    run.last_shown = time.time() - 0.1
+    run.show_progress()
     assert capsys.readouterr().out == ""
-    run.shown = time.time() - 0.3
-    script.show_progress(run, 1000)
+    run.last_shown = time.time() - 0.3
+    run.show_progress()
     assert capsys.readouterr().out.endswith("s left   \r")
-    script.show_progress(run, 250)
+    run.total_steps = 250
+    run.show_progress()
     assert capsys.readouterr().out.endswith("s left\n")
 
 
@@ -262,13 +325,27 @@ def test_environments_are_pickled_as_they_stand(script):
     assert copy.content == 2
 
 
-def test_the_first_signal_asks_and_the_second_one_kills(script):
-    """The wish is noted, and the handler is the default one again."""
+@pytest.mark.parametrize("fault", [None, RuntimeError, KeyboardInterrupt])
+def test_the_first_signal_asks_and_the_second_one_kills(begin, fault):
+    """The wish is noted, and the handler is the default one until the run has ended."""
+
+    def earlier(number, frame):
+        pass
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    run = begin()
     with undisturbed():
-        signal.signal(signal.SIGTERM, script.request_stop)
-        script.request_stop(signal.SIGTERM, None)
-        assert script.STOP == [signal.SIGTERM]
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        for number in numbers:
+            signal.signal(number, earlier)
+        with pytest.raises(fault) if fault else contextlib.nullcontext(), run:
+            assert [signal.getsignal(number) for number in numbers] == [run.request_stop] * 2
+            signal.raise_signal(signal.SIGTERM)
+            assert run.signals == [signal.SIGTERM]
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+            assert signal.getsignal(signal.SIGINT) == run.request_stop
+            if fault:
+                raise fault
+        assert [signal.getsignal(number) for number in numbers] == [earlier] * 2
 
 
 def test_the_run_directory_is_made_with_its_parents_or_refused_in_one_line(script, tmp_path):

@@ -13,7 +13,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from helpers import act, carried_obs, is_recurrent, make_run, prepare, small_args
+from helpers import act, carried_obs, is_recurrent, make_agent, make_run, prepare, small_args
 from probes import ACTIONS, OBSERVATIONS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.testing import assert_close
@@ -104,7 +104,7 @@ def test_returns_of_late_are_those_of_the_last_hundred_episodes(script, tmp_path
     metrics, directory = run(script, tmp_path, "RandomReward", num_steps=480, total_timesteps=3840)
     returns = [p.value for p in events(directory).Scalars("charts/episodic_return")]
     kept = torch.load(directory / "checkpoint.pt", weights_only=True)["run"]
-    assert pickle.loads(kept)["recent"] == pytest.approx(returns[-100:], rel=1e-6)
+    assert pickle.loads(kept)["recent_returns"] == pytest.approx(returns[-100:], rel=1e-6)
     assert len(returns) == 384
     assert metrics["cvar/empirical"] == pytest.approx(np.mean(sorted(returns[-100:])[:5]))
 
@@ -152,14 +152,14 @@ def test_a_loaded_agent_scores_like_the_saved_one(script, tmp_path):
 def test_evaluation_counts_every_episode_once(script, tmp_path):
     """Episodes one after the other; their lengths are 3, 5, 2, 3, 5."""
     args = small_args(script, "Counter", eval_episodes=5)
-    result = script.evaluate(script.Agent(args), args)
+    result = script.evaluate(make_agent(script, args), args)
     assert result["eval/length_mean"] == pytest.approx((3 + 5 + 2 + 3 + 5) / 5)
 
 
 def test_evaluation_cuts_a_task_without_end(script):
     """An episode that never ends is cut at 10,000 steps; a longer one fails here, not hangs."""
     args = small_args(script, "Endless", num_envs=1, num_minibatches=1, eval_episodes=1)
-    agent = script.Agent(args)
+    agent = make_agent(script, args)
     decide, patience = agent.act, iter(range(10_100))
     agent.act = lambda *seen, **how: (decide(*seen, **how), next(patience))[0]
     result = script.evaluate(agent, args)
@@ -169,7 +169,7 @@ def test_evaluation_cuts_a_task_without_end(script):
 def test_evaluation_statistics(script):
     """Mean, population std and CVaR of returns 3 + ... of the counting environment."""
     args = small_args(script, "Counter", eval_episodes=4, cvar_alpha=0.5, num_minibatches=1)
-    agent = script.Agent(args)
+    agent = make_agent(script, args)
     result = script.evaluate(agent, args)
     env, totals = script.make_env(args), []
     for i in range(4):
@@ -222,8 +222,8 @@ def watched_run(script, tmp_path, monkeypatch, **flags):
         def look(*inputs):
             agent = next(x for x in inputs if isinstance(x, script.Agent))
             stood = {key: x.clone() for key, x in agent.state_dict().items() if "moments" in key}
-            lr = inputs[1].param_groups[0]["lr"] if name == "update" else None
             given = function(*inputs)
+            lr = inputs[1].param_groups[0]["lr"] if name == "update" else None
             if name == "collect_rollout":
                 seen.append({})
             seen[-1][name] = SimpleNamespace(inputs=inputs, given=given, stood=stood, lr=lr)
@@ -242,24 +242,21 @@ def watched_run(script, tmp_path, monkeypatch, **flags):
 def test_train_hands_on_what_each_part_gives(script, tmp_path, monkeypatch):
     """Rollout to batch, batch to update, and to the next rollout all that has to go on."""
     iterations = watched_run(script, tmp_path, monkeypatch)
-    expected = None
     for collect, batching, update in iterations:
-        rollout, carry = collect.given
+        rollout, _ = collect.given
         assert batching.inputs[1] is rollout
         assert update.inputs[2] is batching.given[0]
-        if expected is not None:
-            assert collect.inputs[2] is expected
-        expected = carry
+    for (collect, batching, _), (next_collect, next_batching, _) in pairwise(iterations):
+        assert next_collect.inputs[2] is collect.given[1]
         if is_recurrent(script):
-            assert batching.inputs[2] is carry
-            expected = batching.given[1]
+            assert next_batching.inputs[2] is batching.given[1]
     carry = iterations[0][0].inputs[2]
     seeds = carried_obs(carry)[:, 0].tolist()  # the task shows what it was reset with
     assert seeds == [1, 2, 3, 4]
     if is_recurrent(script):
         assert carry.episode_start.all()
         assert (carry.actor_state == 0).all()
-        assert (carry.critic_state == 0).all()
+        assert (iterations[0][1].inputs[2] == 0).all()  # the critics' state
 
 
 def test_statistics_of_observations_move_after_the_update(script, tmp_path, monkeypatch):
@@ -290,9 +287,21 @@ def test_statistics_of_returns_move_ahead_of_the_update(script, tmp_path, monkey
 def test_every_update_has_the_coefficients_of_its_time(script, tmp_path, monkeypatch):
     """Of three iterations the learning rate has 1, 2/3 and 1/3; the bonus falls to its end."""
     flags = {"learning_rate": 3e-3, "ent_coef": 0.04, "ent_coef_final": 0.01}
+    losses, coefficients = script.losses, []
+
+    def note(agent, mb, args, ent_coef):
+        coefficients.append(ent_coef)
+        return losses(agent, mb, args, ent_coef)
+
+    monkeypatch.setattr(script, "losses", note)
     updates = [x[-1] for x in watched_run(script, tmp_path, monkeypatch, **flags)]
+    assert [update.inputs[-1] for update in updates] == pytest.approx([0, 1 / 3, 2 / 3])
     assert [update.lr for update in updates] == pytest.approx([3e-3, 2e-3, 1e-3])
-    assert [update.inputs[-1] for update in updates] == pytest.approx([0.04, 0.03, 0.02])
+    assert sorted({*coefficients}) == pytest.approx([0.02, 0.03, 0.04])
+    assert coefficients == sorted(coefficients, reverse=True)
+    for tag, values in (("charts/learning_rate", [3e-3, 2e-3, 1e-3]),
+                        ("policy/entropy_coef", [0.04, 0.03, 0.02])):  # fmt: skip
+        assert [update.given[tag] for update in updates] == pytest.approx(values)
 
 
 @pytest.mark.parametrize(
@@ -377,14 +386,14 @@ GPU = pytest.param(
 @pytest.mark.parametrize("device", ["cpu", GPU])  # the CPU too, so that the test cannot rot
 def test_one_update_on_another_device_is_that_of_the_cpu(script, device):
     """The same weights and the same rollout: parameters agree to 1e-4, and they have moved."""
-    run = make_run(script, "Staggered", num_envs=4, num_steps=12)
+    run = make_run(script, "Staggered", num_envs=4, num_steps=12, learning_rate=1e-3)
     batch, updated = prepare(run), []
     assert not is_recurrent(script) or batch.episode_start[1:].any()
     for place in ("cpu", device):
         torch.manual_seed(3)
         agent = copy.deepcopy(run.agent).to(place)
         moved = script.Batch(*(x.to(place) for x in batch))
-        optimizer = script.optim.Adam([script.one_vector(agent)], 1e-3, eps=1e-5, fused=True)
+        optimizer = script.make_optimizer(agent, run.args)
         script.update(agent, optimizer, moved, run.args, 0.0)
         assert agent.device.type == place
         updated.append([parameter.detach().cpu() for parameter in agent.parameters()])

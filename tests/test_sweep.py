@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from command import await_end
 
 pytest.importorskip("ray")
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
 SCRIPT = "distributional_ppo_categorical"
 SMALL = "--env-id CartPole-v1 --total-timesteps 4096 --eval-episodes 2"
 
@@ -54,6 +57,42 @@ def test_wrong_flags_end_in_one_line_before_ray_starts(tmp_path, line, told):
     assert told in text
     assert "Traceback" not in text
     assert not (tmp_path / "kept").exists()
+
+
+@pytest.mark.parametrize("script", ["distributional_ppo_lstm", SCRIPT])
+def test_a_run_of_a_sample_is_trained_and_taken_up(tmp_path, script):
+    """Flags as the script reads them; the second call goes on with the run that stands there, and
+    its progress is read from what it wrote."""
+    program = importlib.import_module("sweep")
+    small = "--num-envs 4 --num-steps 16 --total-timesteps 128 --eval-episodes 2 --seed 3"
+    line = ["--env-id", "CartPole-v1", *small.split(), *program.words({"norm_obs": False})]
+    args = program.args_of(importlib.import_module(script), line)
+    assert (args.seed, args.norm_obs, args.num_iterations) == (3, False, 2)
+    first = program.train(script, line, tmp_path / "seed3")
+    again = program.train(script, line, tmp_path / "seed3")
+    assert again["run_dir"] == first["run_dir"]
+    progress = program.Progress(tmp_path / "seed3")
+    assert progress.steps() == 128
+    assert progress.score(128) == pytest.approx(first["eval/return_mean"])
+
+
+@pytest.mark.parametrize("script", ["distributional_ppo_lstm", SCRIPT])
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("--gamma 1.5", "--gamma 1.5: must be finite and [0, 1]"),
+        ("--gamma x", "could not convert string to float: 'x'"),
+        ("--gama 1", "Unrecognized options: --gama"),
+        ("--num-critics 1 --twin-reduce mean", "--twin-reduce mean: has no effect"),
+    ],
+)
+def test_flags_are_refused_in_the_words_of_the_script(script, line, told):
+    """On one line, without the frame that tyro draws."""
+    program = importlib.import_module("sweep")
+    with pytest.raises(ValueError, match=re.escape(told)) as found:
+        program.args_of(importlib.import_module(script), line.split())
+    assert not re.search("[\n─│╭]|---", str(found.value))
+    assert "helptext," not in str(found.value)
 
 
 @pytest.mark.slow

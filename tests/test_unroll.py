@@ -188,9 +188,9 @@ def test_the_fused_call_is_made_in_training_mode(monkeypatch):
     call = torch.lstm
     seen = []
 
-    def watched(*args: Any) -> Any:
-        seen.append(args[6])
-        return call(*args)
+    def watched(*args: Any, **options: Any) -> Any:
+        seen.append(options["train"])
+        return call(*args, **options)
 
     monkeypatch.setattr(torch, "lstm", watched)
     lstm, zero = nn.LSTM(F, H), torch.zeros(1, N, H)
