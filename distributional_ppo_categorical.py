@@ -2075,6 +2075,7 @@ class Run:
         require_flag(args, "resume", gpu_fits, "needs the GPU it was run on")
         kept = pickle.loads(content["run"])
         try:
+            parts = kept["parts"]
             self.optimizer.load_state_dict(kept["optimizer"])
             for name in self.SAVED:
                 setattr(self, name, kept[name])
@@ -2083,8 +2084,8 @@ class Run:
             raise UsageError(f"--resume {args.resume}: {text}") from error
 
         part = {"envs": None}
-        if len(kept["parts"]) == WORLD_SIZE:
-            part = kept["parts"][RANK]
+        if len(parts) == WORLD_SIZE:
+            part = parts[RANK]
             python_rng, numpy_rng = part["rngs"]
             random.setstate(python_rng)
             np.random.set_state(numpy_rng)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,8 @@ SIZES = (2, 4, 3)  # parts of the MultiDiscrete space
 
 def actions_of(script: ModuleType, space: str) -> Any:
     """The action distribution of a space, log-std 0."""
-    return script.ActionDistribution(ACTIONS[space], 0.0)
+    args = SimpleNamespace(log_std_init=0.0, env_id="")
+    return script.make_action_dist(ACTIONS[space], args)
 
 
 def log_softmax(x: Tensor) -> np.ndarray:
@@ -151,7 +152,7 @@ def test_log_std_stays_finite_and_keeps_its_gradient(script, value, kept):
     actions = actions_of(script, "Box")
     with torch.no_grad():
         actions.log_std.fill_(value)
-    actions.project()
+    actions.clamp_parameters()
     params = actions(torch.zeros(3, 2))
     actions.log_prob(params, torch.ones(3, 2)).sum().backward()
     assert_close(actions.log_std.detach(), torch.full((2,), kept))
@@ -161,7 +162,7 @@ def test_log_std_stays_finite_and_keeps_its_gradient(script, value, kept):
 # ------------------------------------------------------------------------------ torch.distributions
 def reference(actions: Any, outputs: Tensor) -> Distribution:
     """What torch makes of the actor's outputs."""
-    if actions.continuous:
+    if hasattr(actions, "log_std"):
         std = actions.log_std.exp().to(outputs).expand_as(outputs)
         return Independent(Normal(outputs, std), 1)
     logits = outputs.unflatten(-1, actions.padding.shape) + actions.padding

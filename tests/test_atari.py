@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers import make_run, roll, small_args
+from helpers import make_agent, make_run, roll, small_args
 
 pytest.importorskip("ale_py", reason="Atari games need ale-py")
 pytest.importorskip("cv2", reason="their preprocessing needs opencv-python-headless")
@@ -49,7 +49,7 @@ def test_rewards_are_clipped_for_learning_alone(script):
 def test_an_evaluation_reports_what_was_paid(script):
     """In points."""
     args = small_args(script, "", eval_episodes=1, **PACMAN)
-    assert script.evaluate(script.Agent(args), args)["eval/return_mean"] >= 60
+    assert script.evaluate(make_agent(script, args), args)["eval/return_mean"] >= 60
 
 
 def test_a_game_trains(script, tmp_path):
