@@ -127,6 +127,12 @@ def old_of_critics(mb: tuple) -> Tensor:
     return mb.old_values.movedim(-2, 0)
 
 
+def predicted_std(dist: Any, outputs: Tensor) -> float:
+    """Standard deviation of the predicted distribution, the mean over all states."""
+    zeros = dist.point_targets(torch.zeros(outputs.shape[:-1], dtype=torch.float64))
+    return float(dist.describe(outputs, zeros)["value/std_predicted"])
+
+
 def forget_returns(run: SimpleNamespace) -> None:
     """Statistics of returns as a fresh agent has them."""
     moments = run.agent.value_dist.moments

@@ -14,6 +14,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def check_equal(one, two):
     """Metrics within 1e-4, relative; weights and statistics, too."""
     (weights, run), (others, other_run) = one, two
     assert run["step"] == other_run["step"]
-    assert run["recent"] == pytest.approx(other_run["recent"], rel=1e-4)
+    assert run["recent_returns"] == pytest.approx(other_run["recent_returns"], rel=1e-4)
     assert run["logged"].keys() == other_run["logged"].keys()
     for tag, x in run["logged"].items():
         if not tag.startswith(BY_THE_CLOCK) and tag != ROUNDING:
@@ -97,16 +98,57 @@ def test_processes_give_what_one_gives(tmp_path, name, task, processes):
     check_equal(run_of_one, checkpoint(many))
 
 
-def test_the_others_wait_for_a_long_evaluation(script, monkeypatch):
-    """Process 0 evaluates alone, maybe for longer than the half hour that torch would wait."""
-    asked = {}
-    monkeypatch.setattr(script.distributed, "is_initialized", lambda: False)
-    monkeypatch.setattr(
-        script.distributed, "init_process_group", lambda backend, **options: asked.update(options)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_others_meet_the_first_after_each_episode(script, monkeypatch, rank):
+    """Process 0 evaluates alone; torch waits half an hour for an episode, not for all of them."""
+    met = []
+    monkeypatch.setattr(script, "RANK", rank)
+    monkeypatch.setattr(script, "average", lambda x: met.append(x))
+    monkeypatch.setattr(script, "play", lambda *given: iter([[1.0], [2.0], [3.0]]))
+    monkeypatch.setattr(script, "summarise", lambda episodes, args: {"eval/return_mean": 2.0})
+    found = {"eval/return_mean": 2.0}
+    monkeypatch.setattr(script, "gather_objects", lambda thing: [found])
+    args = SimpleNamespace(eval_episodes=3, eval_every=0)
+    run = SimpleNamespace(
+        args=args, agent=None, directory=Path(), step=7, log=lambda *given: None, evaluated_at=0
     )
-    monkeypatch.setattr(script.atexit, "register", lambda *call: None)
-    script.exchange(list)
-    assert asked["timeout"].days >= 1
+    script.Run.evaluate(run)
+    assert len(met) == 3
+    assert run.evaluated_at == 7
+
+
+@pytest.mark.parametrize("message", ["CUDA out of memory", "[gloo/transport] Connection closed"])
+def test_only_a_broken_connection_is_told_as_another_process_s_end(script, monkeypatch, message):
+    """A fault of this process is told as what it is."""
+    monkeypatch.setattr(script.distributed, "is_initialized", lambda: True)
+
+    def call():
+        raise RuntimeError(message)
+
+    expected = script.OtherProcessEnded if "gloo" in message else RuntimeError
+    with pytest.raises(RuntimeError) as caught:
+        script.exchange(call)
+    assert type(caught.value) is expected
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["--help"],
+        pytest.param(["--gamma", "2"], marks=pytest.mark.slow),
+        pytest.param(["--nonsense"], marks=pytest.mark.slow),
+    ],
+)
+def test_help_and_a_wrong_flag_get_one_answer(tmp_path, line):
+    """Every process parses the flags, and the first one speaks."""
+    import distributional_ppo_categorical as script
+
+    process = torchrun(script, tmp_path, 2, line)
+    code = await_end(process, 60)
+    assert (code == 0) == (line == ["--help"])
+    text = (tmp_path / "out").read_text() + (tmp_path / "err").read_text()
+    told = {"--help": "--num-envs INT", "--gamma": "error: --gamma 2.0", "--nonsense": "nonsense"}
+    assert text.count(told[line[0]]) == 1
 
 
 def test_environments_are_shared_out_evenly(tmp_path):
@@ -210,7 +252,7 @@ def test_many_processes_resume_exactly(script, tmp_path):
     assert await_end(torchrun(script, top, 2, line)) == 0, (top / "err").read_text()
     (weights, run), (others, other_run) = runs["whole"], checkpoint(top)
     assert all(torch.equal(x, others[name]) for name, x in weights.items())
-    assert run["recent"] == other_run["recent"]
+    assert run["recent_returns"] == other_run["recent_returns"]
 
 
 @pytest.mark.slow

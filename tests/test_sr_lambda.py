@@ -2,10 +2,12 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from helpers import small_args
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -234,14 +236,27 @@ def test_targets_repeat_with_a_generator(function):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("function", [samples, probabilities])
-def test_a_process_draws_for_its_environments_what_one_process_would(function, rank, monkeypatch):
+def test_a_process_draws_for_its_environments_what_one_process_would(script, rank, monkeypatch):
     """Four environments in one process, or two in each of two: the same targets, no draw twice."""
-    whole = function(0.6, copies=2)
-    for script in (lstm, categorical):
-        monkeypatch.setattr(script, "WORLD_SIZE", 2)
-        monkeypatch.setattr(script, "RANK", rank)
-    assert torch.equal(function(0.6), whole[:, 2 * rank : 2 * rank + 2])
+    args = small_args(script, "Counter", num_envs=4)
+    dist = script.ValueDistribution(args)
+    outputs = torch.randn(5, 2, dist.num_outputs).repeat(1, 2, 1)  # the second two are alike
+    rewards = torch.randn(5, 2).double().repeat(1, 2)
+    end = torch.zeros(5, 4, dtype=torch.bool)
+
+    def draw(columns: slice) -> Tensor:
+        rollout = SimpleNamespace(
+            rewards=rewards[:, columns], terminated=end[:, columns], truncated=end[:, columns]
+        )
+        torch.manual_seed(3)
+        targets = dist.sample_targets(rollout, outputs[:, columns], gae_lambda=0.6)
+        return getattr(targets, "returns", targets)
+
+    whole = draw(slice(0, 4))
+    monkeypatch.setattr(script, "WORLD_SIZE", 2)
+    monkeypatch.setattr(script, "RANK", rank)
+    own = slice(2 * rank, 2 * rank + 2)
+    assert torch.equal(draw(own), whole[:, own])
     assert not torch.equal(whole[:, :2], whole[:, 2:])
 
 
