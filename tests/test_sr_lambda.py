@@ -242,15 +242,16 @@ def test_a_process_draws_for_its_environments_what_one_process_would(script, ran
     dist = script.ValueDistribution(args)
     outputs = torch.randn(5, 2, dist.num_outputs).repeat(1, 2, 1)  # the second two are alike
     rewards = torch.randn(5, 2).double().repeat(1, 2)
-    end = torch.zeros(5, 4, dtype=torch.bool)
+    ends = [x[:5].repeat(1, 2) for x in (TERMINATED, TRUNCATED)]
 
     def draw(columns: slice) -> Tensor:
+        terminated, truncated = (x[:, columns] for x in ends)
         rollout = SimpleNamespace(
-            rewards=rewards[:, columns], terminated=end[:, columns], truncated=end[:, columns]
+            rewards=rewards[:, columns], terminated=terminated, truncated=truncated
         )
         torch.manual_seed(3)
         targets = dist.sample_targets(rollout, outputs[:, columns], gae_lambda=0.6)
-        return getattr(targets, "returns", targets)
+        return targets if script is lstm else torch.cat(targets, -1)  # returns and probabilities
 
     whole = draw(slice(0, 4))
     monkeypatch.setattr(script, "WORLD_SIZE", 2)
