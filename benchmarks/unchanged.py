@@ -127,8 +127,8 @@ def run(script: Path, line: list[str], top: Path) -> Path:
         text=True,
     )
     if ended.returncode:
-        last = " ".join(ended.stderr.split("\n")[-4:]).strip()
-        raise RuntimeError(f"exit code {ended.returncode}, {last}")
+        told = " ".join(ended.stderr.split())  # in one row of a table
+        raise RuntimeError(f"exit code {ended.returncode}, {told[-300:]}")
     [run_dir] = top.iterdir()
     return run_dir
 
@@ -229,7 +229,8 @@ class Lenient(pickle.Unpickler):
 def compare(old: Numbers, new: Numbers) -> Difference:
     """Every number of the one run against that of the other."""
     both = [name for name in old if name in new]
-    reasons = [f"no {kind} in both" for kind in KINDS if not any(x.startswith(kind) for x in both)]
+    kinds = {name.split(" ", 1)[0] for name in both}
+    reasons = [f"there is no {kind} to compare" for kind in KINDS if kind not in kinds]
     reasons += [f"{name} in the old version alone" for name in old if name not in new]
     reasons += [f"{name} in the new version alone" for name in new if name not in old]
     for name in both:

@@ -640,6 +640,77 @@ def test_unchanged_tells_versions_apart(monkeypatch, tmp_path, capsys):
         equal, numbers = map(int, cells_of(row)[3].split(" of "))
         assert numbers > 500
         assert (equal == numbers) == (code == 0)
+    [found] = present
+    assert found["scalar losses/policy_loss"][::2].tolist() == [256, 512, 768]
+    assert found["scalar charts/learning_rate"][1::2] == pytest.approx([0.01, 0.02 / 3, 0.01 / 3])
+    assert found["histogram value/predicted_returns"].size > 20
+    assert sum(x.size for name, x in found.items() if name.startswith("scalar")) > 250
+    assert found["optimizer exp_avg_sq"].size == found["optimizer exp_avg"].size > 1000
+    assert found["optimizer step"].tolist() == [18]  # 3 iterations, 3 epochs, 2 minibatches
+    assert not [name for name in found if "SPS" in name or "time/" in name or "hparams" in name]
+
+
+@pytest.fixture
+def unchanged():
+    """The program."""
+    return importlib.import_module("unchanged")
+
+
+def test_what_one_version_alone_has_is_a_difference(unchanged):
+    """A tag, further points, and a kind of number that both lack are named. The rest is counted."""
+    old = {"scalar a": np.ones(2), "scalar b": np.ones(4), "agent w": np.ones(3)}
+    new = {"scalar b": np.ones(6), "scalar c": np.ones(2), "agent w": np.ones(3)}
+    both = {"histogram h": np.ones(5)}
+    found = unchanged.compare(old | both, new | both)
+    assert found.largest == np.inf
+    assert (found.equal, found.numbers) == (8, 8)
+    assert found.where.split("; ") == [
+        "there is no optimizer to compare",
+        "scalar a in the old version alone",
+        "scalar c in the new version alone",
+        "scalar b is of 4 numbers, in the new version of 6",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "largest"),
+    [
+        ("scalar grad/norm", [2.0, 4.0], [2.0, 4.5], 0.125),
+        ("scalar losses/policy_loss", [0.001, 4.0], [0.002, 4.0], 0.001),
+        ("agent w", [0.001, 4.0], [0.002, 4.0], 0.00025),
+        ("optimizer exp_avg", [0.0, 0.0], [0.0, 1e-13], 0.1),
+        ("scalar a", [np.nan, np.inf], [np.nan, np.inf], 0),
+        ("scalar a", [1.0, 1.0], [1.0, np.nan], np.inf),
+        ("scalar a", [np.inf, 1.0], [1.0, 1.0], np.inf),
+        ("scalar a", [0.0], [-0.0], 0),
+    ],
+)
+def test_what_a_difference_is_relative_to(unchanged, name, before, after, largest):
+    """The number, 1 near zero, the largest entry of a state. NaN is equal to NaN alone."""
+    result = unchanged.Difference()
+    before, after = np.array(before), np.array(after)
+    unchanged.add(result, name, before, after)
+    assert result.largest == pytest.approx(largest)
+    assert result.equal == sum(repr(x) == repr(y) for x, y in zip(before, after))
+
+
+def test_layouts_of_optimizers_do_not_matter(unchanged):
+    """One parameter of five entries is like two optimizers with two parameters and one, which a
+    newer version may keep elsewhere. Another entry, or another count of steps, is not."""
+
+    def state(*parts, step=7.0):
+        held = {i: {"step": step, "exp_avg": np.array(x)} for i, x in enumerate(parts)}
+        return {"state": held, "param_groups": []}
+
+    def told(content):
+        return {name: x.tolist() for name, x in unchanged.optimizer_state(content).items()}
+
+    one = told({"optimizer": state([1.0, 2, 3, 4, 5])})
+    assert one == {"optimizer step": [7], "optimizer exp_avg": [1, 2, 3, 4, 5]}
+    many = [state([1.0], [[2.0, 3]]), state([4.0, 5])]
+    assert told({"run": {"optimizers": many}, "step": 3}) == one
+    later = told([many[0], state([4.0, 6], step=8.0)])
+    assert later == {"optimizer step": [7, 8], "optimizer exp_avg": [1, 2, 3, 4, 6]}
 
 
 # ------------------------------------------------------------------------------------------ READMEs
