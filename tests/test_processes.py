@@ -117,15 +117,24 @@ def test_the_others_meet_the_first_after_each_episode(script, monkeypatch, rank)
     assert run.evaluated_at == 7
 
 
-@pytest.mark.parametrize("message", ["CUDA out of memory", "[gloo/transport] Connection closed"])
-def test_only_a_broken_connection_is_told_as_another_process_s_end(script, monkeypatch, message):
+@pytest.mark.parametrize(
+    ("fault", "message", "told"),
+    [
+        (RuntimeError, "CUDA out of memory", False),
+        (RuntimeError, "[gloo/transport] Connection closed", True),
+        (torch.distributed.DistBackendError, "NCCL communicator was aborted", True),
+    ],
+)
+def test_only_a_broken_connection_is_told_as_another_process_s_end(
+    script, monkeypatch, fault, message, told
+):
     """A fault of this process is told as what it is."""
     monkeypatch.setattr(script.distributed, "is_initialized", lambda: True)
 
     def call():
-        raise RuntimeError(message)
+        raise fault(message)
 
-    expected = script.OtherProcessEnded if "gloo" in message else RuntimeError
+    expected = script.OtherProcessEnded if told else fault
     with pytest.raises(RuntimeError) as caught:
         script.exchange(call)
     assert type(caught.value) is expected
