@@ -8,8 +8,8 @@ One iteration of `train` has four parts:
     collect_rollout      The actor alone acts for T steps in N environments.
     prepare_batch        The critics run once over the rollout. The return distributions that they
                          predict give advantages and targets. Then the return statistics move.
-    update               Adam takes a step on each minibatch of shuffled rows, epoch after epoch,
-                         until the policy has moved by `target_kl`.
+    update               Adam takes a step on each minibatch of shuffled rows, epoch after epoch.
+                         With `target_kl` it stops when the policy has moved that far.
     update_obs_moments   The observation statistics take in the rollout.
 
 Four things differ from most PPO scripts:
@@ -836,9 +836,9 @@ def project_categorical(probs: Tensor, source_atoms: Tensor, target_atoms: Tenso
 
 
 def two_hot(targets: Tensor, atoms: Tensor) -> Tensor:
-    """Split a point mass between the two neighbouring atoms, (B,) -> (B, K).
+    """Split a point mass between two atoms, (B,) -> (B, K). Training does not call it.
 
-    Training does not call it: it projects weighted returns, of which this is the case J = 1.
+    Training projects weighted returns, of which this is the case J = 1.
     Source: Bellemare et al. 2017, algorithm 1.
     """
     return project_categorical(torch.ones_like(targets)[..., None], targets[..., None], atoms)
@@ -868,14 +868,14 @@ def categorical_cross_entropy(target_probs: Tensor, logits: Tensor) -> Tensor:
 
 
 def clip_categorical(probs: Tensor, old_values: Tensor, clip_delta: float, atoms: Tensor) -> Tensor:
-    """Keep the mean of predictions within d = clip_delta of the old one, (B, K) -> (B, K).
+    """Keep the mean within d = clip_delta of the old one, (B, K). Training does not call it.
 
         shift = clamp(m - m_old, -d, d) + m_old - m,  m = sum_k p_k z_k
 
     The atoms move by the shift and are projected back, which adds up to dz^2 / 4 of variance. At
     the ends of the support the mean may stay further away. old_values (B,) are the old means.
 
-    Training does not call it: the gradient of the log of a small share is unbounded. The loss of
+    In a loss the gradient of the log of a small share would be unbounded. That of
     `ValueDistribution` shifts the target instead. Ours.
     """
     mean = (probs * atoms).sum(-1)
@@ -934,7 +934,9 @@ def sr_lambda_probs(
     gae_lambda: float,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Estimate the distribution of the return by sample replacement SR(lambda), (T, N, K).
+    """Estimate the return's distribution by SR(lambda), (T, N, K). Training does not call it.
+
+    SR is sample replacement:
 
         next_probs(s'_{t+n-1}) on the atoms R^(n) + gamma^n z, projected once
 
@@ -943,8 +945,8 @@ def sr_lambda_probs(
     rewards, terminated and truncated are (T, N); next_probs (T, N, K) are of true successors; atoms
     (K,) are in the units of the rewards.
 
-    Training does not call it: it takes the distribution from `sr_lambda_atoms`, ahead of the
-    projection. After Nam et al. 2021 (GMAC), who replace samples.
+    Training takes the distribution from `sr_lambda_atoms`, ahead of the projection.
+    After Nam et al. 2021 (GMAC), who replace samples.
     """
     returns, probs = sr_lambda_atoms(
         rewards, next_probs, atoms, terminated, truncated, gamma, gae_lambda, generator
@@ -1493,7 +1495,7 @@ class Agent(nn.Module):
 
 
 # ==================================================================================================
-# Nothing below this line is about the algorithm.
+# Nothing below is about the algorithm.
 # ==================================================================================================
 
 
@@ -1514,7 +1516,7 @@ def channel_axis(space: gym.Space) -> int | None:
 
     An image is a Box of two or three dimensions whose numbers all have the same bounds, of 65,535
     at most. Two equal sides are its height and its width. Otherwise its channels are the shorter
-    one of the first two axes.
+    one of the first and the last axis.
     """
     if not isinstance(space, Box) or len(space.shape) not in (2, 3):
         return None

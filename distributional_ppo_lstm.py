@@ -8,8 +8,8 @@ One iteration of `train` has four parts:
     collect_rollout      The actor alone acts for T steps in N environments.
     prepare_batch        The critics run once over the rollout. The return distributions that they
                          predict give advantages and targets. Then the return statistics move.
-    update               Adam takes a step on each minibatch of sequences, epoch after epoch, until
-                         the policy has moved by `target_kl`.
+    update               Adam takes a step on each minibatch of sequences, epoch after epoch. With
+                         `target_kl` it stops when the policy has moved that far.
     update_obs_moments   The observation statistics take in the rollout.
 
 Four things differ from most PPO scripts:
@@ -1574,7 +1574,7 @@ class Agent(nn.Module):
 
 
 # ==================================================================================================
-# Nothing below this line is about the algorithm.
+# Nothing below is about the algorithm.
 # ==================================================================================================
 
 
@@ -1595,7 +1595,7 @@ def channel_axis(space: gym.Space) -> int | None:
 
     An image is a Box of two or three dimensions whose numbers all have the same bounds, of 65,535
     at most. Two equal sides are its height and its width. Otherwise its channels are the shorter
-    one of the first two axes.
+    one of the first and the last axis.
     """
     if not isinstance(space, Box) or len(space.shape) not in (2, 3):
         return None

@@ -52,7 +52,7 @@ train collect_rollout run_critics gae prepare_batch minibatches losses update
 clipped_policy_loss ValueDistribution make_encoder Agent
 make_env describe_critics Run evaluate average UsageError main
 """.split()
-RULE = "# Nothing below this line is about the algorithm."
+RULE = "# Nothing below is about the algorithm."
 # Words of processes, terminals and files. Above the rule only `average` and `own` are allowed.
 BELOW = """
 RANK WORLD_SIZE distributed isatty print open Path pickle signal SummaryWriter gather
