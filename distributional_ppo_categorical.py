@@ -1891,8 +1891,8 @@ class Run:
     def iterations(self) -> Iterator[float]:
         """For each iteration, the fraction of the run that is done. Finishes the run at its end."""
         while self.step < self.total_steps:
-            # The seed depends on the step alone: all processes draw the same noise, and a resumed
-            # run draws what it would have drawn.
+            # This seed depends on the run's seed and on the step alone: all processes draw the same
+            # noise, and a resumed run draws what it would have drawn.
             torch.manual_seed(hash((self.args.seed, self.step)))
             self.lap_start = time.time()
             yield self.step / self.total_steps
