@@ -6,8 +6,8 @@
 One iteration of `train` has four parts:
 
     collect_rollout      The actor alone acts for T steps in N environments.
-    prepare_batch        The critics run once over the rollout. The return distributions that they
-                         predict give advantages and targets. Then the return statistics move.
+    prepare_batch        The critics run over the whole rollout. What they predict gives advantages
+                         and targets. Then the return statistics move.
     update               Adam takes a step on each minibatch of sequences, epoch after epoch. With
                          `target_kl` it stops when the policy has moved that far.
     update_obs_moments   The observation statistics take in the rollout.
@@ -17,12 +17,16 @@ Four things differ from most PPO scripts:
     True successors      A time limit is no death. An episode that is cut there is bootstrapped from
                          the value of its own final observation (Pardo et al. 2018). The first
                          observation of the next episode would be wrong.
-    Critics come later   Nothing needs a value while the actor acts. One pass over the rollout is
-                         faster, and it sees every true successor.
-    Distributions        Each critic predicts a distribution of returns. Its tail is what a
-                         risk-averse policy learns from.
-    Stop before a step   The KL divergence from the policy that acted is measured ahead of each
-                         step. The step that would go on from too large a divergence is not taken.
+    Critics come later   Nothing needs a value while the actor acts. Running the critics over the
+                         rollout afterwards is faster, and it reaches every true successor.
+    Distributions        Each critic predicts a distribution of returns. By default V is one further
+                         output beside it (`--value-from`). With `--cvar-weight` the policy learns
+                         from the tail of the distribution.
+    Stop before a step   With `--target-kl` the KL divergence from the policy that acted is measured
+                         ahead of each step. The first minibatch that exceeds it ends the update.
+
+Under torchrun many processes share the environments. `average` and `own` are all that the algorithm
+knows of them; with one process both return what they are given.
 
 Shapes are written with these letters:
 
@@ -37,9 +41,10 @@ Shapes are written with these letters:
     H   width of an LSTM
     C   critics
     K   quantiles of a predicted distribution
-    J   samples of a target distribution
+    J   samples of a target distribution: 1 by default, K by SR(lambda)
 
-Rewards, values and returns are in the task's units. What networks see and predict is normalised.
+Rewards, values and returns are in the task's units, but rewards of Atari games are clipped. What
+networks see and predict is normalised, and so is what a `Batch` holds.
 Papers are cited where their formulas are. The sibling, distributional_ppo_categorical.py, is
 feed-forward and has categorical critics.
 """
@@ -444,7 +449,7 @@ def collect_rollout(
             current_obs, rewards[t], terminated[t], truncated[t], info = result
             next_obs[t] = current_obs
             ended = terminated[t] | truncated[t]
-            if ended.any():  # there `current_obs` already belongs to the next episode
+            if ended.any():  # `make_envs` asks for SAME_STEP: the next episode is open already
                 next_obs[t, ended] = np.stack(info["final_obs"][ended])
                 state = state * ~torch.as_tensor(ended, device=agent.device)[:, None]
                 episodes += finished_episodes(info, ended, t)
@@ -478,9 +483,13 @@ def run_critics(
     of step 0. Returns the outputs of all critics for both, each (C, T, N, K or K + 1), the states
     (T / L, 2, N, H) ahead of each training sequence, and the state after the last step.
 
-    Where the episode goes on, s'_t is the next step of the same pass. At a time limit the pass is
-    cut: a copy of the state takes one more step, to the final observation, and leaves no trace
-    (Pardo et al. 2018). `gae` ignores the outputs for successors of terminated steps.
+    The pass is cut where some environment meets a time limit, and at the end of each training
+    sequence. Inside a stretch s'_t is the next step of the pass. At a cut the LSTM takes one more
+    step, to the true successor, and the state after that step is thrown away (Pardo et al. 2018).
+    `gae` ignores the outputs for successors of terminated steps.
+
+    The states of training sequences come from the weights before the update. The epochs do not
+    compute them anew.
     """
     body = agent.critic_body
     time_limit = (rollout.truncated & ~rollout.terminated).any(1).tolist()
@@ -562,6 +571,8 @@ def prepare_batch(
     values are expressed in the new units.
     """
     dist = agent.value_dist
+
+    # 0. Ahead of everything, the first rollout sets the return statistics.
     if args.norm_returns and dist.moments.count == 0:
         dist.moments.merge(*first_return_moments(rollout, args), weight=2)
 
@@ -630,7 +641,7 @@ def batch_moments(x: Tensor) -> Tensors:
 
 
 def first_return_moments(rollout: Rollout, args: Args) -> Tensors:
-    """Mean and variance of the discounted rewards of the first rollout.
+    """Mean and variance of the discounted sums of rewards of the first rollout.
 
     The return statistics start from them, since untrained critics know nothing of the task's units.
     """
@@ -654,7 +665,8 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
     if args.norm_adv_memory:
         agent.adv_moments.merge(torch.zeros_like(variance), variance, weight=2)
         missing = (agent.adv_moments.std - variance.sqrt()).clamp(min=0)
-    return normalize_advantages(advantages, missing + 1e-30, average)  # in any unit of reward
+    eps = missing + 1e-30  # std + eps is the larger one; the rest is a floor for any unit of reward
+    return normalize_advantages(advantages, eps, average)
 
 
 def normalize_advantages(
@@ -741,17 +753,18 @@ def update(
         loss, metrics = losses(agent, mb, args, ent_coef)
         evaluated.append(metrics)
         gradients = torch.autograd.grad(loss, [*actor, *critics])
-        told = (loss.detach(), metrics["policy/kl_exact"].mean())
-        flat = average(torch.cat([x.flatten() for x in (*gradients, *told)]))
-        vector.grad, told = flat.split([len(flat) - 2, 2])
+        loss_and_kl = (loss.detach(), metrics["policy/kl_exact"].mean())
+        # One average over processes serves all of them.
+        flat = average(torch.cat([x.flatten() for x in (*gradients, *loss_and_kl)]))
+        vector.grad, mean_loss_and_kl = flat.split([len(flat) - 2, 2])
         parts = vector.grad.tensor_split([actor_size])
-        numbers = torch.stack([*told, *(part.norm() for part in parts)])
-        loss, kl, actor_norm, critic_norm = numbers.tolist()  # one transfer
+        numbers = torch.stack([*mean_loss_and_kl, *(part.norm() for part in parts)])
+        mean_loss, kl, actor_norm, critic_norm = numbers.tolist()  # one transfer
+        norm = math.hypot(actor_norm, critic_norm)
+        check_step(mean_loss, norm, len(norms))
         if args.target_kl is not None and kl > args.target_kl:
             break
 
-        norm = math.hypot(actor_norm, critic_norm)
-        check_step(loss, norm, len(norms))
         norms.append((actor_norm, critic_norm))
         vector.grad *= min(1, args.max_grad_norm / (norm + 1e-6))
         optimizer.step()
@@ -761,8 +774,8 @@ def update(
     return metrics | {"charts/learning_rate": learning_rate, "policy/entropy_coef": ent_coef}
 
 
-# ------------------------------------------------------------------------- formulas of the policy
-# Flags by the name of a kind of task. They apply ahead of the flags that are typed.
+# ------------------------------------------------------------------ formulas of policy and moments
+# Flags by the name of a kind of task. There are none so far.
 PRESETS: dict[str, dict[str, Any]] = {}
 
 
@@ -1014,8 +1027,9 @@ def sr_lambda_targets(
                 theta_i(s'_t) otherwise, and at time limits and at the end of the rollout
 
     rewards, terminated and truncated are (T, N). next_quantiles are theta(s'_t), (T, N, K), of true
-    successors. The mean over draws is the lambda-return of `gae`. `draws` are uniform numbers
-    (T, N, K) to use in place of new ones. Source: Nam et al. 2021 (GMAC).
+    successors. Where V is the mean of theta, the mean over draws is the lambda-return of `gae`.
+    `draws` are uniform numbers (T, N, K) to use in place of new ones.
+    Source: Nam et al. 2021 (GMAC).
     """
     if draws is None:
         draws = torch.rand(next_quantiles.shape, generator=generator, device=rewards.device)
@@ -1173,8 +1187,9 @@ class ValueDistribution(nn.Module):
 
             quantile regression on targets (..., J)  +  0.5 (V - returns)^2 of a V of its own
 
-        outputs and old are (C, ..., K or K + 1). Each critic is clipped around its own old outputs.
-        Targets are never clipped.
+        All arguments are normalised. outputs and old are (C, ..., K or K + 1). With value clipping
+        each of the two terms is the larger one of its plain and its clipped form. Each critic is
+        clipped around its own old outputs. Targets are never clipped.
         """
         args = self.args
         quantiles, values = self.split(outputs)
@@ -1223,15 +1238,15 @@ HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 def unroll_lstm(
     lstm: nn.LSTM, inputs: Tensor, state: Tensors, episode_start: Tensor
 ) -> tuple[Tensor, Tensors]:
-    """Run a one-layer LSTM over a rollout whose episodes begin anywhere. It does the same as
+    """Run a one-layer LSTM over a rollout whose episodes begin anywhere. This slow loop is equal:
 
         for t in range(T):
             state = [x * ~episode_start[t, :, None] for x in state]
             outputs[t], state = lstm(inputs[t : t + 1], state)
 
-    in one fused call instead of T. inputs are (T, N, F). state is (h, c), each (1, N, H), ahead of
-    step 0. episode_start is (T, N) bool: the state is zero when a step opens an episode. Returns
-    outputs (T, N, H) and the state after the last step.
+    The function makes one fused call instead of T. inputs are (T, N, F). state is (h, c), each
+    (1, N, H), ahead of step 0. episode_start is (T, N) bool: the state is zero when a step opens an
+    episode. Returns outputs (T, N, H) and the state after the last step.
 
     Each environment is a column of rows: its T steps, and one reset row ahead of each step that
     opens an episode. Two further inputs mark the rows that are no steps. Their weights drive the
@@ -1575,6 +1590,7 @@ class Agent(nn.Module):
 
 # ==================================================================================================
 # Nothing below is about the algorithm.
+# Who copies from above also needs `make_envs` (its autoreset mode) and `make_optimizer`.
 # ==================================================================================================
 
 
@@ -1690,7 +1706,7 @@ def make_env(args: Args, **options: Any) -> gym.Env:
 
 def make_envs(args: Args) -> gym.vector.VectorEnv:
     """This process's environments, stepped together. One that ends is reset in the same step."""
-    mode = gym.vector.AutoresetMode.SAME_STEP
+    mode = gym.vector.AutoresetMode.SAME_STEP  # `collect_rollout` relies on it
     makers = [lambda: make_env(args)] * (args.num_envs // WORLD_SIZE)
     return gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=mode)
 

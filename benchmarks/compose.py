@@ -24,7 +24,7 @@ SIBLING = re.compile(r" The sibling, .*?\.py, is\n.*?\.\n", re.DOTALL)
 QUANTILES = {  # sentences of the kind, by what they are about
     "title": "twin critics predict quantiles of the return.",
     "K": "K   quantiles of a predicted distribution",
-    "J": "J   samples of a target distribution",
+    "J": "J   samples of a target distribution: 1 by default, K by SR(lambda)",
     "normalised": '"""Critics predict normalised returns (PopArt)."""',
     "targets": "J) what the value distributions learn, normalised returns",
     "old": "K or K + 1) outputs before the update, to clip around",

@@ -689,3 +689,19 @@ def test_no_output_is_left_behind_by_the_scale(script, value_from):
     for _ in range(150):
         batch, _, _ = prepare_rollout(run)
     assert batch.old_values.abs().max() < 20
+
+
+def test_what_is_not_finite_is_raised_ahead_of_the_kl_stop(script, monkeypatch):
+    """An infinite divergence must not end the update in silence where the loss is lost, too."""
+    run = make_run(script, "VectorDiscrete", target_kl=0.01)
+    prepare(run)
+    original = script.losses
+
+    def broken(*given):
+        loss, metrics = original(*given)
+        metrics["policy/kl_exact"] = torch.full_like(metrics["policy/kl_exact"], torch.inf)
+        return loss * torch.nan, metrics
+
+    monkeypatch.setattr(script, "losses", broken)
+    with pytest.raises(script.NotFinite, match="not finite"):
+        script.update(run.agent, run.optimizer, run.batch, run.args, 0.0)
