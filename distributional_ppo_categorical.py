@@ -15,13 +15,13 @@ One iteration of `train` has four parts:
 Four things differ from most PPO scripts:
 
     True successors      A time limit is no death. An episode that is cut there is bootstrapped from
-                         the value of its own final observation (Pardo et al. 2018). The first
-                         observation of the next episode would be wrong.
+                         the value of its own final observation (Pardo et al. 2018). The value of
+                         the next episode's first observation would be wrong.
     Critics come later   Nothing needs a value while the actor acts. Running the critics over the
                          rollout afterwards is faster, and it reaches every true successor.
-    Distributions        Each critic predicts a distribution of returns. By default V is one further
-                         output beside it (`--value-from`). With `--cvar-weight` the policy learns
-                         from the tail of the distribution.
+    Distributions        Each critic predicts a distribution of returns. By default V comes from one
+                         more output, the mean output (`--value-from`). With `--cvar-weight` the
+                         policy learns from the tail of the distribution.
     Stop before a step   With `--target-kl` the KL divergence from the policy that acted is measured
                          ahead of each step. The first minibatch that exceeds it ends the update.
 
@@ -210,8 +210,8 @@ class CriticArgs:
     num_critics: Literal[1, 2] = 2
     """Value heads, each with parameters of its own."""
     value_from: Literal["distribution", "mean_head"] = "mean_head"
-    """V is the mean of the predicted distribution, or a further output of each critic.
-    The further output also learns from rewards that are too rare for the distribution."""
+    """V is the mean of the predicted distribution, or comes from the mean output beside it.
+    The mean output also learns from rewards that are too rare for the distribution."""
     twin_reduce: Annotated[Literal["min", "mean"], Needs("num_critics", 1)] = "min"
     """How two critics give one prediction: the one with the smaller V, or their mean."""
     norm_returns: bool = True
@@ -226,6 +226,7 @@ class CriticArgs:
 
 
 # ---- value distribution: categorical (flags) -----------------------------------------------------
+# The two blocks between such marks are what another kind of value distribution replaces.
 AtomCount = bounded(int, 2)
 BinWidths = bounded(float, 0.1, 100)
 
@@ -245,7 +246,7 @@ class ValueDistributionArgs:
     hl_gauss_sigma: Annotated[BinWidths, Needs("target_encoding", "two_hot")] = 0.75
     """Standard deviation of that Gaussian, in distances of neighbouring atoms."""
     vf_clip: Literal["none", "mean_only"] = "none"
-    """What value clipping keeps near its old value: nothing, or the mean."""
+    """What value clipping keeps near its old value: nothing, or the mean and V."""
 
 
 # ---- end of value distribution -------------------------------------------------------------------
@@ -365,7 +366,7 @@ class Batch(NamedTuple):
     advantages: Tensor  # (B,) as the policy's loss takes them
     targets: Tensor  # (B, K) what the value distributions learn
     returns: Tensor  # (B,) lambda-returns, normalised: what the mean outputs learn
-    old_values: Tensor  # (B, C, 1 or 2) means before the update, normalised, to clip around
+    old_values: Tensor  # (B, C, 1 or 2) mean, and V, before the update, for value clipping
 
 
 # --------------------------------------------------------------------------------------- algorithm
@@ -455,7 +456,8 @@ def run_critics(agent: Agent, rollout: Rollout, obs: Tensor, next_obs: Tensor) -
 
     obs and next_obs are (T, N, D), normalised. Returns the outputs of all critics for both, each
     (C, T, N, K or K + 1). Where the episode goes on, s'_t is the next row of the same pass. The
-    final observations of episodes and of the rollout get a pass of their own (Pardo et al. 2018).
+    final observations of episodes and of the rollout get a pass of their own (Pardo et al. 2018);
+    no other rows of next_obs are read.
     """
     outputs = agent.value_outputs(obs)
     next_outputs = outputs.roll(-1, 1)
@@ -631,8 +633,8 @@ def losses(agent: Agent, mb: Batch, args: Args, ent_coef: float) -> tuple[Tensor
 
         loss = clipped policy loss + entropy loss + vf_coef * mean over critics of their losses
 
-    A metric is a scalar or has one number a row. This is a pure function of the parameters and the
-    minibatch. Source: Schulman et al. 2017, eq. 9.
+    A metric is a scalar, or has one number for each row, or for each critic and row. This is a pure
+    function of the parameters and the minibatch. Source: Schulman et al. 2017, eq. 9.
     """
     params = agent.policy_params(mb.obs)
     log_ratio = agent.action_dist.log_prob(params, mb.actions) - mb.log_probs  # (B,)
@@ -856,7 +858,7 @@ def two_hot(targets: Tensor, atoms: Tensor) -> Tensor:
 def hl_gauss(targets: Tensor, atoms: Tensor, sigma: float) -> Tensor:
     """Give each atom's bin its share of the mass of N(target, sigma^2), (B,) -> (B, K).
 
-    Atoms are the centres of the bins. The shares are of the mass inside all bins. Targets are
+    Atoms are the centres of the bins. Masses are divided by the mass inside all bins. Targets are
     clamped to [atoms[0], atoms[-1]] first: far outside, no bin holds any mass in floating point.
     Source: Imani & White 2018; Farebrother et al. 2024.
     """
@@ -884,8 +886,8 @@ def clip_categorical(probs: Tensor, old_values: Tensor, clip_delta: float, atoms
     The atoms move by the shift and are projected back, which adds up to dz^2 / 4 of variance. At
     the ends of the support the mean may stay further away. old_values (B,) are the old means.
 
-    In a loss the gradient of the log of a small share would be unbounded. That of
-    `ValueDistribution` shifts the target instead. Ours.
+    In a loss the gradient of the log of a small share would be unbounded. The loss of
+    `ValueDistribution` shifts the target instead. Clipping a distribution is our idea.
     """
     mean = (probs * atoms).sum(-1)
     shift = (mean - old_values).clamp(-clip_delta, clip_delta) + old_values - mean
@@ -949,10 +951,10 @@ def sr_lambda_probs(
 
         next_probs(s'_{t+n-1}) on the atoms R^(n) + gamma^n z, projected once
 
-    R^(n) is the sum of n discounted rewards. Every (t, env) draws its n: geometric, 1 - lambda, cut
-    where the episode or the rollout ends. All mass is at R^(n) if the episode terminates there.
-    rewards, terminated and truncated are (T, N); next_probs (T, N, K) are of true successors; atoms
-    (K,) are in the units of the rewards.
+    R^(n) is the sum of n discounted rewards. Every (t, env) draws its n from a geometric
+    distribution of parameter 1 - lambda; n is cut where the episode or the rollout ends. All mass
+    is at R^(n) if the episode terminates there. rewards, terminated and truncated are (T, N);
+    next_probs (T, N, K) are of true successors; atoms (K,) are in the units of the rewards.
 
     Training takes the distribution from `sr_lambda_atoms`, ahead of the projection.
     After Nam et al. 2021 (GMAC), who replace samples.
@@ -1031,12 +1033,15 @@ class WeightedReturns(NamedTuple):
 class ValueDistribution(nn.Module):
     """The value distribution that the critics predict: probabilities of the K atoms `support`.
 
-    A critic's outputs are K logits and, with `value_from` mean_head, what V exceeds the atoms' mean
-    by, divided by `gain`: (..., K or K + 1). Atoms and V are normalised by `moments`. Values,
-    targets and advantages are in the task's units.
+    A critic's outputs are K logits and, with `value_from` mean_head, the mean output, which
+    corrects the mean of the distribution: (..., K or K + 1). With atoms z and p = softmax(logits)
+
+        V = sum_k p_k z_k + gain * mean output
+
+    Atoms and V are normalised by `moments`. Values, targets and advantages are in the task's units.
     """
 
-    gain = 0.1  # slows down what V exceeds the mean by: it is to be a mean over many rollouts
+    gain = 0.1  # slows the correction down, so that it averages over many rollouts
 
     def __init__(self, args: Args) -> None:
         super().__init__()
@@ -1050,7 +1055,7 @@ class ValueDistribution(nn.Module):
         self.num_outputs = args.num_atoms + (args.value_from == "mean_head")
 
     def split(self, outputs: Tensor) -> Tensors:
-        """Logits (..., K) and the further output (..., 0 or 1)."""
+        """Logits (..., K) and the mean output (..., 0 or 1)."""
         return outputs.tensor_split([len(self.support)], -1)
 
     def probs(self, outputs: Tensor) -> Tensor:
@@ -1085,7 +1090,7 @@ class ValueDistribution(nn.Module):
         """Reduce the outputs of C critics, (C, ..., K or K + 1), to those of one, by `twin_reduce`.
 
         min:   the critic with the smaller V (Fujimoto et al. 2018)
-        mean:  the mean of the probabilities, and of what V exceeds the atoms' mean by
+        mean:  the mean of the probabilities, and of the mean outputs
         """
         if len(outputs) == 1:
             return outputs[0]
@@ -1132,8 +1137,9 @@ class ValueDistribution(nn.Module):
         critic may be off by thousands of that.
 
         Probabilities of fixed atoms cannot be rescaled as PopArt would: their decoded mean jumps,
-        and the coming update repairs it. What V exceeds the mean by is rescaled. Returns the means
-        and values of each critic by the new statistics, (C, T, N, 1 or 2), and metrics.
+        and the coming update repairs it. The mean output is rescaled: the last row of each head's
+        last layer changes in place. Returns the mean, and V, of each critic by the new statistics,
+        (C, T, N, 1 or 2), and metrics.
         """
         values = self.value(outputs)  # (C, T, N), by the old statistics
         old_std = self.moments.std
@@ -1179,15 +1185,16 @@ class ValueDistribution(nn.Module):
     def loss(self, outputs: Tensor, targets: Tensor, returns: Tensor, old: Tensor) -> Tensors:
         """Losses of C critics, (C, ...), and 1 where value clipping moves the prediction, else 0.
 
-            cross-entropy of targets (..., K)  +  0.5 (V - returns)^2 of a V of its own
+            cross-entropy of targets (..., K)  +  0.5 (V - returns)^2 with a mean output
 
         All arguments are normalised. outputs are (C, ..., K or K + 1). old are (C, ..., 1 or 2),
         from `move_statistics`. With value clipping each of the two terms is the larger one of its
         plain and its clipped form, and each critic is clipped around its own. The squared error
-        trains what V exceeds the mean by, not the mean.
+        trains the mean output. The logits get no gradient from it, but the layers below both do.
 
-        Where a distribution is clipped, its target moves the other way. That is the same
-        cross-entropy but for rounding to atoms, and its gradient is bounded.
+        Where a distribution is clipped, its target moves the other way, and the gradient flows
+        through the moved target. That is the same cross-entropy but for rounding to atoms. The
+        log of a projected share, whose gradient would be unbounded, does not occur.
         """
         args = self.args
         logits, excess = self.split(outputs)
@@ -1396,7 +1403,7 @@ class CategoricalActions(nn.Module):
         return (array + getattr(self.space, "start", 0)).astype(self.space.dtype)
 
     def clamp_parameters(self) -> None:
-        """There is none."""
+        """Do nothing: these distributions have no parameters."""
 
 
 def make_action_dist(space: gym.Space, args: Args) -> GaussianActions | CategoricalActions:

@@ -15,13 +15,13 @@ One iteration of `train` has four parts:
 Four things differ from most PPO scripts:
 
     True successors      A time limit is no death. An episode that is cut there is bootstrapped from
-                         the value of its own final observation (Pardo et al. 2018). The first
-                         observation of the next episode would be wrong.
+                         the value of its own final observation (Pardo et al. 2018). The value of
+                         the next episode's first observation would be wrong.
     Critics come later   Nothing needs a value while the actor acts. Running the critics over the
                          rollout afterwards is faster, and it reaches every true successor.
-    Distributions        Each critic predicts a distribution of returns. By default V is one further
-                         output beside it (`--value-from`). With `--cvar-weight` the policy learns
-                         from the tail of the distribution.
+    Distributions        Each critic predicts a distribution of returns. By default V comes from one
+                         more output, the mean output (`--value-from`). With `--cvar-weight` the
+                         policy learns from the tail of the distribution.
     Stop before a step   With `--target-kl` the KL divergence from the policy that acted is measured
                          ahead of each step. The first minibatch that exceeds it ends the update.
 
@@ -217,8 +217,8 @@ class CriticArgs:
     num_critics: Literal[1, 2] = 2
     """Value heads, each with parameters of its own."""
     value_from: Literal["distribution", "mean_head"] = "mean_head"
-    """V is the mean of the predicted distribution, or a further output of each critic.
-    The further output also learns from rewards that are too rare for the distribution."""
+    """V is the mean of the predicted distribution, or comes from the mean output beside it.
+    The mean output also learns from rewards that are too rare for the distribution."""
     twin_reduce: Annotated[Literal["min", "mean"], Needs("num_critics", 1)] = "min"
     """How two critics give one prediction: the one with the smaller V, or their mean."""
     norm_returns: bool = True
@@ -233,6 +233,7 @@ class CriticArgs:
 
 
 # ---- value distribution: quantiles (flags) -------------------------------------------------------
+# The two blocks between such marks are what another kind of value distribution replaces.
 @dataclass
 class ValueDistributionArgs:
     """Quantiles of the return."""
@@ -379,7 +380,7 @@ class Batch(NamedTuple):
     advantages: Tensor  # (L, M) as the policy's loss takes them
     targets: Tensor  # (L, M, J) what the value distributions learn, normalised returns
     returns: Tensor  # (L, M) lambda-returns, normalised: what the mean outputs learn
-    old_values: Tensor  # (L, M, C, K or K + 1) outputs before the update, to clip around
+    old_values: Tensor  # (L, M, C, K or K + 1) outputs before the update, for value clipping
 
 
 # --------------------------------------------------------------------------------------- algorithm
@@ -696,8 +697,8 @@ def losses(agent: Agent, mb: Batch, args: Args, ent_coef: float) -> tuple[Tensor
 
         loss = clipped policy loss + entropy loss + vf_coef * mean over critics of their losses
 
-    A metric is a scalar or has one number a row. This is a pure function of the parameters and the
-    minibatch. Source: Schulman et al. 2017, eq. 9.
+    A metric is a scalar, or has one number for each row, or for each critic and row. This is a pure
+    function of the parameters and the minibatch. Source: Schulman et al. 2017, eq. 9.
     """
     actor_features = agent.actor_body(mb.obs, mb.actor_state, mb.episode_start)
     critic_features = agent.critic_body(mb.obs, mb.critic_state, mb.episode_start)
@@ -1081,9 +1082,10 @@ def rescale_head(
 class ValueDistribution(nn.Module):
     """The value distribution that the critics predict: K quantiles at the levels `support`.
 
-    A critic's outputs are K quantiles and, with `value_from` mean_head, V: (..., K or K + 1). They
-    are normalised by `moments`. Values, targets and advantages are in the task's units. The targets
-    of a rollout are J equally likely samples of the return for each step, (T, N, J).
+    A critic's outputs are K quantiles and, with `value_from` mean_head, the mean output, which is
+    V: (..., K or K + 1). They are normalised by `moments`. Values, targets and advantages are in
+    the task's units. The targets of a rollout are J equally likely samples of the return for each
+    step, (T, N, J).
     """
 
     def __init__(self, args: Args) -> None:
@@ -1115,7 +1117,7 @@ class ValueDistribution(nn.Module):
         """Reduce the outputs of C critics, (C, ..., K or K + 1), to those of one, by `twin_reduce`.
 
         min:   the critic with the smaller V (Fujimoto et al. 2018)
-        mean:  the quantiles of both pooled, neighbours averaged; a V of its own is the mean of both
+        mean:  pooled quantiles, neighbours averaged; the mean output is the mean of both
         """
         if len(outputs) == 1:
             return outputs[0]
@@ -1185,7 +1187,7 @@ class ValueDistribution(nn.Module):
     def loss(self, outputs: Tensor, targets: Tensor, returns: Tensor, old: Tensor) -> Tensors:
         """Losses of C critics, (C, ...), and 1 where value clipping moves the prediction, else 0.
 
-            quantile regression on targets (..., J)  +  0.5 (V - returns)^2 of a V of its own
+            quantile regression on targets (..., J)  +  0.5 (V - returns)^2 with a mean output
 
         All arguments are normalised. outputs and old are (C, ..., K or K + 1). With value clipping
         each of the two terms is the larger one of its plain and its clipped form. Each critic is
@@ -1446,7 +1448,7 @@ class CategoricalActions(nn.Module):
         return (array + getattr(self.space, "start", 0)).astype(self.space.dtype)
 
     def clamp_parameters(self) -> None:
-        """There is none."""
+        """Do nothing: these distributions have no parameters."""
 
 
 def make_action_dist(space: gym.Space, args: Args) -> GaussianActions | CategoricalActions:

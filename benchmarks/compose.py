@@ -27,7 +27,7 @@ QUANTILES = {  # sentences of the kind, by what they are about
     "J": "J   samples of a target distribution: 1 by default, K by SR(lambda)",
     "normalised": '"""Critics predict normalised returns (PopArt)."""',
     "targets": "J) what the value distributions learn, normalised returns",
-    "old": "K or K + 1) outputs before the update, to clip around",
+    "old": "K or K + 1) outputs before the update, for value clipping",
     "moving": "# 3. The return statistics move, and the value heads with them.",
 }
 ATOMS = {
@@ -36,7 +36,7 @@ ATOMS = {
     "J": "J   weighted returns of a target distribution",
     "normalised": '"""Critics predict normalised returns."""',
     "targets": "K) what the value distributions learn",
-    "old": "1 or 2) means before the update, normalised, to clip around",
+    "old": "1 or 2) mean, and V, before the update, for value clipping",
     "moving": "# 3. The return statistics move.",
 }
 
