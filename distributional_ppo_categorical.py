@@ -66,6 +66,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, make_dataclass
 from functools import cache, partial
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -169,7 +170,7 @@ class PPOArgs:
     """Advantages and the policy's update."""
 
     learning_rate: Positive = 1.5e-3
-    """Learning rate of Adam at the start of the run."""
+    """Learning rate of the actor's Adam at the start of the run."""
     anneal_lr: bool = True
     """Lower the learning rate linearly to 0 over the run."""
     gamma: Fraction = 0.99
@@ -195,18 +196,18 @@ class PPOArgs:
     min_entropy_penalty: NonNegative = 0.0
     """Weight of what the mean entropy lacks to --min-entropy, per nat."""
     max_grad_norm: Positive = 0.5
-    """Norm to which the gradient of all parameters is clipped."""
+    """Norm to which the gradient of the actor is clipped, and that of the critics."""
     target_kl: PositiveOrNone = None
     """KL divergence from the policy that acted, in nats.
-    A minibatch with a larger one ends the update ahead of its step."""
+    A minibatch with a larger one ends the actor's loop ahead of its step."""
 
 
 @dataclass
 class CriticArgs:
     """The critics and the value V that they give."""
 
-    vf_coef: NonNegative = 0.5
-    """Weight of the critics' loss."""
+    critic_learning_rate: PositiveOrNone = None
+    """Learning rate of the critics' Adam at the start of the run. None: that of the actor's."""
     num_critics: Literal[1, 2] = 2
     """Value heads, each with parameters of its own."""
     value_from: Literal["distribution", "mean_head"] = "mean_head"
@@ -377,7 +378,7 @@ def train(args: Args) -> dict[str, Any]:
     the last checkpoint. The first Ctrl-C ends the run after its iteration, with a checkpoint and
     KeyboardInterrupt. Sets the seeds of all random number generators and options of torch.
     """
-    run, agent, optimizer, envs = start(args)  # anew, resumed, or with the weights of another run
+    run, agent, optimizers, envs = start(args)  # anew, resumed, or with the weights of another run
     with run:
         obs = open_episodes(envs, run)
         for progress in run.iterations():
@@ -385,7 +386,7 @@ def train(args: Args) -> dict[str, Any]:
             run.lap("rollout")
             batch, metrics = prepare_batch(agent, rollout, args)
             run.lap("values")
-            metrics |= update(agent, optimizer, batch, args, progress)
+            metrics |= update(agent, optimizers, batch, args, progress)
             agent.update_obs_moments(rollout.obs)  # last: acting and training saw the same inputs
             run.lap("update")
             run.end_iteration(rollout, metrics, (obs,))
@@ -628,89 +629,114 @@ def minibatches(batch: Batch, args: Args) -> Iterator[Batch]:
         del shuffled  # ahead of the next epoch's copy
 
 
-def losses(agent: Agent, mb: Batch, args: Args, ent_coef: float) -> tuple[Tensor, dict]:
-    """Compute the loss of a minibatch, a scalar with its graph, and metrics without one.
+def policy_loss(
+    agent: Agent, mb: Batch, args: Args, ent_coef: float
+) -> tuple[Tensor, Tensor, dict]:
+    """Compute the actor's loss on a minibatch: clipped surrogate and entropy.
 
-        loss = clipped policy loss + entropy loss + vf_coef * mean over critics of their losses
-
-    A metric is a scalar, or has one number for each row, or for each critic and row. This is a pure
-    function of the parameters and the minibatch. Source: Schulman et al. 2017, eq. 9.
+    Returns the loss, a scalar with its graph, the mean KL(old || new) in nats, and metrics. A
+    metric is a scalar, or has one number for each row. This is a pure function of the parameters
+    and the minibatch. Source: Schulman et al. 2017, eq. 9, without the critics' part.
     """
     params = agent.policy_params(mb.obs)
     log_ratio = agent.action_dist.log_prob(params, mb.actions) - mb.log_probs  # (B,)
     pg_loss, approx_kl, clipfrac = clipped_policy_loss(log_ratio, mb.advantages, args.clip_coef)
     entropy = agent.action_dist.entropy(params)
-    h_loss = entropy_loss(entropy, ent_coef, args.min_entropy, args.min_entropy_penalty)
-
-    outputs = agent.value_outputs(mb.obs)  # (C, B, K or K + 1)
-    old_values = mb.old_values.movedim(1, 0)
-    value_losses, clipped = agent.value_dist.loss(outputs, mb.targets, mb.returns, old_values)
-    loss = pg_loss + h_loss + args.vf_coef * value_losses.mean()
-
+    loss = pg_loss + entropy_loss(entropy, ent_coef, args.min_entropy, args.min_entropy_penalty)
+    kl = agent.action_dist.kl(mb.params, params.detach()).mean()
     metrics = {
-        "losses/policy_loss": pg_loss,
-        "losses/value_loss": value_losses,
-        "losses/entropy": entropy,
+        "losses/policy_loss": pg_loss.detach(),
+        "losses/entropy": entropy.detach(),
         "losses/approx_kl": approx_kl,
         "losses/clipfrac": clipfrac,
-        "twin/loss_1": value_losses[0],
-        "twin/loss_2": value_losses[-1],
-        "value/clip_fraction": clipped,
-        "policy/log_ratio": log_ratio,
-        "policy/kl_exact": agent.action_dist.kl(mb.params, params.detach()),
+        "policy/log_ratio": log_ratio.detach(),
+        "policy/kl_exact": kl,
     }
-    return loss, {tag: x.detach() for tag, x in metrics.items()}
+    return loss, kl, metrics
+
+
+def value_loss(agent: Agent, mb: Batch, args: Args) -> tuple[Tensor, dict]:
+    """Compute the critics' loss on a minibatch: the mean over rows, then over critics.
+
+    Returns the loss, a scalar with its graph, and metrics, which are scalars. This is a pure
+    function of the parameters and the minibatch.
+    """
+    outputs = agent.value_outputs(mb.obs)  # (C, B, K or K + 1)
+    old_values = mb.old_values.movedim(1, 0)
+    losses, clipped = agent.value_dist.loss(outputs, mb.targets, mb.returns, old_values)
+    means = losses.flatten(1).mean(1)  # (C,)
+    metrics = {
+        "losses/value_loss": means.detach().mean(),
+        "twin/loss_1": means[0].detach(),
+        "twin/loss_2": means[-1].detach(),
+        "value/clip_fraction": clipped.mean(),
+    }
+    return means.mean(), metrics
 
 
 @cache
-def compiled_losses() -> Callable:
-    """`losses` by torch.compile. It is compiled once in a process."""
-    return torch.compile(losses)
+def compiled(loss: Callable) -> Callable:
+    """A loss by torch.compile. Each is compiled once in a process."""
+    return torch.compile(loss)
 
 
 def update(
-    agent: Agent, optimizer: optim.Adam, batch: Batch, args: Args, progress: float
+    agent: Agent, optimizers: Optimizers, batch: Batch, args: Args, progress: float
 ) -> dict[str, float]:
-    """Train on one rollout for `update_epochs` epochs, or fewer where the policy moves too far.
+    """Train the actor on a rollout, and then the critics. They share no parameter.
 
-    The exact KL(old || new) of a minibatch is measured ahead of its step. The first one above
-    `target_kl` ends the update. Returns metrics: means over the minibatches that were evaluated,
-    and norms of the gradients of the steps that were taken.
+    Each of them has its own loss, its own Adam and its own gradient norm, and goes through the
+    rollout for `update_epochs` epochs of shuffled minibatches. The exact KL(old || new) of a
+    minibatch is measured ahead of the actor's step. The first one above `target_kl` ends the
+    actor's loop. The critics then stop after as many minibatches.
 
-    Raises RuntimeError for a loss or a gradient that is not finite.
+    Returns metrics: means over the minibatches that were evaluated, and norms of the gradients of
+    the steps that were taken. Raises RuntimeError for a loss or a gradient that is not finite.
     """
-    learning_rate, ent_coef = schedules(args, progress)
-    optimizer.param_groups[0]["lr"] = learning_rate
-    [vector] = optimizer.param_groups[0]["params"]  # all parameters, see `make_optimizer`
+    learning_rate, critic_learning_rate, ent_coef = schedules(args, progress)
+    optimizers.actor.param_groups[0]["lr"] = learning_rate
+    optimizers.critics.param_groups[0]["lr"] = critic_learning_rate
     actor, critics = agent.parts()
-    actor_size = sum(p.numel() for p in actor)
-    evaluated = []  # metrics of each minibatch
-    norms = []  # gradient norms of actor and critics, for each step taken
-    compute_losses = compiled_losses() if args.compile else losses
+    compute_policy_loss = compiled(policy_loss) if args.compile else policy_loss
+    compute_value_loss = compiled(value_loss) if args.compile else value_loss
 
-    for mb in minibatches(batch, args):
-        loss, metrics = compute_losses(agent, mb, args, ent_coef)
-        evaluated.append(metrics)
-        gradients = torch.autograd.grad(loss, [*actor, *critics])
-        loss_and_kl = (loss.detach(), metrics["policy/kl_exact"].mean())
-        # One average over processes serves all of them.
-        flat = average(torch.cat([x.flatten() for x in (*gradients, *loss_and_kl)]))
-        vector.grad, mean_loss_and_kl = flat.split([len(flat) - 2, 2])
-        parts = vector.grad.tensor_split([actor_size])
-        numbers = torch.stack([*mean_loss_and_kl, *(part.norm() for part in parts)])
-        mean_loss, kl, actor_norm, critic_norm = numbers.tolist()  # one transfer
-        norm = math.hypot(actor_norm, critic_norm)
-        check_step(mean_loss, norm, len(norms))
-        if args.target_kl is not None and kl > args.target_kl:
+    actor_rows = []  # metrics of each minibatch
+    actor_norms = []  # of the gradient, for each step taken
+    for i, mb in enumerate(minibatches(batch, args)):
+        loss, kl, metrics = compute_policy_loss(agent, mb, args, ent_coef)
+        optimizers.actor.zero_grad()
+        loss.backward()
+        average_gradients(actor)
+        norm = nn.utils.clip_grad_norm_(actor, args.max_grad_norm)
+        mean_loss, mean_kl = average(torch.stack([loss.detach(), kl])).tolist()
+        check_step(mean_loss, float(norm), f"minibatch {i} of the actor's update")
+        actor_rows.append(metrics)
+        if args.target_kl is not None and mean_kl > args.target_kl:
             break
-
-        norms.append((actor_norm, critic_norm))
-        vector.grad *= min(1, args.max_grad_norm / (norm + 1e-6))
-        optimizer.step()
+        actor_norms.append(norm)
+        optimizers.actor.step()
         agent.action_dist.clamp_parameters()
 
-    metrics = describe_update(evaluated, norms, args)
-    return metrics | {"charts/learning_rate": learning_rate, "policy/entropy_coef": ent_coef}
+    critic_rows = []
+    critic_norms = []
+    for i, mb in enumerate(islice(minibatches(batch, args), len(actor_rows))):
+        loss, metrics = compute_value_loss(agent, mb, args)
+        optimizers.critics.zero_grad()
+        loss.backward()
+        average_gradients(critics)
+        norm = nn.utils.clip_grad_norm_(critics, args.max_grad_norm)
+        mean_loss = average(loss.detach())
+        check_step(float(mean_loss), float(norm), f"minibatch {i} of the critics' update")
+        critic_rows.append(metrics)
+        critic_norms.append(norm)
+        optimizers.critics.step()
+
+    metrics = describe_update(actor_rows, critic_rows, actor_norms, critic_norms, args)
+    return metrics | {
+        "charts/learning_rate": learning_rate,
+        "charts/critic_learning_rate": critic_learning_rate,
+        "policy/entropy_coef": ent_coef,
+    }
 
 
 # ------------------------------------------------------------------ formulas of policy and moments
@@ -718,12 +744,15 @@ def update(
 PRESETS: dict[str, dict[str, Any]] = {}
 
 
-def schedules(args: Args, progress: float) -> tuple[float, float]:
-    """Learning rate and entropy coefficient after this fraction of the run."""
-    final_learning_rate = 0.0 if args.anneal_lr else args.learning_rate
+def schedules(args: Args, progress: float) -> tuple[float, float, float]:
+    """Learning rates of actor and critics, and entropy coefficient, at this fraction of the run."""
+    critic_learning_rate = args.critic_learning_rate
+    if critic_learning_rate is None:
+        critic_learning_rate = args.learning_rate
+    rate_left = linear_schedule(1.0, 0.0, progress) if args.anneal_lr else 1.0
     final_ent_coef = args.ent_coef if args.ent_coef_final is None else args.ent_coef_final
-    learning_rate = linear_schedule(args.learning_rate, final_learning_rate, progress)
-    return learning_rate, linear_schedule(args.ent_coef, final_ent_coef, progress)
+    ent_coef = linear_schedule(args.ent_coef, final_ent_coef, progress)
+    return rate_left * args.learning_rate, rate_left * critic_learning_rate, ent_coef
 
 
 def linear_schedule(start: float, end: float, progress: float) -> float:
@@ -1513,7 +1542,7 @@ class Agent(nn.Module):
 
 # ==================================================================================================
 # Nothing below is about the algorithm.
-# Who copies from above also needs `make_envs` (its autoreset mode) and `make_optimizer`.
+# Who copies from above also needs `make_envs` (its autoreset mode) and `make_optimizers`.
 # ==================================================================================================
 
 
@@ -1707,25 +1736,29 @@ def describe_advantages(raw: Tensor, scaled: Tensor) -> dict:
 
 
 def describe_update(
-    evaluated: list[dict], norms: list[tuple[float, float]], args: Args
+    actor_rows: list[dict],
+    critic_rows: list[dict],
+    actor_norms: list[Tensor],
+    critic_norms: list[Tensor],
+    args: Args,
 ) -> dict[str, float]:
     """Means over the minibatches that were evaluated, and norms of the steps that were taken."""
-    columns = {tag: torch.stack([row[tag] for row in evaluated]) for tag in evaluated[0]}
+    columns = {}
+    for rows in (actor_rows, critic_rows):
+        columns |= {tag: torch.stack([row[tag] for row in rows]) for tag in rows[0]}
     ratio = gather(columns.pop("policy/log_ratio").exp())  # (minibatches, B)
-    kl = average(columns["policy/kl_exact"].flatten(1).mean(1))  # (minibatches,)
-    grad_norms = torch.tensor(norms or [[0.0, 0.0]])
+    kl = average(columns["policy/kl_exact"])  # (minibatches,)
     columns |= {
         "policy/kl_max": kl.max(),
         "policy/ratio_mean": ratio,
         "policy/ratio_std": ratio.std(1, correction=0),
         "policy/ratio_first_minibatch_error": (ratio[0] - 1).abs().max(),  # rounding alone
-        "grad/norm": grad_norms.norm(dim=1),
-        "grad/actor": grad_norms[:, 0],
-        "grad/critic": grad_norms[:, 1],
+        "grad/actor": torch.stack(actor_norms or [torch.zeros(())]),
+        "grad/critic": torch.stack(critic_norms),
     }
     return {tag: float(x.mean()) for tag, x in columns.items()} | {
-        "policy/epochs_done": len(norms) / args.num_minibatches,
-        "policy/stopped_early": float(len(norms) < len(evaluated)),
+        "policy/epochs_done": len(actor_norms) / args.num_minibatches,
+        "policy/stopped_early": float(len(actor_norms) < len(actor_rows)),
     }
 
 
@@ -1741,22 +1774,22 @@ class NotFinite(RuntimeError):
     """A loss or a gradient that is not finite. All processes of a run find it at once."""
 
 
-def check_step(loss: float, norm: float, minibatch: int) -> None:
-    """Raise `NotFinite` unless the loss and the gradient's norm are finite."""
+def check_step(loss: float, norm: float, name: str) -> None:
+    """Raise `NotFinite` unless the loss of a minibatch and its gradient's norm are finite."""
     if not math.isfinite(loss + norm):
-        found = f"loss {loss:g}, gradient {norm:g} of minibatch {minibatch} of the update"
+        found = f"loss {loss:g}, gradient {norm:g} of {name}"
         raise NotFinite(f"{found}: not finite; try a smaller --learning-rate")
 
 
-def start(args: Args) -> tuple[Run, Agent, optim.Adam, gym.vector.VectorEnv]:
+def start(args: Args) -> tuple[Run, Agent, Optimizers, gym.vector.VectorEnv]:
     """Make what a run consists of: anew, resumed, or with the weights of another run."""
     check_flags(args)  # again: a flag may have changed since
     set_up_process(args)
     check_compiler(args)
     envs = make_envs(args)
     agent = make_agent(envs, args)
-    optimizer = make_optimizer(agent, args)
-    return Run(args, agent, optimizer, envs), agent, optimizer, envs
+    optimizers = make_optimizers(agent, args)
+    return Run(args, agent, optimizers, envs), agent, optimizers, envs
 
 
 def check_compiler(args: Args) -> None:
@@ -1815,17 +1848,19 @@ def shapes(agent: Agent) -> dict[str, tuple]:
     return held | {"value_dist.support": tuple(ends.tolist())}
 
 
-def make_optimizer(agent: Agent, args: Args) -> optim.Adam:
-    """Adam for one vector that holds all parameters, those of the actor ahead of the critics'.
+class Optimizers(NamedTuple):
+    """Adam for each of the two networks, which share no parameter."""
 
-    The agent's parameters become parts of the vector, since a step of Adam costs time for each
-    parameter, however small. A later `agent.to(...)` would cut them off from it.
-    """
-    actor, critics = agent.parts()
-    parameters = [*actor, *critics]
-    vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
-    nn.utils.vector_to_parameters(vector, parameters)
-    return optim.Adam([vector], args.learning_rate, eps=1e-5, fused=True)
+    actor: optim.Adam
+    critics: optim.Adam
+
+
+def make_optimizers(agent: Agent, args: Args) -> Optimizers:
+    """Make Adam for the actor and for the critics. `update` sets their learning rates."""
+    adams = []
+    for parameters in agent.parts():
+        adams.append(optim.Adam(parameters, args.learning_rate, eps=1e-5, fused=True))
+    return Optimizers(*adams)
 
 
 class Run:
@@ -1840,11 +1875,11 @@ class Run:
     )  # fmt: skip
 
     def __init__(
-        self, args: Args, agent: Agent, optimizer: optim.Adam, envs: gym.vector.VectorEnv
+        self, args: Args, agent: Agent, optimizers: Optimizers, envs: gym.vector.VectorEnv
     ) -> None:
         self.args = args
         self.agent = agent
-        self.optimizer = optimizer
+        self.optimizers = optimizers
         self.envs = envs
         self.total_steps = args.num_iterations * args.batch_size
         self.step = 0  # environment steps taken
@@ -2069,7 +2104,7 @@ class Run:
 
         self.writer.flush()
         kept = {name: getattr(self, name) for name in self.SAVED}
-        kept |= {"optimizer": self.optimizer.state_dict(), "parts": parts}
+        kept |= {"optimizers": [x.state_dict() for x in self.optimizers], "parts": parts}
         content = {
             "args": {**asdict(self.args), "resume": ""},
             "agent": self.agent.state_dict(),
@@ -2096,12 +2131,13 @@ class Run:
         kept = pickle.loads(content["run"])
         try:
             parts = kept["parts"]
-            self.optimizer.load_state_dict(kept["optimizer"])
+            for optimizer, saved in zip(self.optimizers, kept["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
             for name in self.SAVED:
                 setattr(self, name, kept[name])
         except (ValueError, KeyError) as error:  # another number of parameters, or other names
             text = "is of another version of this script; start anew with --init-from"
-            raise UsageError(f"--resume {args.resume}: {text}") from error
+            raise UsageError(f"--resume {args.resume}: {text} (it lacks {error})") from error
 
         part = {"envs": None}
         if len(parts) == WORLD_SIZE:
@@ -2265,6 +2301,16 @@ def average(x: Tensor) -> Tensor:
     x = x.detach() / WORLD_SIZE
     exchange(distributed.all_reduce, x)
     return x
+
+
+def average_gradients(parameters: list[nn.Parameter]) -> None:
+    """Replace the gradients of parameters by their means over all processes, in one call."""
+    if WORLD_SIZE == 1:
+        return
+    gradients = [parameter.grad for parameter in parameters]
+    flat = average(torch.cat([x.flatten() for x in gradients]))
+    for x, mean in zip(gradients, flat.split([x.numel() for x in gradients])):
+        x.copy_(mean.view_as(x))
 
 
 def own(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ atoms, scalar, with twins. The one difference that seeds 1 to 5 showed on MuJoCo
 51 quantiles ahead of a single scalar one, is tried again on seeds 6 to 10. Quantiles in the
 feed-forward script and atoms in the recurrent one are those of `compose.py`. The scalar critic is
 the quantile script with a single quantile and --kappa 10, whose loss is u^2 / (4 kappa) for errors
-below ten standard deviations: with --vf-coef 10 the usual 0.5 * 0.5 * u^2; V is that output.
+below ten standard deviations. Adam is blind to the factor; V is that output.
 
 Runs are kept as `learning.py` keeps them, and those of the defaults are the same. Two scores of a
 run: its final evaluation, and the mean of its training returns over all steps. Both count as
@@ -34,7 +34,7 @@ import learning
 import numpy as np
 from common import CATEGORICAL, LSTM, LSTM_ATOMS, QUANTILE, RESULTS, Cell
 
-SCALAR = "--num-quantiles 1 --kappa 10 --vf-coef 10 --value-from distribution"
+SCALAR = "--num-quantiles 1 --kappa 10 --value-from distribution"
 REPEATS = 2_000  # of the bootstrap
 COLOURS = {"HL-Gauss": "C0", "two-hot": "C1", "quantiles": "C2", "scalar": "C3"}
 

@@ -386,7 +386,7 @@ def same_options(args: Any) -> dict[str, Any]:
         "gae_lambda": args.gae_lambda,
         "clip_range": args.clip_coef,
         "ent_coef": args.ent_coef,
-        "vf_coef": args.vf_coef,
+        "vf_coef": 0.5,
         "max_grad_norm": args.max_grad_norm,
     }
 

@@ -147,9 +147,9 @@ BOTH = {"default": "", "distribution": DISTRIBUTION}
 OWN = {
     LSTM: {
         "kappa 1": f"{DISTRIBUTION} --kappa 1",
-        # loss u^2 / (4 kappa) up to errors of kappa, 1,000 standard deviations: with this vf_coef
-        # the usual 0.5 * 0.5 * mean squared error
-        "scalar": f"{DISTRIBUTION} --num-quantiles 1 --kappa 1000 --vf-coef 1000",
+        # The loss is u^2 / (4 kappa) for errors up to kappa, 1,000 standard deviations. Adam is
+        # blind to the factor.
+        "scalar": f"{DISTRIBUTION} --num-quantiles 1 --kappa 1000",
     },
     CATEGORICAL: {
         "two_hot": f"{DISTRIBUTION} --target-encoding two_hot",

@@ -74,7 +74,7 @@ def make_run(script: ModuleType, env: str, **flags: Any) -> SimpleNamespace:
         envs=envs,
         carry=carry,
         critic_state=critic_state,
-        optimizer=script.make_optimizer(agent, args),
+        optimizers=script.make_optimizers(agent, args),
     )
 
 

@@ -57,4 +57,4 @@ def test_a_game_trains(script, tmp_path):
     flags = {"total_timesteps": 96, "eval_episodes": 1, "run_dir": str(tmp_path)}
     metrics = script.train(small_args(script, "", **PACMAN, **flags))
     assert all(np.isfinite(v) for k, v in metrics.items() if k != "run_dir")
-    assert metrics["grad/norm"] > 0
+    assert metrics["grad/critic"] > 0

@@ -530,7 +530,7 @@ def first_batches(script, monkeypatch, scale, value_from):
     forget_returns(run)
     torch.manual_seed(4)
     one = prepare(run)
-    script.update(run.agent, run.optimizer, one, run.args, progress=0.0)
+    script.update(run.agent, run.optimizers, one, run.args, progress=0.0)
     return one, prepare(run)
 
 

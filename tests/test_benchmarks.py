@@ -164,7 +164,7 @@ def test_mean_of_a_run_counts_steps_not_episodes(critics, tmp_path, monkeypatch)
 
 
 def test_the_scalar_critic_is_the_usual_one(critics):
-    """vf_coef x loss of its one output is 0.25 (V - R)^2, its V is that output."""
+    """kappa times the loss of its one output is a quarter of (V - R)^2, its V is that output."""
     quantile = importlib.import_module("distributional_ppo_lstm")
     args = quantile.parse_flags(critics.SCALAR.split())
     dist = quantile.ValueDistribution(args)
@@ -172,7 +172,7 @@ def test_the_scalar_critic_is_the_usual_one(critics):
     returns = quantile.torch.tensor([1.0, 0.5, 2.0])
     loss, _ = dist.loss(values[None], returns[:, None], returns, values[None])
     expected = 0.25 * (values[:, 0] - returns).square()
-    assert (args.vf_coef * loss[0]).tolist() == pytest.approx(expected.tolist())
+    assert (args.kappa * loss[0]).tolist() == pytest.approx(expected.tolist())
     dist.moments.mean.fill_(7)
     assert dist.value(values).tolist() == pytest.approx([4, 7, 9.5])
 
@@ -496,7 +496,7 @@ def test_without_popart_the_statistics_move_after_the_update(script, monkeypatch
     batch, _, _ = prepare_rollout(run)
     after = run.agent.state_dict()
     assert all(after[name].equal(x) for name, x in before.items() if "adv_moments" not in name)
-    script.update(run.agent, run.optimizer, batch, run.args, 0.0)
+    script.update(run.agent, run.optimizers, batch, run.args, 0.0)
     moved = run.agent.value_dist.moments
     expected = other.agent.value_dist.moments
     for name in ("mean", "var", "count"):

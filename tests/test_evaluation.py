@@ -271,12 +271,12 @@ def test_how_to_evaluate_may_change_later(script, tmp_path, capsys):
 
 # -------------------------------------------------------------------------------- earlier weights
 def test_a_run_starts_from_earlier_weights(script, tmp_path, monkeypatch):
-    """All weights and normalisers of the checkpoint; flags, steps and optimizer are its own."""
+    """All weights and normalisers of the checkpoint; flags, steps and optimizers are its own."""
     first = flags_for(script, tmp_path, 3, env_id="probes:Walk-v0", eval_every=1, norm_adv_memory=5)
     earlier = Path(script.train(first)["run_dir"])
     for path in (earlier, earlier / "checkpoint.pt", earlier / "best.pt"):
         flags = {"env_id": "probes:Walk-v0", "init_from": str(path), "learning_rate": 1e-12}
-        args = flags_for(script, tmp_path, 1, seed=5, vf_coef=0.1, **flags)
+        args = flags_for(script, tmp_path, 1, seed=5, max_grad_norm=0.1, **flags)
         seen, collect = [], script.collect_rollout
 
         def note(envs, agent, *rest, seen=seen, collect=collect):
@@ -292,7 +292,7 @@ def test_a_run_starts_from_earlier_weights(script, tmp_path, monkeypatch):
         assert seen[0]["value_dist.moments.count"] > 0
         assert contents(done)["step"] == args.batch_size
         after, stored = script.load_agent(done)
-        assert (stored.seed, stored.vf_coef, stored.init_from) == (5, 0.1, str(path))
+        assert (stored.seed, stored.max_grad_norm, stored.init_from) == (5, 0.1, str(path))
         old = dict(agent.named_parameters())
         for name, p in after.named_parameters():  # Adam hardly moves them, PopArt the heads
             if not name.startswith("critic_heads"):
@@ -300,7 +300,7 @@ def test_a_run_starts_from_earlier_weights(script, tmp_path, monkeypatch):
 
 
 def test_what_is_trained_goes_on_from_those_weights(script, tmp_path):
-    """The optimizer's vector is of them: training moves away from where they were, a little."""
+    """Training moves them away from where they were, a little."""
     first = flags_for(script, tmp_path, 3, env_id="probes:Walk-v0")
     earlier = script.train(first)["run_dir"]
     flags = {"env_id": "probes:Walk-v0", "init_from": earlier, "learning_rate": 1e-4}
@@ -378,7 +378,7 @@ def test_a_run_of_another_version_is_refused_in_one_line(script, tmp_path, capsy
     directory = stopped(script, monkeypatch, args, 1)
     saved = torch.load(directory / "checkpoint.pt", weights_only=True)
     kept = pickle.loads(saved["run"])
-    kept["optimizer"]["param_groups"][0]["params"].append(1)
+    kept["optimizers"][0]["param_groups"][0]["params"].append(1)
     torch.save(saved | {"run": pickle.dumps(kept)}, directory / "checkpoint.pt")
     code, _, err = run_main(script, capsys, ["--resume", str(directory)])
     assert code == 2

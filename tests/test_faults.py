@@ -137,14 +137,14 @@ def test_a_fault_in_the_last_evaluation(script, capsys, tmp_path, monkeypatch):
 
 
 def poison(script, monkeypatch, iteration, act):
-    """Do that to agent and optimizer ahead of the update of an iteration, counted from 0."""
+    """Do that to agent and optimizers ahead of the update of an iteration, counted from 0."""
     update, calls = script.update, []
 
-    def update_poisoned(agent, optimizer, *rest):
+    def update_poisoned(agent, optimizers, *rest):
         calls.append(agent)
         if len(calls) == iteration + 1:
-            act(agent, optimizer)
-        return update(agent, optimizer, *rest)
+            act(agent, optimizers)
+        return update(agent, optimizers, *rest)
 
     monkeypatch.setattr(script, "update", update_poisoned)
 
@@ -156,11 +156,11 @@ def test_a_loss_that_is_not_finite(script, monkeypatch, capsys, tmp_path):
     """A huge step in the third iteration: the minibatch after it has no finite loss."""
     args = flags_for(script, tmp_path, "VectorBox")
 
-    def leap(agent, optimizer):
-        monkeypatch.setattr(script, "schedules", lambda args, progress: (1e30, 0.0))
+    def leap(agent, optimizers):
+        monkeypatch.setattr(script, "schedules", lambda args, progress: (1e30, 1e30, 0.0))
 
     poison(script, monkeypatch, 2, leap)
-    parts = ["loss (inf|nan)", "minibatch 1 of the update", *REMEDY]
+    parts = ["loss (inf|nan)", "minibatch 1 of the actor's update", *REMEDY]
     check_fault(script, capsys, tmp_path, words(args), parts)
 
 
@@ -168,11 +168,11 @@ def test_a_weight_that_is_not_finite(script, monkeypatch, capsys, tmp_path):
     """The first minibatch sees it."""
     args = flags_for(script, tmp_path, "VectorBox")
 
-    def spoil(agent, optimizer):
+    def spoil(agent, optimizers):
         agent.critic_heads[1][0].weight.data[0, 0] = torch.inf
 
     poison(script, monkeypatch, 2, spoil)
-    parts = ["loss (inf|nan)", "minibatch 0 of the update", *REMEDY]
+    parts = ["loss (inf|nan)", "minibatch 0 of the critics' update", *REMEDY]
     check_fault(script, capsys, tmp_path, words(args), parts)
 
 
@@ -181,7 +181,7 @@ def test_a_gradient_that_is_not_finite(script, monkeypatch, capsys, tmp_path, mi
     """Its minibatch is named, not what came of it in the next one."""
     args = flags_for(script, tmp_path, "VectorBox")
 
-    def spoil(agent, optimizer):
+    def spoil(agent, optimizers):
         seen = []
 
         def explode(gradient):
@@ -191,7 +191,10 @@ def test_a_gradient_that_is_not_finite(script, monkeypatch, capsys, tmp_path, mi
         agent.actor_head.bias.register_hook(explode)
 
     poison(script, monkeypatch, 2, spoil)
-    parts = [f"loss [-0-9.]+, gradient (inf|nan) of minibatch {minibatch} of the update", *REMEDY]
+    parts = [
+        f"loss [-0-9.]+, gradient (inf|nan) of minibatch {minibatch} of the actor's update",
+        *REMEDY,
+    ]
     check_fault(script, capsys, tmp_path, words(args), parts)
 
 
@@ -199,7 +202,7 @@ def test_a_finite_update_raises_nothing(script):
     """No false alarm."""
     run = make_run(script, "VectorBox")
     batch = prepare(run)
-    script.update(run.agent, run.optimizer, batch, run.args, 0.5)
+    script.update(run.agent, run.optimizers, batch, run.args, 0.5)
 
 
 def test_an_infinite_divergence_is_no_fault(script):
@@ -208,7 +211,7 @@ def test_an_infinite_divergence_is_no_fault(script):
     batch = prepare(run)
     with torch.no_grad():
         run.agent.actor_head.bias[0] += 300
-    metrics = script.update(run.agent, run.optimizer, batch, run.args, 0.5)
+    metrics = script.update(run.agent, run.optimizers, batch, run.args, 0.5)
     assert metrics["policy/kl_exact"] > 100
     assert all(p.isfinite().all() for p in run.agent.parameters())
 
@@ -224,7 +227,7 @@ def test_a_fault_that_is_gone_does_not_spoil_the_resume(script, monkeypatch, cap
     """Whatever happened, the run goes on from its last checkpoint as if it had not."""
     args = flags_for(script, tmp_path, "VectorBox")
     with monkeypatch.context() as patch:
-        poison(script, patch, 2, lambda agent, optimizer: agent.actor_head.bias.data.mul_(1e39))
+        poison(script, patch, 2, lambda agent, optimizers: agent.actor_head.bias.data.mul_(1e39))
         assert run_main(script, capsys, words(args))[0] == 1
     (directory,) = (tmp_path / "runs").iterdir()
     assert run_main(script, capsys, ["--resume", str(directory)])[0] == 0

@@ -36,7 +36,7 @@ VALUES = {
     "--ent-coef-final": ("None", "0", "0.1"),
     "--min-entropy": ("-3", "0", "2"),
     "--min-entropy-penalty": ("0", "0.5"),
-    "--vf-coef": ("0", "0.5", "2"),
+    "--critic-learning-rate": ("None", "1e-4", "0.1"),
     "--max-grad-norm": ("1e-3", "0.5", "100"),
     "--target-kl": ("None", "1e-6", "0.01", "10"),
     "--num-critics": ("1", "2"),
@@ -92,7 +92,7 @@ WRONG = {
          ), ("0", "-1", "nan", "inf", "-inf", "much"),
     ),
     **dict.fromkeys(("--gamma", "--gae-lambda", "--cvar-weight"), ("-0.01", "1.01", "nan", "inf")),
-    **dict.fromkeys(("--ent-coef", "--vf-coef", "--min-entropy-penalty"), ("-1", "nan", "inf")),
+    **dict.fromkeys(("--ent-coef", "--min-entropy-penalty"), ("-1", "nan", "inf")),
     **dict.fromkeys(
         ("--twin-reduce", "--activation", "--vf-clip", "--value-target", "--value-from"),
         ("", "Mean"),

@@ -50,13 +50,17 @@ def begin(script, tmp_path):
 
 
 def test_schedules_fall_linearly_where_they_are_asked_to(script):
-    """A quarter of the way: 0.004 to 0 is 0.003, 0.08 to 0.04 is 0.07; else constant."""
+    """A quarter of the way: 0.004 to 0 is 0.003, 0.08 to 0.04 is 0.07; else constant. The critics
+    have the actor's rate unless they have their own."""
     flags = {"learning_rate": 0.004, "ent_coef": 0.08, "ent_coef_final": 0.04}
     args = small_args(script, "Walk", **flags)
-    assert script.schedules(args, 0.25) == pytest.approx((0.003, 0.07))
+    assert script.schedules(args, 0.25) == pytest.approx((0.003, 0.003, 0.07))
+    flags |= {"critic_learning_rate": 0.016}
+    args = small_args(script, "Walk", **flags)
+    assert script.schedules(args, 0.25) == pytest.approx((0.003, 0.012, 0.07))
     flags |= {"ent_coef_final": None, "anneal_lr": False}
     args = small_args(script, "Walk", **flags)
-    assert script.schedules(args, 0.25) == (0.004, 0.08)
+    assert script.schedules(args, 0.25) == (0.004, 0.016, 0.08)
 
 
 def test_what_is_due_every_third_iteration(script):

@@ -19,7 +19,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.testing import assert_close
 
 SCALARS = """
-charts/episodic_return charts/episodic_length charts/SPS charts/learning_rate
+charts/episodic_return charts/episodic_length charts/SPS
+charts/learning_rate charts/critic_learning_rate
 losses/policy_loss losses/value_loss losses/entropy losses/approx_kl losses/clipfrac
 losses/explained_variance
 value/bias value/std_predicted value/std_target value/distribution_gap value/clip_fraction
@@ -30,7 +31,7 @@ norm/return_mean norm/return_std norm/value_shift
 adv/mean_raw adv/std_raw adv/abs_max
 policy/kl_exact policy/kl_max policy/ratio_mean policy/ratio_std
 policy/ratio_first_minibatch_error policy/entropy_coef policy/epochs_done policy/stopped_early
-grad/norm grad/actor grad/critic
+grad/actor grad/critic
 data/truncated_fraction
 time/rollout time/values time/update
 eval/return_mean eval/return_std eval/return_cvar eval/length_mean
@@ -223,7 +224,7 @@ def watched_run(script, tmp_path, monkeypatch, **flags):
             agent = next(x for x in inputs if isinstance(x, script.Agent))
             stood = {key: x.clone() for key, x in agent.state_dict().items() if "moments" in key}
             given = function(*inputs)
-            lr = inputs[1].param_groups[0]["lr"] if name == "update" else None
+            lr = [x.param_groups[0]["lr"] for x in inputs[1]] if name == "update" else None
             if name == "collect_rollout":
                 seen.append({})
             seen[-1][name] = SimpleNamespace(inputs=inputs, given=given, stood=stood, lr=lr)
@@ -285,18 +286,20 @@ def test_statistics_of_returns_move_ahead_of_the_update(script, tmp_path, monkey
 
 
 def test_every_update_has_the_coefficients_of_its_time(script, tmp_path, monkeypatch):
-    """Of three iterations the learning rate has 1, 2/3 and 1/3; the bonus falls to its end."""
-    flags = {"learning_rate": 3e-3, "ent_coef": 0.04, "ent_coef_final": 0.01}
-    losses, coefficients = script.losses, []
+    """Of three iterations the learning rates have 1, 2/3 and 1/3; the bonus falls to its end."""
+    flags = {"learning_rate": 3e-3, "critic_learning_rate": 6e-3}
+    flags |= {"ent_coef": 0.04, "ent_coef_final": 0.01}
+    policy_loss, coefficients = script.policy_loss, []
 
     def note(agent, mb, args, ent_coef):
         coefficients.append(ent_coef)
-        return losses(agent, mb, args, ent_coef)
+        return policy_loss(agent, mb, args, ent_coef)
 
-    monkeypatch.setattr(script, "losses", note)
+    monkeypatch.setattr(script, "policy_loss", note)
     updates = [x[-1] for x in watched_run(script, tmp_path, monkeypatch, **flags)]
     assert [update.inputs[-1] for update in updates] == pytest.approx([0, 1 / 3, 2 / 3])
-    assert [update.lr for update in updates] == pytest.approx([3e-3, 2e-3, 1e-3])
+    assert [update.lr[0] for update in updates] == pytest.approx([3e-3, 2e-3, 1e-3])
+    assert [update.lr[1] for update in updates] == pytest.approx([6e-3, 4e-3, 2e-3])
     assert sorted({*coefficients}) == pytest.approx([0.02, 0.03, 0.04])
     assert coefficients == sorted(coefficients, reverse=True)
     for tag, values in (("charts/learning_rate", [3e-3, 2e-3, 1e-3]),
@@ -393,8 +396,8 @@ def test_one_update_on_another_device_is_that_of_the_cpu(script, device):
         torch.manual_seed(3)
         agent = copy.deepcopy(run.agent).to(place)
         moved = script.Batch(*(x.to(place) for x in batch))
-        optimizer = script.make_optimizer(agent, run.args)
-        script.update(agent, optimizer, moved, run.args, 0.0)
+        optimizers = script.make_optimizers(agent, run.args)
+        script.update(agent, optimizers, moved, run.args, 0.0)
         assert agent.device.type == place
         updated.append([parameter.detach().cpu() for parameter in agent.parameters()])
     for one, two in zip(*updated):

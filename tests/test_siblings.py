@@ -33,7 +33,8 @@ SEAMS = {  # defined in both, different on purpose
     "run_critics": "a pass over time, cut at time limits, or every observation on its own",
     "prepare_batch": "the critics' state is carried on, and time is cut into sequences",
     "minibatches": "shuffled sequences, or shuffled rows",
-    "losses": "networks get states and episode starts; tensors have two axes, or one",
+    "policy_loss": "networks get states and episode starts; tensors have two axes, or one",
+    "value_loss": "networks get states and episode starts; tensors have two axes, or one",
     "update": "the feed-forward one may compile its losses",
     "ValueDistribution": "quantiles or atoms, behind the same methods",
     "layer_init": "the recurrent one initialises LSTM layers, too",
@@ -48,12 +49,13 @@ SEAMS = {  # defined in both, different on purpose
 OF_ONE = {LSTM: set(), CATEGORICAL: {"normalized_mean", "probs", "task_atoms"}}
 # What training does, in the order in which it does it.
 ORDER = """
-train collect_rollout run_critics gae prepare_batch minibatches losses update
+train collect_rollout run_critics gae prepare_batch minibatches policy_loss value_loss update
 clipped_policy_loss ValueDistribution make_encoder Agent
 make_env describe_critics Run evaluate average UsageError main
 """.split()
 RULE = "# Nothing below is about the algorithm."
-# Words of processes, terminals and files. Above the rule only `average` and `own` are allowed.
+# Words of processes, terminals and files. Above the rule only the words that begin with `average`,
+# and `own`, are allowed.
 BELOW = """
 RANK WORLD_SIZE distributed isatty print open Path pickle signal SummaryWriter gather
 gather_objects

@@ -1,0 +1,194 @@
+"""Do versions of the scripts learn alike? They train with the same tuning seeds, turn by turn.
+
+    python benchmarks/versions.py 4359cde HEAD                  # runs that have no row yet
+    python benchmarks/versions.py 4359cde HEAD --only Hopper-v5 --seeds 1000 1001
+    python benchmarks/versions.py 4359cde HEAD --report         # only tell what the rows say
+
+Every run is a row of results/versions.csv. The report gives, for each task, the final evaluation of
+both versions, the difference of their means with its 95 % interval (Welch), and the seeds that each
+version lost: evaluations below LOST. The criterion was written down ahead of the runs: the later
+version fails where an interval lies wholly below 0, or where two tasks lose more than a tenth of
+the mean. Then the number of seeds is doubled once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import common
+import numpy as np
+from common import CATEGORICAL, LSTM, RESULTS, Cell, Row, Run, Table
+from learning import MINATAR, MUJOCO, PENDULUM_NOVEL, THRESHOLDS, first_step
+from scipy import stats
+from tune import share_lost
+from unchanged import ROOT, copy_scripts
+
+CELLS = [
+    Cell("CartPole-v1", CATEGORICAL, "", "", range(1000, 1032)),
+    Cell("CartPoleNoVel-v1", LSTM, "", "", range(1000, 1032)),
+    Cell("PendulumNoVel-v1", LSTM, "", PENDULUM_NOVEL, range(1000, 1016)),
+    Cell("HalfCheetah-v5", CATEGORICAL, "", MUJOCO, range(1000, 1008)),
+    Cell("Hopper-v5", CATEGORICAL, "", MUJOCO, range(1000, 1008)),
+    Cell("envs:MinAtar/Breakout-v1", CATEGORICAL, "", MINATAR, range(1000, 1002)),
+]
+LOST = THRESHOLDS | {"PendulumNoVel-v1": -300}  # an evaluation below this is a lost seed
+COLUMNS = (
+    "version",  # commit and, with --append, further flags
+    "task",
+    "script",
+    "seed",
+    "return_mean",
+    "return_std",
+    "return_cvar",
+    "steps_to_threshold",  # of the training returns; empty without a threshold
+    "share_lost",  # of the steps after that, in episodes below it; empty as well
+    "seconds",
+    "machine",
+)
+TABLE = Table(RESULTS / "versions.csv", COLUMNS, end="\n")
+
+
+# --------------------------------------------------------------------------------------------- runs
+def short(version: str) -> str:
+    """The first seven digits of a commit."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short=7", f"{version}^{{commit}}"]
+    return subprocess.check_output(command, text=True).strip()
+
+
+def run_one(run: Run) -> Row:
+    """Train one seed of a version in a process that knows its command line alone: its row.
+
+    The variant of the run's cell is the version: a commit, and further flags behind a space.
+    """
+    cell = run.cell
+    commit = cell.variant.split()[0]
+    path = os.pathsep.join([str(common.HERE), os.environ.get("PYTHONPATH", "")])
+    with tempfile.TemporaryDirectory() as top:
+        script = copy_scripts(commit, Path(top, "scripts")) / f"{cell.script}.py"
+        words = [*cell.flags.split(), *cell.variant.split()[1:]]
+        line = ["--env-id", cell.task, "--seed", str(run.seed), "--run-dir", f"{top}/runs", *words]
+        began = time.time()
+        ended = subprocess.run(
+            [sys.executable, str(script), *line],
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+        if ended.returncode:
+            raise RuntimeError(f"{run}: {shlex.join(line)}: {ended.stderr[-500:]}")
+        seconds = time.time() - began
+        [directory] = Path(top, "runs").iterdir()
+        ends = ("eval/return_mean", "eval/return_std", "eval/return_cvar")
+        charts = ("charts/episodic_return", "charts/episodic_length")
+        curves = common.scalars(directory, (*ends, *charts))
+
+    row = {name.replace("eval/", ""): round(curves[name][-1].value, 4) for name in ends}
+    steps, lost = "", ""
+    if cell.task in THRESHOLDS:
+        episodes = np.array(curves["charts/episodic_return"])
+        lengths = np.array(curves["charts/episodic_length"])[:, 1]
+        steps = first_step(episodes, THRESHOLDS[cell.task])
+        lost = share_lost(episodes, lengths, steps, THRESHOLDS[cell.task])
+    return row | {
+        "version": cell.variant,
+        "task": cell.task,
+        "script": cell.script,
+        "seed": run.seed,
+        "steps_to_threshold": steps,
+        "share_lost": lost,
+        "seconds": round(seconds, 1),
+        "machine": common.origin()["machine"],
+    }
+
+
+def missing(versions: list[str], words: Iterable[str], seeds: list[int]) -> list[Run]:
+    """Runs without a row: seed by seed, task by task, version by version."""
+    known = {(row["version"], row["task"], row["seed"]) for row in TABLE.rows()}
+    runs = []
+    for cell in CELLS:
+        if not cell.matches(words):
+            continue
+        for seed in seeds or cell.seeds:
+            for version in versions:
+                if (version, cell.task, str(seed)) not in known:
+                    own = Cell(cell.task, cell.script, version, cell.flags, cell.seeds)
+                    runs.append(Run(own, seed))
+    return sorted(runs, key=lambda run: run.seed)
+
+
+# ------------------------------------------------------------------------------------------- report
+def evaluations(version: str, task: str, seeds: set[str]) -> np.ndarray:
+    """Final evaluations of a version's seeds."""
+    rows = [row for row in TABLE.rows() if (row["version"], row["task"]) == (version, task)]
+    return np.array([float(row["return_mean"]) for row in rows if row["seed"] in seeds])
+
+
+def seeds_of(version: str, task: str) -> set[str]:
+    """Seeds that have a row."""
+    rows = TABLE.rows()
+    return {row["seed"] for row in rows if (row["version"], row["task"]) == (version, task)}
+
+
+def interval(before: np.ndarray, after: np.ndarray) -> tuple[float, float]:
+    """95 % interval of the difference of the means, by Welch's t."""
+    found = stats.ttest_ind(after, before, equal_var=False).confidence_interval(0.95)
+    return float(found.low), float(found.high)
+
+
+def report(first: str, second: str, words: Iterable[str]) -> list[str]:
+    """One line a task: the seeds that both versions have, alone."""
+    lines = common.markdown_head(f"task | seeds | {first} | {second} | difference | 95 % | lost")
+    for cell in CELLS:
+        seeds = seeds_of(first, cell.task) & seeds_of(second, cell.task)
+        if len(seeds) < 2 or not cell.matches(words):
+            continue
+        before = evaluations(first, cell.task, seeds)
+        after = evaluations(second, cell.task, seeds)
+        low, high = interval(before, after)
+        bound = LOST.get(cell.task, -np.inf)
+        lines.append(
+            common.markdown_row(
+                [
+                    cell.task,
+                    len(seeds),
+                    f"{before.mean():.1f}",
+                    f"{after.mean():.1f}",
+                    f"{after.mean() - before.mean():+.1f}",
+                    f"{low:+.1f} to {high:+.1f}",
+                    f"{sum(before < bound)}, {sum(after < bound)}",
+                ]
+            )
+        )
+    return lines
+
+
+def main() -> None:
+    """Parse, run what is missing, report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("versions", nargs="+", help="commits; the report compares with the first")
+    parser.add_argument("--append", default="", help="more flags, for the last version alone")
+    parser.add_argument("--only", nargs="*", default=[], help="words, all to match")
+    parser.add_argument("--seeds", nargs="*", type=int, help="instead of each task's own")
+    parser.add_argument("--report", action="store_true", help="only tell what the rows say")
+    parser.add_argument("--processes", type=int, default=2, help="runs at a time")
+    args = parser.parse_args()
+    versions = [short(version) for version in args.versions]
+    if args.append:
+        versions[-1] += f" {args.append}"
+    if not args.report:
+        runs = missing(versions, args.only, args.seeds or [])
+        TABLE.record(run_one, runs, args.processes)
+    for version in versions[1:]:
+        print(*report(versions[0], version, args.only), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
