@@ -190,7 +190,8 @@ class PPOArgs:
     norm_adv: bool = True
     """Normalise the advantages of each rollout."""
     norm_adv_memory: Annotated[CountOrZero, Needs("norm_adv", False)] = 100
-    """Rollouts over which the running std of advantages fades. 0 keeps no running std."""
+    """Rollouts over which the running std of advantages fades. Where the std is smaller than that,
+    the actor's learning rate is as much smaller. 0: it is not."""
     clip_coef: Positive = 0.2
     """Clipping range of the probability ratio."""
     ent_coef: NonNegative = 0.0
@@ -575,7 +576,7 @@ def prepare_batch(
 
     # 0. Ahead of everything, the first rollout sets the return statistics.
     if args.norm_returns and dist.moments.count == 0:
-        dist.moments.merge(*first_return_moments(rollout, args), weight=2)
+        dist.moments.merge(*first_return_moments(rollout, args), weight=1)
 
     # 1. The critics predict distributions of the return from every s_t and every s'_t.
     obs = agent.normalize_obs(rollout.obs)
@@ -603,9 +604,7 @@ def prepare_batch(
     if args.cvar_weight > 0 and args.cvar_alpha < 1:
         risk_advantages = dist.risk_advantages(targets, reduced)
         advantages = advantages.lerp(risk_advantages, args.cvar_weight)
-    scaled = scale_advantages(agent, advantages, args)
     metrics = describe_critics(dist, rollout, outputs, reduced, next_reduced, returns)
-    metrics |= describe_advantages(advantages, scaled)
 
     # 3. The return statistics move, and the value heads with them.
     old_values, moved = dist.move_statistics(agent.critic_heads, outputs, targets)
@@ -627,7 +626,7 @@ def prepare_batch(
         actions=cut(rollout.actions),
         params=cut(rollout.params),
         log_probs=cut(agent.action_dist.log_prob(rollout.params, rollout.actions)),
-        advantages=cut(scaled.float()),
+        advantages=cut(advantages),
         targets=cut(dist.encode_targets(targets)),
         returns=cut(dist.moments.normalize(returns).float()),
         old_values=cut(old_values.movedim(0, 2).float()),
@@ -653,21 +652,25 @@ def first_return_moments(rollout: Rollout, args: Args) -> Tensors:
     return batch_moments(sums.flatten())
 
 
-def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
-    """Center advantages (T, N) and divide them by the larger of their std and its running value.
+def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> tuple[Tensor, float]:
+    """Normalise the advantages of a rollout. Returns them and a factor for the actor's rate.
 
-    Where all returns are alike, the std is the noise of rounding and of the critics. Dividing by it
-    would turn that noise into the policy's gradient.
+        factor = std / max(std, running std)
+
+    The running std of `agent.adv_moments` takes in this rollout. Where all returns are alike, the
+    std is the noise of rounding and of the critics, and dividing by it turns that noise into a
+    gradient of full size. A small rate keeps the policy then. A small gradient would not: Adam
+    divides by the size of recent gradients.
     """
     if not args.norm_adv:
-        return advantages
+        return advantages, 1.0
     _, variance = batch_moments(advantages.flatten())
-    missing = torch.zeros_like(variance)
+    factor = 1.0
     if args.norm_adv_memory:
-        agent.adv_moments.merge(torch.zeros_like(variance), variance, weight=2)
-        missing = (agent.adv_moments.std - variance.sqrt()).clamp(min=0)
-    eps = missing + 1e-30  # std + eps is the larger one; the rest is a floor for any unit of reward
-    return normalize_advantages(advantages, eps, average)
+        agent.adv_moments.merge(torch.zeros_like(variance), variance, weight=1)
+        factor = float((variance / agent.adv_moments.var).sqrt().nan_to_num(1.0).clamp(max=1))
+    eps = 1e-30  # in the unit of the rewards, which may be any
+    return normalize_advantages(advantages, eps, average), factor
 
 
 def normalize_advantages(
@@ -755,7 +758,10 @@ def update(
     the steps that were taken. Raises RuntimeError for a loss or a gradient that is not finite.
     """
     learning_rate, critic_learning_rate, ent_coef = schedules(args, progress)
-    optimizers.actor.param_groups[0]["lr"] = learning_rate
+    scaled, factor = scale_advantages(agent, batch.advantages, args)
+    described = describe_advantages(batch.advantages, scaled)
+    batch = batch._replace(advantages=scaled.float())
+    optimizers.actor.param_groups[0]["lr"] = factor * learning_rate
     optimizers.critics.param_groups[0]["lr"] = critic_learning_rate
     actor, critics = agent.parts()
 
@@ -790,8 +796,9 @@ def update(
         critic_norms.append(norm)
         optimizers.critics.step()
 
-    metrics = describe_update(actor_rows, critic_rows, actor_norms, critic_norms, args)
-    return metrics | {
+    described |= describe_update(actor_rows, critic_rows, actor_norms, critic_norms, args)
+    return described | {
+        "policy/rate_factor": factor,
         "charts/learning_rate": learning_rate,
         "charts/critic_learning_rate": critic_learning_rate,
         "policy/entropy_coef": ent_coef,
@@ -879,13 +886,23 @@ class RunningMoments(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
     @property
-    def std(self) -> Tensor:
-        """The scale of `normalize` and `denormalize`.
+    def floor(self) -> Tensor:
+        """A variance that is added for data that do not vary.
 
-        It has a floor for data that do not vary: a ten-millionth of the mean, which is what float32
-        resolves. The floor scales with the data, so their unit does not matter.
+        It is the square of a ten-millionth of the mean, which is what float32 resolves. It scales
+        with the data, so their unit does not matter. 1e-60 serves data that are all 0.
         """
-        return (self.var + (1e-7 * self.mean).square() + 1e-60).sqrt()
+        return (1e-7 * self.mean).square() + 1e-60
+
+    @property
+    def at_floor(self) -> bool:
+        """Whether the data so far vary so little that the std is within 100 times its floor."""
+        return bool((self.var <= 1e4 * self.floor).all())
+
+    @property
+    def std(self) -> Tensor:
+        """sqrt(var + floor), the scale of `normalize` and `denormalize`."""
+        return (self.var + self.floor).sqrt()
 
     @torch.no_grad()
     def update(self, x: Tensor) -> None:
@@ -1117,7 +1134,7 @@ class ValueDistribution(nn.Module):
     def __init__(self, args: Args) -> None:
         super().__init__()
         self.args = args
-        self.moments = RunningMoments((), max_count=2 * args.norm_returns_memory)  # 2 a rollout
+        self.moments = RunningMoments((), max_count=args.norm_returns_memory)
         self.register_buffer("support", quantile_midpoints(args.num_quantiles), persistent=False)
         self.num_outputs = args.num_quantiles + (args.value_from == "mean_head")
 
@@ -1163,9 +1180,12 @@ class ValueDistribution(nn.Module):
         """Targets by SR(lambda), from the outputs (T, N, K or K + 1) for true successors."""
         theta = self.decode(self.split(next_outputs)[0])
         size = (len(theta), self.args.num_envs, theta.shape[-1])
+        draws = torch.zeros(size, device=theta.device)
+        if gae_lambda < 1:  # SR(1) replaces nothing, and a metric must not draw random numbers
+            draws.uniform_()
         return sr_lambda_targets(
             rollout.rewards, theta, rollout.terminated, rollout.truncated,
-            self.args.gamma, gae_lambda, draws=own(torch.rand(size, device=theta.device)),
+            self.args.gamma, gae_lambda, draws=own(draws),
         )  # fmt: skip
 
     def risk_advantages(self, targets: Tensor, outputs: Tensor) -> Tensor:
@@ -1178,32 +1198,39 @@ class ValueDistribution(nn.Module):
     ) -> tuple[Tensor, dict]:
         """Take the targets into the return statistics and rescale the heads in the same moment.
 
-            mean  of the targets
-            scale = max(std of the targets, root mean square of V - mean)
+        What the running moments take in is the mean of the targets, and as a variance the larger
+        one of the targets' variance and the mean square of V - mean. The variance alone would go
+        to 0 where all returns are equal. Errors of V would then count as thousands of deviations.
 
-        With the targets' std alone, constant returns would shrink the scale to its floor, and a
-        critic may be off by thousands of that. Decoded predictions stay what they were (PopArt).
-        Returns `outputs` (C, T, N, K or K + 1) in the new units, and metrics.
+        Decoded predictions stay what they were (PopArt, van Hasselt et al. 2016). There is one
+        exception. A std at its floor means that nothing has varied yet, as where all rewards were
+        0. Heads rescaled from there would vanish, so they stay as they are.
+
+        The last layers of the heads change in place. Returns `outputs` (C, T, N, K or K + 1) in
+        the new units, and metrics.
         """
         values = self.value(outputs)  # (C, T, N), by the old statistics
         decoded = self.decode(outputs)
         old_mean = self.moments.mean
         old_std = self.moments.std
+        rescales = not self.moments.at_floor
         if self.args.norm_returns:
             mean = average(targets.mean())
             variance = average((targets - mean).square().mean())
             error = average((values - mean).square().mean())
-            self.moments.merge(mean, torch.maximum(variance, error), weight=2)
-        for head in heads:
-            rescale_head(head[-1], old_mean, old_std, self.moments.mean, self.moments.std)
+            self.moments.merge(mean, torch.maximum(variance, error), weight=1)
+        moved = outputs
+        if rescales:
+            moved = self.moments.normalize(decoded).to(outputs)
+            for head in heads:
+                rescale_head(head[-1], old_mean, old_std, self.moments.mean, self.moments.std)
 
-        moved = self.moments.normalize(decoded).to(outputs)
         crossing = self.split(moved)[0].diff(dim=-1) < 0
         return moved, {
             "value/crossing_fraction": crossing.float().mean().nan_to_num(),  # 0 for K = 1
             "norm/return_mean": self.moments.mean,
             "norm/return_std": self.moments.std,
-            "norm/value_shift": (self.value(moved) - values).abs().mean(),  # rounding alone
+            "norm/value_shift": (self.value(moved) - values).abs().mean(),  # 0 but for rounding
         }
 
     def encode_targets(self, targets: Tensor) -> Tensor:
@@ -1331,7 +1358,7 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias_const: float = 
 
 
 class Convolutions(nn.Module):
-    """Encoder of images (..., C, H, W), which it divides by their upper bound, to (..., F).
+    """Encoder of images (..., C, H, W) to (..., F). It divides them by their largest bound.
 
     Images with sides of 36 and more go through the layers of Mnih et al. 2015. Smaller grids go
     through the layer of Young & Tian 2019 (MinAtar).
@@ -1345,7 +1372,7 @@ class Convolutions(nn.Module):
         if min(sides) >= 36:
             layers = [(32, 8, 4), (64, 4, 2), (64, 3, 1)]
             self.memory_format = torch.channels_last
-        self.scale = 1 / float(space.high.max())
+        self.scale = 1 / max(-float(space.low.min()), float(space.high.max()), 1)
         self.layers = nn.Sequential()
         for size, kernel, stride in layers:
             self.layers.append(layer_init(nn.Conv2d(channels, size, kernel, stride)))
@@ -1535,7 +1562,7 @@ class Agent(nn.Module):
         self.action_dist = make_action_dist(action_space, args)
         self.value_dist = ValueDistribution(args)
         self.obs_moments = RunningMoments(() if self.sees_images else self.obs_shape)
-        self.adv_moments = RunningMoments((), max_count=2 * args.norm_adv_memory)  # 2 a rollout
+        self.adv_moments = RunningMoments((), max_count=args.norm_adv_memory)
 
         self.actor_body = Body(observation_space, args)
         self.critic_body = Body(observation_space, args)
@@ -1637,18 +1664,23 @@ STATS = "episode_statistics"  # key of a finished episode's return and length; t
 def channel_axis(space: gym.Space) -> int | None:
     """Axis of an image's channels, 0 or 2, or where one would be added. None for other spaces.
 
-    An image is a Box of two or three dimensions whose numbers all have the same bounds, of 65,535
-    at most. Two equal sides are its height and its width. Otherwise its channels are the shorter
-    one of the first and the last axis.
+    An image is a Box of bytes with two or three dimensions, or a Box of three dimensions whose
+    numbers all have the same bounds, of 65,535 at most. Its sides are 3, the kernel of
+    `Convolutions`, or more. Everything else is a vector.
+
+    Two equal sides are an image's height and width. Otherwise its channels are the shorter one of
+    the first and the last axis.
     """
     if not isinstance(space, Box) or len(space.shape) not in (2, 3):
         return None
     a, b, c = (*space.shape, 1)[:3]
     channels_first = (b == c != a) or (a != b and a < c)
-    alike = space.low.min() == space.low.max() and space.high.min() == space.high.max()
-    bounded_alike = alike and space.is_bounded() and 0 < space.high.max() <= 65_535
-    smaller_side = min((b, c) if channels_first else (a, b))
-    if not bounded_alike or smaller_side < 3:  # 3 is the kernel of `Convolutions`
+    sides = (b, c) if channels_first else (a, b)
+    low, high = float(space.low.max()), float(space.high.min())
+    alike = low == space.low.min() and high == space.high.max()
+    bounded_alike = alike and low < high and low >= -65_535 and high <= 65_535
+    shown = space.dtype == np.uint8 or (len(space.shape) == 3 and bounded_alike)
+    if not shown or min(sides) < 3:
         return None
     return 0 if channels_first else 2
 
@@ -1681,8 +1713,8 @@ def unfit_part(space: gym.Space, name: str = "observation") -> str:
         return ""
     fit = isinstance(space, Discrete | MultiDiscrete | MultiBinary)
     if isinstance(space, Box):
-        pixels = space.dtype == np.uint8 and len(space.shape) > 1
-        fit = not pixels and (channel_axis(space) is None or len(space.shape) == 2)
+        many_images = space.dtype == np.uint8 and len(space.shape) > 3
+        fit = channel_axis(space) is None and not many_images
     return "" if fit else f"{name} is {space}"
 
 
@@ -1747,7 +1779,7 @@ def open_episodes(envs: gym.vector.VectorEnv, agent: Agent, run: Run) -> tuple[C
     if run.carried is not None:
         *acting, critic_state = run.carried
         return Carry(*acting), critic_state
-    obs, _ = envs.reset(seed=run.env_seed)
+    obs, _ = envs.reset(seed=run.env_seeds)
     check_finite(obs, obs, np.zeros(len(obs)), "the first reset")
     state = agent.initial_state(len(obs))
     return Carry(obs.copy(), np.ones(len(obs), bool), state), state
@@ -1803,13 +1835,13 @@ def describe_critics(
     }
 
 
-def describe_advantages(raw: Tensor, scaled: Tensor) -> dict:
-    """Metrics of the advantages (T, N) in the task's units, and as the policy's loss takes them."""
-    raw = gather(raw)
+def describe_advantages(raw: Tensor, scaled: Tensor) -> dict[str, float]:
+    """Metrics of advantages in the task's units, and as the policy's loss takes them."""
+    raw = gather(raw.reshape(1, -1))
     return {
-        "adv/mean_raw": raw.mean(),
-        "adv/std_raw": raw.std(correction=0),
-        "adv/abs_max": gather(scaled).abs().max(),
+        "adv/mean_raw": float(raw.mean()),
+        "adv/std_raw": float(raw.std(correction=0)),
+        "adv/abs_max": float(gather(scaled.reshape(1, -1)).abs().max()),
     }
 
 
@@ -1859,6 +1891,19 @@ def check_step(loss: float, norm: float, name: str) -> None:
         raise NotFinite(f"{found}: not finite; try a smaller --learning-rate")
 
 
+STREAMS = ("environments", "weights", "iterations", "evaluations", "tasks")  # of random numbers
+
+
+def derived_seed(seed: int, stream: str, index: int, bits: int = 63) -> int:
+    """Make a seed for one purpose. Neighbouring seeds, streams and indices have nothing in common.
+
+    The key has a fixed length, and streams count from 1. Keys that differ only by zeros at their
+    ends would collide.
+    """
+    mixed = np.random.SeedSequence(seed, spawn_key=(1 + STREAMS.index(stream), index))
+    return int(mixed.generate_state(1, np.uint64)[0]) >> (64 - bits)
+
+
 def start(args: Args) -> tuple[Run, Agent, Optimizers, gym.vector.VectorEnv]:
     """Make what a run consists of: anew, resumed, or with the weights of another run."""
     check_flags(args)  # again: a flag may have changed since
@@ -1881,8 +1926,9 @@ def set_up_process(args: Args) -> None:
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cudnn.allow_tf32 = False  # acting and training have the same precision
-    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
-        set_seed(args.seed)
+    for set_seed in (random.seed, np.random.seed):  # tasks may draw from these
+        set_seed(derived_seed(args.seed, "tasks", RANK, bits=32))
+    torch.manual_seed(derived_seed(args.seed, "weights", 0))
     # EzPickle builds a fresh environment when it is read back; checkpoints keep it as it stands.
     gym.utils.EzPickle.__getstate__ = object.__getstate__
     gym.utils.EzPickle.__setstate__ = lambda env, state: vars(env).update(state)
@@ -1968,7 +2014,9 @@ class Run:
             self.take_up()
         else:
             self.directory = gather_objects(make_run_dir(args) if RANK == 0 else None)[0]
-        self.say(f"{args.env_id}: logging to {self.directory}")
+        size = " x ".join(map(str, agent.obs_shape))
+        seen = f"images, {size}" if agent.sees_images else f"vectors of {size}"
+        self.say(f"{args.env_id}: networks see {seen}; logging to {self.directory}")
         self.writer = None
         if RANK == 0:  # what a resumed run wrote beyond its checkpoint is dropped
             purge_step = self.step + 1 if args.resume else None
@@ -2002,17 +2050,19 @@ class Run:
         return self.logged | {"run_dir": str(self.directory)}
 
     @property
-    def env_seed(self) -> int:
-        """Seed of this process's first environment. The next ones follow by 1."""
-        return self.args.seed + self.step + RANK * self.envs.num_envs
+    def env_seeds(self) -> list[int]:
+        """A seed for each of this process's environments."""
+        first = self.step + RANK * self.envs.num_envs
+        indices = range(first, first + self.envs.num_envs)
+        return [derived_seed(self.args.seed, "environments", i, bits=31) for i in indices]
 
     # ---- iterations ----
     def iterations(self) -> Iterator[float]:
         """For each iteration, the fraction of the run that is done. Finishes the run at its end."""
         while self.step < self.total_steps:
-            # This seed depends on the run's seed and on the step alone: all processes draw the same
-            # noise, and a resumed run draws what it would have drawn.
-            torch.manual_seed(hash((self.args.seed, self.step)))
+            # Noise, samples and permutations depend on the run's seed and on the step alone. All
+            # processes draw the same ones, and a resumed run draws what it would have drawn.
+            torch.manual_seed(derived_seed(self.args.seed, "iterations", self.step))
             self.lap_start = time.time()
             yield self.step / self.total_steps
         if self.evaluated_at != self.total_steps:  # otherwise the run had ended before
@@ -2284,9 +2334,10 @@ def evaluate(agent: Agent, args: Args, video_dir: Path | None = None) -> dict[st
 def play(agent: Agent, args: Args, video_dir: Path | None = None) -> Iterator[list[float]]:
     """Play `eval_episodes` fresh episodes; give the rewards of each.
 
-    The first reset has seed + 1,000,000. Tasks without a time limit are cut at 10,000 steps. With
-    `capture_video` the first 3 are filmed into `video_dir`; each is kept in memory to its end. The
-    state of torch's generator is the same afterwards.
+    Every evaluation of a run resets with the same seeds, one for each episode. Tasks without a time
+    limit are cut at 10,000 steps. With `capture_video` the first 3 episodes are filmed into
+    `video_dir`; each is kept in memory to its end. The state of torch's generator is the same
+    afterwards.
     """
     if args.capture_video and video_dir:
         env = make_env(args, render_mode="rgb_array")
@@ -2294,15 +2345,15 @@ def play(agent: Agent, args: Args, video_dir: Path | None = None) -> Iterator[li
     else:
         env = make_env(args)
     with torch.random.fork_rng([agent.device] if args.cuda else []):
-        torch.manual_seed(args.seed + 1_000_000)
+        torch.manual_seed(derived_seed(args.seed, "evaluations", 0))
         for episode in range(args.eval_episodes):
             yield run_episode(env, agent, args, episode)
     env.close()
 
 
 def run_episode(env: gym.Env, agent: Agent, args: Args, episode: int) -> list[float]:
-    """Rewards of an evaluation episode. Those after the first go on from its seed."""
-    obs, _ = env.reset(seed=None if episode else args.seed + 1_000_000)
+    """Play one episode of an evaluation. Returns its rewards."""
+    obs, _ = env.reset(seed=derived_seed(args.seed, "evaluations", episode, bits=31))
     check_finite(obs[None], obs[None], np.zeros(1), f"reset of evaluation episode {episode}")
     limit = env.spec.max_episode_steps or 10_000
     state = None

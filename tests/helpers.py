@@ -61,7 +61,7 @@ def make_run(script: ModuleType, env: str, **flags: Any) -> SimpleNamespace:
     agent.obs_moments.update(torch.randn(50, agent.obs_moments.mean.numel()) * 3 + 1)
     agent.value_dist.moments.update(torch.randn(50) * 20 + 30)
     envs = script.make_envs(args)
-    fresh = SimpleNamespace(carried=None, env_seed=args.seed)
+    fresh = SimpleNamespace(carried=None, env_seeds=[args.seed + i for i in range(args.num_envs)])
     critic_state = None
     if is_recurrent(script):
         carry, critic_state = script.open_episodes(envs, agent, fresh)

@@ -270,8 +270,8 @@ def test_the_error_is_that_of_all_critics(script):
     assert [float(moments.mean), float(moments.std)] == pytest.approx([2, 3])
 
 
-def test_statistics_take_in_weighted_samples_as_two(script):
-    """Ours: mean and scale of all samples by their weights, as if they were two numbers.
+def test_statistics_take_in_weighted_samples_as_one_rollout(script):
+    """Ours: mean and scale of all samples by their weights.
 
     1 and 5 with weights 3/4 and 1/4, then 6 and 2: means 2 and 5, of both 3.5; squares of the
     distances 3/4 * 2.5^2 + 1/4 * 1.5^2 = 5.25 and 3/4 * 2.5^2 + 1/4 * 1.5^2 = 5.25.
@@ -279,16 +279,16 @@ def test_statistics_take_in_weighted_samples_as_two(script):
     samples, values = tensor([[[1, 5]], [[6, 2]]]), tensor([[3], [4]])
     moments = statistics_of(script, samples, values, copies=[3, 1])
     assert [float(moments.mean), float(moments.var)] == pytest.approx([3.5, 5.25])
-    assert float(moments.count) == 2
+    assert float(moments.count) == 1
 
 
 def test_statistics_have_the_moments_of_all_samples(script):
-    """Chan et al. 1983: they are those of 3 x 2 x 40 equal weights, and count as two."""
+    """Chan et al. 1983: they are those of 3 x 2 x 40 equal weights, and count as one rollout."""
     samples = torch.randn(3, 2, 40, dtype=torch.float64) * 5 + 2
     moments = statistics_of(script, samples, samples.mean(-1))
     assert float(moments.mean) == pytest.approx(float(samples.mean()))
     assert float(moments.var) == pytest.approx(float(samples.var(correction=0)))
-    assert float(moments.count) == 2
+    assert float(moments.count) == 1
 
 
 def test_first_return_moments_worked_by_hand(script):

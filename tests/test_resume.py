@@ -211,7 +211,8 @@ def test_a_state_that_cannot_be_saved_is_said_to_be_lost(
     assert (carried_obs(carry) == 0).all()
     if is_recurrent(script):
         assert carry.episode_start.all()
-    assert seen[0][-1][0] == args.seed + 2 * args.batch_size
+    place = 2 * args.batch_size
+    assert seen[0][-1][0] == script.derived_seed(args.seed, "environments", place, bits=31)
     assert contents(directory)["run"]["iteration"] == 4
     assert np.isfinite(metrics["eval/return_mean"])
     resumed(script, monkeypatch, directory)  # there is nothing left to open

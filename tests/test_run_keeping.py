@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 from command import undisturbed
-from helpers import forget_returns, make_run, prepare, roll, small_args
+from helpers import forget_returns, make_agent, make_run, prepare, roll, small_args
+
+import distributional_ppo_categorical
 
 
 class Writer:
@@ -61,6 +63,60 @@ def test_schedules_fall_linearly_where_they_are_asked_to(script):
     flags |= {"ent_coef_final": None, "anneal_lr": False}
     args = small_args(script, "Walk", **flags)
     assert script.schedules(args, 0.25) == (0.004, 0.016, 0.08)
+
+
+def test_no_seed_is_used_twice():
+    """All streams of 100 seeds, 1,000 iterations and 64 of everything else; environments, which
+    take 31 bits, among themselves. A key of one number would collide with one that ends in 0."""
+    seed_of = distributional_ppo_categorical.derived_seed
+    streams = distributional_ppo_categorical.STREAMS
+    found = [
+        seed_of(seed, stream, index)
+        for seed in range(100)
+        for stream in streams
+        for index in range(1000 if stream == "iterations" else 64)
+    ]
+    assert len(found) == len({*found}) == 100 * (1000 + 4 * 64)
+    short = [seed_of(seed, "environments", i, bits=31) for seed in range(100) for i in range(64)]
+    assert len(short) == len({*short})
+    assert max(short) < 2**31
+    assert max(found) < 2**63
+
+
+def test_a_seed_is_what_numpy_makes_of_its_key(script):
+    """Stream 1 is the environments', stream 3 the iterations'. Nothing depends on Python's hash."""
+    for stream, number in (("environments", 1), ("iterations", 3)):
+        [expected] = np.random.SeedSequence(7, spawn_key=(number, 5)).generate_state(1, np.uint64)
+        assert script.derived_seed(7, stream, 5) == int(expected) // 2
+        assert script.derived_seed(7, stream, 5, bits=31) == int(expected) // 2**33
+
+
+def test_evaluations_and_resumed_environments_have_seeds_of_their_own(script, monkeypatch):
+    """Each episode of an evaluation its own one, the same each time; environments that open anew
+    after a resume others than those of the start; those of another process others again."""
+    args = small_args(script, "Walk", seed=3)
+    agent, seeds = make_agent(script, args), []
+    make_env = script.make_env
+
+    def watch(*inputs, **options):
+        env = make_env(*inputs, **options)
+        reset = env.reset
+        env.reset = lambda seed=None: seeds.append(seed) or reset(seed=seed)
+        return env
+
+    monkeypatch.setattr(script, "make_env", watch)
+    for _ in range(2):
+        script.evaluate(agent, args)
+    assert len(seeds) == 6
+    assert seeds[:3] == seeds[3:]
+    assert len({*seeds}) == 3
+    rank_0 = SimpleNamespace(args=args, step=0, envs=SimpleNamespace(num_envs=4))
+    found = [script.Run.env_seeds.fget(rank_0)]
+    rank_0.step = args.batch_size
+    found.append(script.Run.env_seeds.fget(rank_0))
+    monkeypatch.setattr(script, "RANK", 1)
+    found.append(script.Run.env_seeds.fget(rank_0))
+    assert len({x for part in found for x in part} | {*seeds}) == 15
 
 
 def test_what_is_due_every_third_iteration(script):
@@ -242,8 +298,9 @@ def spoil(script, monkeypatch, **facts):
 
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
 def test_a_first_reset_that_is_not_finite_is_named(script, monkeypatch, tmp_path, bad):
-    """Environment 2 of a run with seed 5 is reset with 7: no step is taken, no normaliser moves."""
-    spoil(script, monkeypatch, seed=7, step=0, obs=bad)
+    """Environment 2 of a run with seed 5: no step is taken, no normaliser moves."""
+    seed = script.derived_seed(5, "environments", 2, bits=31)
+    spoil(script, monkeypatch, seed=seed, step=0, obs=bad)
     steps, step = [], script.gym.vector.SyncVectorEnv.step
     monkeypatch.setattr(
         script.gym.vector.SyncVectorEnv, "step", lambda *x: steps.append(x) or step(*x)
@@ -277,8 +334,9 @@ def test_a_step_that_is_not_finite_is_named(script, monkeypatch, fault):
 
 @pytest.mark.parametrize("fault", [{"reward": np.inf}, {"reward": np.nan}, {"obs": np.nan}])
 def test_an_evaluation_that_is_not_finite_is_named(script, monkeypatch, fault):
-    """Episodes of 9 steps: step 13 of the task is the fourth of the second episode, both from 0."""
-    spoil(script, monkeypatch, seed=1_000_001, step=13, **fault)
+    """Episodes of 9 steps. The fourth step of the second one, both counted from 0."""
+    seed = script.derived_seed(1, "evaluations", 1, bits=31)
+    spoil(script, monkeypatch, seed=seed, step=4, **fault)
     run = make_run(script, "Walk")
     with pytest.raises(RuntimeError, match="step 3 of evaluation episode 1; check the task"):
         script.evaluate(run.agent, run.args)

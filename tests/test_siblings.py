@@ -162,6 +162,7 @@ FOREIGN = """
 state_dict load_state_dict
 getstate setstate get_state set_state __getstate__ __setstate__
 get_rng_state set_rng_state get_rng_state_all set_rng_state_all
+SeedSequence generate_state
 """.split()  # names of torch, NumPy and Python
 SIBLING = re.compile(r"The\s+sibling,\s+distributional_ppo_lstm\.py,[^.]*\.")
 
