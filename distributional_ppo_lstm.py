@@ -763,18 +763,14 @@ def update(
     batch = batch._replace(advantages=scaled.float())
     optimizers.actor.param_groups[0]["lr"] = factor * learning_rate
     optimizers.critics.param_groups[0]["lr"] = critic_learning_rate
-    actor, critics = agent.parts()
 
     actor_rows = []  # metrics of each minibatch
     actor_norms = []  # of the gradient, for each step taken
     for i, mb in enumerate(minibatches(batch, args)):
         loss, kl, metrics = policy_loss(agent, mb, args, ent_coef)
-        optimizers.actor.zero_grad()
-        loss.backward()
-        average_gradients(actor)
-        norm = nn.utils.clip_grad_norm_(actor, args.max_grad_norm)
+        norm = compute_gradient(loss, optimizers.actor, args.max_grad_norm)
         mean_loss, mean_kl = average(torch.stack([loss.detach(), kl])).tolist()
-        check_step(mean_loss, float(norm), f"minibatch {i} of the actor's update")
+        check_step(mean_loss, norm, f"minibatch {i} of the actor's update")
         actor_rows.append(metrics)
         if args.target_kl is not None and mean_kl > args.target_kl:
             break
@@ -786,12 +782,9 @@ def update(
     critic_norms = []
     for i, mb in enumerate(islice(minibatches(batch, args), len(actor_rows))):
         loss, metrics = value_loss(agent, mb, args)
-        optimizers.critics.zero_grad()
-        loss.backward()
-        average_gradients(critics)
-        norm = nn.utils.clip_grad_norm_(critics, args.max_grad_norm)
-        mean_loss = average(loss.detach())
-        check_step(float(mean_loss), float(norm), f"minibatch {i} of the critics' update")
+        norm = compute_gradient(loss, optimizers.critics, args.max_grad_norm)
+        mean_loss = float(average(loss.detach()))
+        check_step(mean_loss, norm, f"minibatch {i} of the critics' update")
         critic_rows.append(metrics)
         critic_norms.append(norm)
         optimizers.critics.step()
@@ -803,6 +796,25 @@ def update(
         "charts/critic_learning_rate": critic_learning_rate,
         "policy/entropy_coef": ent_coef,
     }
+
+
+def compute_gradient(loss: Tensor, optimizer: optim.Adam, max_norm: float) -> float:
+    """Compute the gradient of a loss for an optimizer, its norm clipped. Returns the norm before.
+
+    It does what `zero_grad`, `backward` and `clip_grad_norm_` do, faster for the one vector of
+    `make_optimizers`. Many processes average their gradients ahead of the norm.
+    """
+    parameters = optimizer.param_groups[0]["params"]
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+    loss.backward()
+    for parameter in parameters:
+        parameter.grad.copy_(average(parameter.grad))
+    norm = float(torch.stack([parameter.grad.norm() for parameter in parameters]).norm())
+    for parameter in parameters:
+        parameter.grad *= min(1.0, max_norm / (norm + 1e-6))
+    return norm
 
 
 # ------------------------------------------------------------------ formulas of policy and moments
@@ -1848,8 +1860,8 @@ def describe_advantages(raw: Tensor, scaled: Tensor) -> dict[str, float]:
 def describe_update(
     actor_rows: list[dict],
     critic_rows: list[dict],
-    actor_norms: list[Tensor],
-    critic_norms: list[Tensor],
+    actor_norms: list[float],
+    critic_norms: list[float],
     args: Args,
 ) -> dict[str, float]:
     """Means over the minibatches that were evaluated, and norms of the steps that were taken."""
@@ -1863,8 +1875,8 @@ def describe_update(
         "policy/ratio_mean": ratio,
         "policy/ratio_std": ratio.std(1, correction=0),
         "policy/ratio_first_minibatch_error": (ratio[0] - 1).abs().max(),  # rounding alone
-        "grad/actor": torch.stack(actor_norms or [torch.zeros(())]),
-        "grad/critic": torch.stack(critic_norms),
+        "grad/actor": torch.tensor(actor_norms or [0.0]),
+        "grad/critic": torch.tensor(critic_norms),
     }
     return {tag: float(x.mean()) for tag, x in columns.items()} | {
         "policy/epochs_done": len(actor_norms) / args.num_minibatches,
@@ -1968,10 +1980,22 @@ class Optimizers(NamedTuple):
 
 
 def make_optimizers(agent: Agent, args: Args) -> Optimizers:
-    """Make Adam for the actor and for the critics. `update` sets their learning rates."""
+    """Make Adam for the actor and for the critics, each for one vector of all their parameters.
+
+    A step costs time for each tensor, however small. Parameters and their gradients therefore
+    become parts of the vector and of its gradient. Two things would cut them off from it: a later
+    `agent.to(...)`, and `zero_grad()` without `set_to_none=False`. `update` works as well with
+    Adam for plain `agent.parts()`. It sets the learning rates.
+    """
     adams = []
     for parameters in agent.parts():
-        adams.append(optim.Adam(parameters, args.learning_rate, eps=1e-5, fused=True))
+        vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
+        vector.grad = torch.zeros_like(vector)
+        nn.utils.vector_to_parameters(vector, parameters)
+        parts = vector.grad.split([parameter.numel() for parameter in parameters])
+        for parameter, part in zip(parameters, parts):
+            parameter.grad = part.view_as(parameter)
+        adams.append(optim.Adam([vector], args.learning_rate, eps=1e-5, fused=True))
     return Optimizers(*adams)
 
 
@@ -2419,16 +2443,6 @@ def average(x: Tensor) -> Tensor:
     x = x.detach() / WORLD_SIZE
     exchange(distributed.all_reduce, x)
     return x
-
-
-def average_gradients(parameters: list[nn.Parameter]) -> None:
-    """Replace the gradients of parameters by their means over all processes, in one call."""
-    if WORLD_SIZE == 1:
-        return
-    gradients = [parameter.grad for parameter in parameters]
-    flat = average(torch.cat([x.flatten() for x in gradients]))
-    for x, mean in zip(gradients, flat.split([x.numel() for x in gradients])):
-        x.copy_(mean.view_as(x))
 
 
 def own(x: Tensor) -> Tensor:

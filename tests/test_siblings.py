@@ -54,8 +54,7 @@ clipped_policy_loss ValueDistribution make_encoder Agent
 make_env describe_critics Run evaluate average UsageError main
 """.split()
 RULE = "# Nothing below is about the algorithm."
-# Words of processes, terminals and files. Above the rule only the words that begin with `average`,
-# and `own`, are allowed.
+# Words of processes, terminals and files. Above the rule only `average` and `own` are allowed.
 BELOW = """
 RANK WORLD_SIZE distributed isatty print open Path pickle signal SummaryWriter gather
 gather_objects

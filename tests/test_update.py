@@ -308,17 +308,24 @@ def test_the_update_takes_compiled_losses_where_asked(script, monkeypatch, compi
 
 
 @pytest.mark.parametrize("env", ["VectorBox", "VectorDiscrete"])
-def test_each_optimizer_has_its_own_network(script, env):
-    """Every parameter is in one of the two, and in one alone."""
+def test_each_optimizer_has_the_vector_of_its_network(script, env):
+    """Ours: what moves a vector moves the parameters of one network, which keep their values. Their
+    gradients are parts of its gradient."""
     run = make_run(script, env)
-    names = {id(p): name for name, p in run.agent.named_parameters()}
-    found = []
-    for optimizer, critics in zip(run.optimizers, (False, True), strict=True):
-        [group] = optimizer.param_groups
-        found += [names[id(p)] for p in group["params"]]
-        assert all(("critic" in names[id(p)]) == critics for p in group["params"])
-    assert sorted(found) == sorted(names.values())
-    assert run.optimizers.critics.param_groups[0]["params"] == run.agent.parts()[1]
+    agent = copy.deepcopy(run.agent)
+    before = {name: p.detach().clone() for name, p in agent.named_parameters()}
+    optimizers = script.make_optimizers(agent, run.args)
+    vectors = [optimizer.param_groups[0]["params"][0] for optimizer in optimizers]
+    assert sum(len(vector) for vector in vectors) == sum(x.numel() for x in before.values())
+    assert all(torch.equal(p, before[name]) for name, p in agent.named_parameters())
+    with torch.no_grad():
+        for vector, change in zip(vectors, (1, -1), strict=True):
+            vector += change
+            vector.grad.fill_(change)
+    for name, p in agent.named_parameters():
+        change = 1 if name.startswith("act") else -1
+        assert torch.equal(p, before[name] + change), name
+        assert (p.grad == change).all(), name
 
 
 @pytest.mark.parametrize("name", ["policy_loss", "value_loss"])
@@ -617,7 +624,8 @@ def test_steps_of_adam_are_those_that_were_taken(run, network):
     steps = {"actor": 1, "critics": 2}  # one minibatch is looked at and not learnt from
     rates = {"actor": 1e-2, "critics": 3e-3}
     optimizer = getattr(run.optimizers, network)
-    assert {int(state["step"]) for state in optimizer.state.values()} == {steps[network]}
+    [state] = optimizer.state.values()
+    assert state["step"] == steps[network]
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.75 * rates[network])
     assert metrics["policy/epochs_done"] == 1 / args.num_minibatches
 
