@@ -648,11 +648,11 @@ def policy_loss(
     loss = pg_loss + entropy_loss(entropy, ent_coef, args.min_entropy, args.min_entropy_penalty)
     kl = agent.action_dist.kl(mb.params, params.detach()).mean()
     metrics = {
-        "losses/policy_loss": pg_loss.detach(),
-        "losses/entropy": entropy.detach(),
+        "losses/policy_loss": pg_loss,
+        "losses/entropy": entropy,
         "losses/approx_kl": approx_kl,
         "losses/clipfrac": clipfrac,
-        "policy/log_ratio": log_ratio.detach(),
+        "policy/log_ratio": log_ratio,
         "policy/kl_exact": kl,
     }
     return loss, kl, metrics
@@ -668,13 +668,14 @@ def value_loss(agent: Agent, mb: Batch, args: Args) -> tuple[Tensor, dict]:
     old_values = mb.old_values.movedim(1, 0)
     losses, clipped = agent.value_dist.loss(outputs, mb.targets, mb.returns, old_values)
     means = losses.flatten(1).mean(1)  # (C,)
+    loss = means.mean()
     metrics = {
-        "losses/value_loss": means.detach().mean(),
-        "twin/loss_1": means[0].detach(),
-        "twin/loss_2": means[-1].detach(),
+        "losses/value_loss": loss,
+        "twin/loss_1": means[0],
+        "twin/loss_2": means[-1],
         "value/clip_fraction": clipped.mean(),
     }
-    return means.mean(), metrics
+    return loss, metrics
 
 
 @cache
@@ -712,7 +713,7 @@ def update(
         norm = compute_gradient(loss, optimizers.actor, args.max_grad_norm)
         mean_loss, mean_kl = average(torch.stack([loss.detach(), kl])).tolist()
         check_step(mean_loss, norm, f"minibatch {i} of the actor's update")
-        actor_rows.append(metrics)
+        actor_rows.append({tag: x.detach() for tag, x in metrics.items()})
         if args.target_kl is not None and mean_kl > args.target_kl:
             break
         actor_norms.append(norm)
@@ -726,7 +727,7 @@ def update(
         norm = compute_gradient(loss, optimizers.critics, args.max_grad_norm)
         mean_loss = float(average(loss.detach()))
         check_step(mean_loss, norm, f"minibatch {i} of the critics' update")
-        critic_rows.append(metrics)
+        critic_rows.append({tag: x.detach() for tag, x in metrics.items()})
         critic_norms.append(norm)
         optimizers.critics.step()
 

@@ -237,7 +237,7 @@ def test_losses_and_metrics_against_float64(script, value_from, env, vf_clip):
     assert (expected["value/clip_fraction"] > 0.05) == (vf_clip != "none")
     found = {"loss": loss} | metrics | critic_metrics
     assert float(of_critics.detach()) == float(critic_metrics["losses/value_loss"])
-    assert kl is metrics["policy/kl_exact"]
+    assert float(kl) == float(metrics["policy/kl_exact"])
     assert found.keys() == expected.keys() - {"policy/ratio_mean", "policy/ratio_std"}
     for key, x in found.items():
         value = float(expected[key].detach())
@@ -280,6 +280,7 @@ def test_compiled_losses_are_those_of_eager_mode(script, compiling, env, value_f
     prepare(run)
     mb, agent = moved(run)
     for loss_of, part, more in (
+        (script.policy_loss, 0, (0.0,)),
         (script.policy_loss, 0, (0.01,)),
         (script.policy_loss, 0, (0.007,)),
         (script.value_loss, 1, ()),
@@ -346,7 +347,6 @@ def test_losses_are_pure(run, name):
     assert vars(run.args) == flags
     assert torch.equal(torch.get_rng_state(), rng)
     assert one.requires_grad
-    assert not any(x.requires_grad for x in first.values())
     assert one.dim() == 0
 
 
