@@ -2333,6 +2333,7 @@ def load_agent(path: str | Path) -> tuple[Agent, Args]:
         if not isinstance(saved, dict):
             raise ValueError("not a dictionary")
         cuda = saved["args"]["cuda"] and torch.cuda.is_available()
+        check_version(saved["args"])
         args = Args(**saved["args"] | {"cuda": cuda})
         env = make_env(args)
         env.close()
@@ -2342,6 +2343,16 @@ def load_agent(path: str | Path) -> tuple[Agent, Args]:
         reason = str(error).split(". ")[0]
         raise UsageError(f"{path}: no run or checkpoint of this script: {reason:.200}") from error
     return agent, args
+
+
+def check_version(flags: dict[str, Any]) -> None:
+    """Raise ValueError that names the flags which another version of the script had, or had not."""
+    known = {one.name for one in fields(Args)}
+    lacking = ", ".join(sorted(known - flags.keys()))
+    unknown = ", ".join(sorted(flags.keys() - known))
+    if lacking or unknown:
+        found = f"it lacks {lacking or 'none'} of the flags, and {unknown or 'none'} is unknown"
+        raise ValueError(f"another version of the script wrote it: {found}")
 
 
 def checkpoint_path(path: str | Path) -> Path:

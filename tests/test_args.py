@@ -672,7 +672,7 @@ def test_damaged_and_foreign_checkpoints_of_a_run(script, capsys, tmp_path, flag
     names = ("distributional_ppo_lstm", "distributional_ppo_categorical")
     (sibling,) = (importlib.import_module(name) for name in names if name != script.__name__)
     check_bad(
-        sibling, capsys, tmp_path, [flag, str(path.parent)], ("unexpected keyword", str(path))
+        sibling, capsys, tmp_path, [flag, str(path.parent)], ("is unknown", str(path))
     )
 
 

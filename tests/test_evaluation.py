@@ -269,6 +269,21 @@ def test_how_to_evaluate_may_change_later(script, tmp_path, capsys):
     assert run_main(script, capsys, line)[0] == 0
 
 
+def test_flags_of_another_version_are_named(script, tmp_path, capsys):
+    """In one line, for each of the three commands that read a checkpoint."""
+    args = flags_for(script, tmp_path, 1, env_id="probes:Walk-v0")
+    path = Path(script.train(args)["run_dir"]) / "checkpoint.pt"
+    saved = torch.load(path, weights_only=True)
+    flags = saved["args"] | {"vf_coef": 0.5}
+    del flags["critic_learning_rate"]
+    torch.save(saved | {"args": flags}, path)
+    for command in ("--resume", "--evaluate", "--init-from"):
+        code, _, err = run_main(script, capsys, [command, str(path.parent)])
+        assert code == 2
+        assert err.count("\n") == 1
+        assert "it lacks critic_learning_rate of the flags, and vf_coef is unknown" in err
+
+
 # -------------------------------------------------------------------------------- earlier weights
 def test_a_run_starts_from_earlier_weights(script, tmp_path, monkeypatch):
     """All weights and normalisers of the checkpoint; flags, steps and optimizers are its own."""
