@@ -19,7 +19,7 @@ Four things differ from most PPO scripts:
                          the next episode's first observation would be wrong.
     Critics come later   Nothing needs a value while the actor acts. Running the critics over the
                          rollout afterwards is faster, and it reaches every true successor.
-    Distributions        Each critic predicts a distribution of returns. By default V comes from one
+    Distributions        Each critic predicts a distribution of returns. By default V takes in one
                          more output, the mean output (`--value-from`). With `--cvar-weight` the
                          policy learns from the tail of the distribution.
     Stop before a step   With `--target-kl` the KL divergence from the policy that acted is measured
@@ -85,7 +85,7 @@ Tensors = tuple[Tensor, ...]
 # ------------------------------------------------------------------------------------------- flags
 @dataclass(frozen=True)
 class Range:
-    """The finite numbers that a flag may have."""
+    """A flag may have the finite numbers of a range."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -104,7 +104,7 @@ class Range:
 
 
 def bounded(kind: Any, *bounds: Any) -> Any:
-    """The type of a flag together with its range, which help and checks read from here."""
+    """Return the type of a flag with its range, which help and checks read from here."""
     allowed = Range(*bounds)
     word = "INT" if kind is int else "FLOAT"
     metavar = str(allowed) if str(allowed).startswith("[") else f"{word}{allowed}"
@@ -115,7 +115,7 @@ def bounded(kind: Any, *bounds: Any) -> Any:
 
 @dataclass(frozen=True)
 class Needs:
-    """The flag that makes another one work, by having any other value than this."""
+    """A flag needs another one to have any other value than this."""
 
     flag: str
     other_than: Any
@@ -212,7 +212,7 @@ class CriticArgs:
     num_critics: Literal[1, 2] = 2
     """Value heads, each with parameters of its own."""
     value_from: Literal["distribution", "mean_head"] = "mean_head"
-    """V is the mean of the predicted distribution, or comes from the mean output beside it.
+    """V is the mean of the predicted distribution, or that and a correction by the mean output.
     The mean output also learns from rewards that are too rare for the distribution."""
     twin_reduce: Annotated[Literal["min", "mean"], Needs("num_critics", 1)] = "min"
     """How two critics give one prediction: the one with the smaller V, or their mean."""
@@ -330,23 +330,23 @@ class Args(
 
     @property
     def batch_size(self) -> int:
-        """Samples of a rollout, counted over all processes."""
+        """Return the number of samples of a rollout, counted over all processes."""
         return self.num_envs * self.num_steps
 
     @property
     def num_iterations(self) -> int:
-        """Rollouts of the run."""
+        """Return the number of rollouts of the run."""
         return self.total_timesteps // self.batch_size
 
     @property
     def is_atari(self) -> bool:
-        """Whether the task is an Atari game, whose rewards are clipped for learning."""
+        """Tell whether the task is an Atari game, whose rewards are clipped for learning."""
         return self.env_id.split(":")[-1].startswith("ALE/")
 
 
 # ------------------------------------------------------------------------- what flows, with shapes
 class Rollout(NamedTuple):
-    """T steps of N environments as they happened."""
+    """A rollout holds T steps of N environments as they happened."""
 
     obs: Tensor  # (T, N, D) s_t, raw
     next_obs: Tensor  # (T, N, D) true successor s'_t, raw: the final one where an episode ended
@@ -462,7 +462,7 @@ def run_critics(agent: Agent, rollout: Rollout, obs: Tensor, next_obs: Tensor) -
     no other rows of next_obs are read.
     """
     outputs = agent.value_outputs(obs)
-    next_outputs = outputs.roll(-1, 1)
+    next_outputs = outputs.roll(-1, dims=1)  # axis 1 is time
     end = rollout.terminated | rollout.truncated
     end[-1] = True
     next_outputs[:, end] = agent.value_outputs(next_obs[end])
@@ -485,7 +485,8 @@ def gae(
 
     All tensors are (T, N), or (T, N, R) for R reward terms with masks (T, N). s'_t is the true
     successor: the final observation where an episode ended. A step that is terminated and truncated
-    counts as terminated.
+    counts as terminated. A + V is the lambda-return where next_values[t] is values[t + 1] inside
+    episodes.
 
     The two masks differ. Termination cuts the bootstrap, since nothing follows. Either end cuts the
     recursion, since the rewards of the next episode must not leak into this one.
@@ -518,7 +519,9 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     """Turn a rollout into a batch. Returns it and metrics.
 
     The order matters (van Hasselt et al. 2016). Values are decoded with the old statistics. Then
-    the statistics take in the targets, and the old values are expressed in the new units.
+    the statistics take in the targets, and old values are what the critics now say by the new ones.
+    Otherwise the next rollout would be decoded with a scale that the critics were never trained on.
+    The return statistics move, and so does the last row of each value head.
     """
     dist = agent.value_dist
 
@@ -571,7 +574,7 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
 
 
 def batch_moments(x: Tensor) -> Tensors:
-    """Mean and population variance over the first axis, over the rows of all processes."""
+    """Return mean and population variance over the first axis, over the rows of all processes."""
     mean = average(x.mean(0))
     return mean, average((x - mean).square().mean(0))
 
@@ -610,21 +613,24 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> tuple[Tens
 
 
 def normalize_advantages(
-    advantages: Tensor, eps: float | Tensor = 1e-8, average: Callable = lambda x: x
+    advantages: Tensor, eps: float | Tensor = 1e-8, across: Callable = lambda x: x
 ) -> Tensor:
     """(A - mean) / (std + eps), with the population std over all entries.
 
-    There is no branch on the size of std: a branch would be discontinuous. Constant input gives
-    exact zeros, because one entry is subtracted from all before the mean is taken. `average` gives
+    There is no branch on the size of std, since it would be discontinuous. Constant input gives
+    exact zeros, because one entry is subtracted from all before the mean is taken. `across` gives
     the mean of a number over several processes that hold equal parts of the advantages.
     """
-    shifted = advantages - average(advantages.flatten()[0])
-    centered = shifted - average(shifted.mean())
-    return centered / (average(centered.square().mean()).sqrt() + eps)
+    shifted = advantages - across(advantages.flatten()[0])
+    centered = shifted - across(shifted.mean())
+    return centered / (across(centered.square().mean()).sqrt() + eps)
 
 
 def minibatches(batch: Batch, args: Args) -> Iterator[Batch]:
-    """In every epoch, shuffle the rows and give each of them once."""
+    """In every epoch, shuffle the rows and give each of them once.
+
+    The number of minibatches divides that of the rows; `check_sizes` requires it.
+    """
     orders = [torch.randperm(len(batch.obs)) for _ in range(args.update_epochs)]
     for order in torch.stack(orders).to(batch.obs.device):
         shuffled = [x.index_select(0, order).chunk(args.num_minibatches) for x in batch]
@@ -765,7 +771,10 @@ PRESETS: dict[str, dict[str, Any]] = {}
 
 
 def schedules(args: Args, progress: float) -> tuple[float, float, float]:
-    """Learning rates of actor and critics, and entropy coefficient, at this fraction of the run."""
+    """Return both learning rates and the entropy coefficient at this fraction of the run.
+
+    The rates are those of the actor and of the critics.
+    """
     critic_learning_rate = args.critic_learning_rate
     if critic_learning_rate is None:
         critic_learning_rate = args.learning_rate
@@ -850,7 +859,7 @@ class RunningMoments(nn.Module):
 
     @property
     def at_floor(self) -> bool:
-        """Whether the data so far vary so little that the std is within 100 times its floor."""
+        """Tell whether the data vary so little that the std is within 100 times its floor."""
         return bool((self.var <= 1e4 * self.floor).all())
 
     @property
@@ -860,7 +869,7 @@ class RunningMoments(nn.Module):
 
     @torch.no_grad()
     def update(self, x: Tensor) -> None:
-        """Take in a batch; all axes ahead of the shape of the moments are samples."""
+        """Take in a batch. All axes ahead of the shape of the moments are samples."""
         x = x.double().reshape(-1, *self.mean.shape)
         mean = x.mean(0)
         self.merge(mean, (x - mean).square().mean(0), len(x))
@@ -918,6 +927,7 @@ def hl_gauss(targets: Tensor, atoms: Tensor, sigma: float) -> Tensor:
 
     Atoms are the centres of the bins. Masses are divided by the mass inside all bins. Targets are
     clamped to [atoms[0], atoms[-1]] first: far outside, no bin holds any mass in floating point.
+    Near the ends of the support the mean is pulled inwards, since no mass goes beyond them.
     Source: Imani & White 2018; Farebrother et al. 2024.
     """
     half = (atoms[-1] - atoms[0]) / (len(atoms) - 1) / 2
@@ -1082,7 +1092,7 @@ def cvar_advantages_categorical(
 
 
 class WeightedReturns(NamedTuple):
-    """Targets of a rollout: J returns for each step and their probabilities."""
+    """The targets of a rollout are J returns for each step, with probabilities."""
 
     returns: Tensor  # (T, N, J) in the task's units
     probs: Tensor  # (T, N, J)
@@ -1113,28 +1123,28 @@ class ValueDistribution(nn.Module):
         self.num_outputs = args.num_atoms + (args.value_from == "mean_head")
 
     def split(self, outputs: Tensor) -> Tensors:
-        """Logits (..., K) and the mean output (..., 0 or 1)."""
+        """Return the logits (..., K) and the mean output (..., 0 or 1)."""
         return outputs.tensor_split([len(self.support)], -1)
 
     def probs(self, outputs: Tensor) -> Tensor:
-        """Probabilities of the atoms, (..., K)."""
+        """Return the probabilities of the atoms, (..., K)."""
         return self.split(outputs)[0].softmax(-1)
 
     def task_atoms(self) -> Tensor:
-        """The atoms (K,) in the task's units, float64."""
+        """Return the atoms (K,) in the task's units, float64."""
         return self.decode(self.support)
 
     def decode(self, x: Tensor) -> Tensor:
-        """In the task's units and in float64: returns may be large beside their spread."""
+        """Return x in the task's units, in float64. Returns may be large beside their spread."""
         return self.moments.denormalize(x.double())
 
     def normalized_mean(self, outputs: Tensor) -> Tensor:
-        """Mean of the distribution, (...), normalised."""
+        """Return the mean of the distribution, (...), normalised."""
         probs = self.probs(outputs)
         return probs @ self.support.to(probs)
 
     def mean(self, outputs: Tensor) -> Tensor:
-        """Mean of the distribution, (...)."""
+        """Return the mean of the distribution, (...)."""
         return self.decode(self.normalized_mean(outputs))
 
     def value(self, outputs: Tensor) -> Tensor:
@@ -1160,14 +1170,14 @@ class ValueDistribution(nn.Module):
         return torch.cat((logits, excess.mean(0)), -1)
 
     def point_targets(self, returns: Tensor) -> WeightedReturns:
-        """Targets that are one number for each step, from lambda-returns (T, N)."""
+        """Make targets that are one number for each step, from lambda-returns (T, N)."""
         returns = returns[..., None]
         return WeightedReturns(returns, torch.ones_like(returns))
 
     def sample_targets(
         self, rollout: Rollout, next_outputs: Tensor, gae_lambda: float
     ) -> WeightedReturns:
-        """Targets by SR(lambda), from the outputs (T, N, K or K + 1) for true successors."""
+        """Make targets by SR(lambda), from the outputs (T, N, K or K + 1) for true successors."""
         probs = self.probs(next_outputs).double()
         draws = torch.zeros(len(probs), self.args.num_envs, device=probs.device)
         if gae_lambda < 1:  # SR(1) replaces nothing, and a metric must not draw random numbers
@@ -1236,7 +1246,7 @@ class ValueDistribution(nn.Module):
         return torch.cat((mean, mean + self.gain * excess), -1), metrics
 
     def encode_targets(self, targets: WeightedReturns) -> Tensor:
-        """What the loss regresses on: probabilities of the atoms, (T, N, K)."""
+        """Return what the loss regresses on, probabilities of the atoms (T, N, K)."""
         args = self.args
         returns = self.moments.normalize(targets.returns).float()
         probs = targets.probs.float()
@@ -1252,6 +1262,7 @@ class ValueDistribution(nn.Module):
 
             cross-entropy of targets (..., K)  +  0.5 (V - returns)^2 with a mean output
 
+        The cross-entropy does not fall to 0 but to the entropy of the targets.
         All arguments are normalised. outputs are (C, ..., K or K + 1). old are (C, ..., 1 or 2),
         from `move_statistics`. With value clipping each of the two terms is the larger one of its
         plain and its clipped form, and each critic is clipped around its own. The squared error
@@ -1283,7 +1294,7 @@ class ValueDistribution(nn.Module):
         return loss + v_loss, (changes.abs() > 1e-6).any(-1).float()
 
     def describe(self, outputs: Tensor, samples: WeightedReturns) -> dict:
-        """Metrics of the outputs (T, N, K or K + 1) for s_t, beside samples of the return."""
+        """Describe the outputs (T, N, K or K + 1) for s_t, beside samples of the return."""
         z = self.support
         probs = self.probs(outputs)
         levels = (0.1, 0.5, 0.9)
@@ -1373,23 +1384,23 @@ class GaussianActions(nn.Module):
         self.log_std = nn.Parameter(torch.full((self.num_outputs,), log_std_init))
 
     def forward(self, outputs: Tensor) -> Tensor:
-        """The actor's outputs (..., A) -> params."""
+        """Turn the actor's outputs (..., A) into params."""
         return torch.stack((outputs, self.log_std.expand_as(outputs)), -2)
 
     def log_prob(self, params: Tensor, actions: Tensor) -> Tensor:
-        """Log-density (...) of actions (..., A), nats."""
+        """Return the log-density (...) of actions (..., A), in nats."""
         mean, log_std = params.unbind(-2)
         noise = (actions - mean) * (-log_std).exp()
         densities = -0.5 * noise.square() - log_std - HALF_LOG_2PI
         return densities.sum(-1)
 
     def entropy(self, params: Tensor) -> Tensor:
-        """Differential entropy (...), nats; it may be negative."""
+        """Return the differential entropy (...), in nats. It may be negative."""
         log_std = params[..., 1, :]
         return (log_std + HALF_LOG_2PI + 0.5).sum(-1)
 
     def kl(self, old: Tensor, params: Tensor) -> Tensor:
-        """KL(old || new), (...), nats."""
+        """Return KL(old || new), (...), in nats."""
         old_mean, old_log_std = old.unbind(-2)
         mean, log_std = params.unbind(-2)
         difference = ((old_mean - mean) * (-log_std).exp()).square()
@@ -1397,16 +1408,16 @@ class GaussianActions(nn.Module):
         return 0.5 * (log_ratio.exp() - 1 - log_ratio + difference).sum(-1)
 
     def noise(self, *size: int) -> Tensor:
-        """Standard Gaussian numbers (*size, A) for `sample`."""
+        """Draw standard Gaussian numbers (*size, A) for `sample`."""
         return torch.randn(*size, self.num_outputs, device=self.log_std.device)
 
     def sample(self, params: Tensor, noise: Tensor | float) -> Tensor:
-        """A random action (..., A). Noise 0 gives the mode."""
+        """Return a random action (..., A). Noise 0 gives the mode."""
         mean, log_std = params.unbind(-2)
         return mean + log_std.exp() * noise
 
     def to_env(self, actions: Tensor) -> np.ndarray:
-        """Actions (N, A) for `envs.step`, clipped to the bounds."""
+        """Return actions (N, A) for `envs.step`, clipped to the bounds."""
         array = actions.cpu().numpy().reshape(-1, *self.space.shape)
         return array.clip(self.space.low, self.space.high).astype(self.space.dtype)
 
@@ -1436,34 +1447,34 @@ class CategoricalActions(nn.Module):
         self.num_outputs = missing.numel()
 
     def forward(self, outputs: Tensor) -> Tensor:
-        """The actor's outputs (..., num_outputs) -> params."""
+        """Turn the actor's outputs (..., num_outputs) into params."""
         logits = outputs.reshape(*outputs.shape[:-1], *self.padding.shape) + self.padding
         return logits.log_softmax(-1)
 
     def log_prob(self, params: Tensor, actions: Tensor) -> Tensor:
-        """Log-probability (...) of actions (..., P), nats."""
+        """Return the log-probability (...) of actions (..., P), in nats."""
         chosen = params.gather(-1, actions[..., None])
         return chosen.sum((-2, -1))
 
     def entropy(self, params: Tensor) -> Tensor:
-        """Entropy (...), nats."""
+        """Return the entropy (...), in nats."""
         return -(params.exp() * params).sum((-2, -1))
 
     def kl(self, old: Tensor, params: Tensor) -> Tensor:
-        """KL(old || new), (...), nats."""
+        """Return KL(old || new), (...), in nats."""
         return (old.exp() * (old - params)).sum((-2, -1))
 
     def noise(self, *size: int) -> Tensor:
-        """Gumbel numbers (*size, P, largest part) for `sample`."""
+        """Draw Gumbel numbers (*size, P, largest part) for `sample`."""
         exponential = torch.empty(*size, *self.padding.shape, device=self.padding.device)
         return -exponential.exponential_().log()
 
     def sample(self, params: Tensor, noise: Tensor | float) -> Tensor:
-        """A random action (..., P). Noise 0 gives the mode."""
+        """Return a random action (..., P). Noise 0 gives the mode."""
         return (params + noise).argmax(-1)
 
     def to_env(self, actions: Tensor) -> np.ndarray:
-        """Actions (N, P) for `envs.step`, counted from the space's `start`."""
+        """Return actions (N, P) for `envs.step`, counted from the space's `start`."""
         array = actions.cpu().numpy().reshape(-1, *self.space.shape)
         return (array + getattr(self.space, "start", 0)).astype(self.space.dtype)
 
@@ -1472,7 +1483,7 @@ class CategoricalActions(nn.Module):
 
 
 def make_action_dist(space: gym.Space, args: Args) -> GaussianActions | CategoricalActions:
-    """The distribution of actions for an action space. Raises `UsageError` for other spaces."""
+    """Make the distribution of actions for a space. Raises `UsageError` for spaces without one."""
     if isinstance(space, Box) and np.issubdtype(space.dtype, np.floating):
         return GaussianActions(space, args.log_std_init)
     if isinstance(space, Discrete | MultiDiscrete | MultiBinary):
@@ -1526,7 +1537,7 @@ class Agent(nn.Module):
         return self.obs_moments.mean.device
 
     def parts(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Parameters of the actor and of the critics."""
+        """Return the parameters of the actor, and those of the critics."""
         actor = nn.ModuleList((self.action_dist, self.actor_body, self.actor_head))
         critics = nn.ModuleList((self.critic_body, self.critic_heads))
         return [*actor.parameters()], [*critics.parameters()]
@@ -1543,21 +1554,21 @@ class Agent(nn.Module):
         return lambda obs: ((obs - mean) * scale).clamp(-10, 10)
 
     def normalize_obs(self, obs: Tensor) -> Tensor:
-        """Raw observations -> what the networks see."""
+        """Turn raw observations into what the networks see."""
         return self.obs_normalizer()(obs)
 
     def update_obs_moments(self, obs: Tensor) -> None:
-        """Take in the raw observations (T, N, D) of a rollout, those of all processes."""
+        """Take in the raw observations (T, N, D) of a rollout, from all processes."""
         if not self.sees_images:
             moments = batch_moments(obs.double().flatten(0, 1))
             self.obs_moments.merge(*moments, weight=self.args.batch_size)
 
     def policy_params(self, obs: Tensor) -> Tensor:
-        """Observations (..., D) -> params of the action distributions."""
+        """Turn observations (..., D) into params of the action distributions."""
         return self.action_dist(self.actor_head(self.actor_body(obs)))
 
     def value_outputs(self, obs: Tensor) -> Tensor:
-        """Observations (..., D) -> outputs (C, ..., K or K + 1) of all critics."""
+        """Turn observations (..., D) into outputs (C, ..., K or K + 1) of all critics."""
         features = self.critic_body(obs)
         return torch.stack([head(features) for head in self.critic_heads])
 
@@ -1578,7 +1589,10 @@ class Agent(nn.Module):
 
 # ==================================================================================================
 # Nothing below is about the algorithm.
-# Who copies from above also needs `make_envs` (its autoreset mode) and `make_optimizers`.
+# The algorithm uses some of it. `make_envs` sets the autoreset mode that `collect_rollout` relies
+# on, and `make_optimizers` the constants of Adam. `average` and `own` return what they are given
+# where there is one process. `check_finite` and `check_step` raise, and the `describe_` functions
+# give metrics alone.
 # ==================================================================================================
 
 
@@ -1717,7 +1731,7 @@ def open_episodes(envs: gym.vector.VectorEnv, run: Run) -> np.ndarray:
 
 
 def finished_episodes(info: dict, ended: np.ndarray, t: int) -> list[tuple[int, float, int]]:
-    """Step t, return and length of each episode that ended at t."""
+    """Return step t, return and length of each episode that ended at t."""
     stats = info["final_info"][STATS]
     return [(t, float(stats["r"][i]), int(stats["l"][i])) for i in ended.nonzero()[0]]
 
@@ -1767,7 +1781,7 @@ def describe_critics(
 
 
 def describe_advantages(raw: Tensor, scaled: Tensor) -> dict[str, float]:
-    """Metrics of advantages in the task's units, and as the policy's loss takes them."""
+    """Describe advantages in the task's units, and as the policy's loss takes them."""
     raw = gather(raw.reshape(1, -1))
     return {
         "adv/mean_raw": float(raw.mean()),
@@ -1783,7 +1797,10 @@ def describe_update(
     critic_norms: list[float],
     args: Args,
 ) -> dict[str, float]:
-    """Means over the minibatches that were evaluated, and norms of the steps that were taken."""
+    """Average metrics over the minibatches that were evaluated, and norms over the steps taken.
+
+    Four are no means: the largest KL, the error of the first minibatch, and what tells of the stop.
+    """
     columns = {}
     for rows in (actor_rows, critic_rows):
         columns |= {tag: torch.stack([row[tag] for row in rows]) for tag in rows[0]}
@@ -1804,7 +1821,7 @@ def describe_update(
 
 
 def empirical_cvar(returns: Tensor, alpha: float) -> float:
-    """Mean of the lowest share alpha of a sample (n,). The last return counts in part."""
+    """Return the mean of the lowest share alpha of a sample (n,). The last one counts in part."""
     size = alpha * len(returns)
     mass = (size - torch.arange(len(returns)).double()).clamp(0, 1)
     return float((mass * returns.sort().values).sum() / size)
@@ -1812,7 +1829,7 @@ def empirical_cvar(returns: Tensor, alpha: float) -> float:
 
 # ------------------------------------------------------------------------------------ run keeping
 class NotFinite(RuntimeError):
-    """A loss or a gradient that is not finite. All processes of a run find it at once."""
+    """A loss or a gradient is not finite. All processes of a run find it at once."""
 
 
 def check_step(loss: float, norm: float, name: str) -> None:
@@ -1897,14 +1914,14 @@ def make_agent(envs: gym.vector.VectorEnv, args: Args) -> Agent:
 
 
 def shapes(agent: Agent) -> dict[str, tuple]:
-    """Shape of all that a checkpoint holds, by name, and the ends of the distribution's support."""
+    """Return the shapes of all that a checkpoint holds, by name, and the ends of the support."""
     ends = agent.value_dist.support[[0, -1]]
     held = {name: tuple(x.shape) for name, x in agent.state_dict().items()}
     return held | {"value_dist.support": tuple(ends.tolist())}
 
 
 class Optimizers(NamedTuple):
-    """Adam for each of the two networks, which share no parameter."""
+    """Each of the two networks has its own Adam, since they share no parameter."""
 
     actor: optim.Adam
     critics: optim.Adam
@@ -2001,12 +2018,12 @@ class Run:
 
     @property
     def results(self) -> dict[str, Any]:
-        """The last value of every metric, and the run's directory."""
+        """Return the last value of every metric, and the run's directory."""
         return self.logged | {"run_dir": str(self.directory)}
 
     @property
     def env_seeds(self) -> list[int]:
-        """A seed for each of this process's environments."""
+        """Return a seed for each of this process's environments."""
         first = self.step + RANK * self.envs.num_envs
         indices = range(first, first + self.envs.num_envs)
         return [derived_seed(self.args.seed, "environments", i, bits=31) for i in indices]
@@ -2242,12 +2259,12 @@ def make_run_dir(args: Args) -> Path:
 
 
 def is_due(iteration: int, every: int) -> bool:
-    """Whether this iteration is one of every so many. 0 means never."""
+    """Tell whether this iteration is one of every so many. 0 means never."""
     return every > 0 and iteration % every == 0
 
 
 def is_scalar(value: Any) -> bool:
-    """Whether a metric is one number."""
+    """Tell whether a metric is one number."""
     return not isinstance(value, Tensor) or value.dim() == 0
 
 
@@ -2286,7 +2303,7 @@ def check_version(flags: dict[str, Any]) -> None:
 
 
 def checkpoint_path(path: str | Path) -> Path:
-    """A checkpoint itself, or that of a run directory."""
+    """Return the path of a checkpoint, which may be that of a run directory."""
     path = Path(path)
     return path / "checkpoint.pt" if path.is_dir() else path
 
@@ -2378,7 +2395,7 @@ class OtherProcessEnded(RuntimeError):
 
 
 def average(x: Tensor) -> Tensor:
-    """Mean over all processes of tensors of one shape. With one process it is x itself."""
+    """Return the mean of x over all processes. With one process it is x itself."""
     if WORLD_SIZE == 1:
         return x
     x = x.detach() / WORLD_SIZE
@@ -2387,12 +2404,12 @@ def average(x: Tensor) -> Tensor:
 
 
 def own(x: Tensor) -> Tensor:
-    """This process's environments (axis 1) of what was drawn for those of all processes."""
+    """Return what is this process's, on axis 1, of what was drawn for all environments."""
     return x.chunk(WORLD_SIZE, 1)[RANK]
 
 
 def gather(x: Tensor) -> Tensor:
-    """Tensors (T, n, ...) of all processes, along axis 1."""
+    """Join tensors (T, n, ...) of all processes along axis 1."""
     if WORLD_SIZE == 1:
         return x
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(WORLD_SIZE)]
@@ -2401,7 +2418,7 @@ def gather(x: Tensor) -> Tensor:
 
 
 def gather_objects(thing: Any) -> list:
-    """A thing of every process, in their order."""
+    """Return this thing of every process, in their order."""
     things = [thing] * WORLD_SIZE
     if WORLD_SIZE > 1:
         exchange(distributed.all_gather_object, things, thing)
@@ -2435,7 +2452,7 @@ def average_metrics(metrics: dict) -> dict:
 
 # ----------------------------------------------------------------------------------- command line
 class UsageError(ValueError):
-    """A mistake of the user. It costs one line without a traceback, and exit code 2."""
+    """The user made a mistake. It costs one line without a traceback, and exit code 2."""
 
 
 def require_flag(args: Args, name: str, holds: bool, text: str) -> None:
@@ -2478,7 +2495,7 @@ def check_flags(args: Args) -> None:
 
 
 def plain(value: Any, kind: Any) -> Any:
-    """A value as plain Python: NumPy's numbers, lists, and integers where a float is meant."""
+    """Turn NumPy's numbers, lists, and integers where a float is meant into plain Python."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, list):

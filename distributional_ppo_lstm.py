@@ -19,7 +19,7 @@ Four things differ from most PPO scripts:
                          the next episode's first observation would be wrong.
     Critics come later   Nothing needs a value while the actor acts. Running the critics over the
                          rollout afterwards is faster, and it reaches every true successor.
-    Distributions        Each critic predicts a distribution of returns. By default V comes from one
+    Distributions        Each critic predicts a distribution of returns. By default V takes in one
                          more output, the mean output (`--value-from`). With `--cvar-weight` the
                          policy learns from the tail of the distribution.
     Stop before a step   With `--target-kl` the KL divergence from the policy that acted is measured
@@ -87,7 +87,7 @@ Tensors = tuple[Tensor, ...]
 # ------------------------------------------------------------------------------------------- flags
 @dataclass(frozen=True)
 class Range:
-    """The finite numbers that a flag may have."""
+    """A flag may have the finite numbers of a range."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -106,7 +106,7 @@ class Range:
 
 
 def bounded(kind: Any, *bounds: Any) -> Any:
-    """The type of a flag together with its range, which help and checks read from here."""
+    """Return the type of a flag with its range, which help and checks read from here."""
     allowed = Range(*bounds)
     word = "INT" if kind is int else "FLOAT"
     metavar = str(allowed) if str(allowed).startswith("[") else f"{word}{allowed}"
@@ -117,7 +117,7 @@ def bounded(kind: Any, *bounds: Any) -> Any:
 
 @dataclass(frozen=True)
 class Needs:
-    """The flag that makes another one work, by having any other value than this."""
+    """A flag needs another one to have any other value than this."""
 
     flag: str
     other_than: Any
@@ -325,12 +325,12 @@ class Args(
 
     @property
     def batch_size(self) -> int:
-        """Samples of a rollout, counted over all processes."""
+        """Return the number of samples of a rollout, counted over all processes."""
         return self.num_envs * self.num_steps
 
     @property
     def num_iterations(self) -> int:
-        """Rollouts of the run."""
+        """Return the number of rollouts of the run."""
         return self.total_timesteps // self.batch_size
 
     @property
@@ -340,7 +340,7 @@ class Args(
 
     @property
     def is_atari(self) -> bool:
-        """Whether the task is an Atari game, whose rewards are clipped for learning."""
+        """Tell whether the task is an Atari game, whose rewards are clipped for learning."""
         return self.env_id.split(":")[-1].startswith("ALE/")
 
 
@@ -354,7 +354,7 @@ class Carry(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """T steps of N environments as they happened."""
+    """A rollout holds T steps of N environments as they happened."""
 
     obs: Tensor  # (T, N, D) s_t, raw
     next_obs: Tensor  # (T, N, D) true successor s'_t, raw: the final one where an episode ended
@@ -485,10 +485,12 @@ def run_critics(
     of step 0. Returns the outputs of all critics for both, each (C, T, N, K or K + 1), the states
     (T / L, 2, N, H) ahead of each training sequence, and the state after the last step.
 
-    The pass is cut where some environment meets a time limit, and at the end of each training
-    sequence. Inside a stretch s'_t is the next step of the pass. At a cut the LSTM takes one more
-    step, to the true successor, and the state after that step is thrown away (Pardo et al. 2018).
-    `gae` ignores the outputs for successors of terminated steps.
+    A state of the LSTM is needed wherever V(s'_t) is not V of the next step, and nn.LSTM gives one
+    at the end of a call alone. So the pass is cut where some environment meets a time limit, and
+    also at the end of each training sequence. Inside a stretch s'_t is the next step of the pass,
+    except after a termination, where `gae` ignores the outputs for s'_t. At a cut the LSTM takes
+    one more step, to the true successor, and the state after that step is thrown away (Pardo et
+    al. 2018).
 
     The states of training sequences come from the weights before the update. The epochs do not
     compute them anew.
@@ -534,7 +536,8 @@ def gae(
 
     All tensors are (T, N), or (T, N, R) for R reward terms with masks (T, N). s'_t is the true
     successor: the final observation where an episode ended. A step that is terminated and truncated
-    counts as terminated.
+    counts as terminated. A + V is the lambda-return where next_values[t] is values[t + 1] inside
+    episodes.
 
     The two masks differ. Termination cuts the bootstrap, since nothing follows. Either end cuts the
     recursion, since the rewards of the next episode must not leak into this one.
@@ -635,7 +638,7 @@ def prepare_batch(
 
 
 def batch_moments(x: Tensor) -> Tensors:
-    """Mean and population variance over the first axis, over the rows of all processes."""
+    """Return mean and population variance over the first axis, over the rows of all processes."""
     mean = average(x.mean(0))
     return mean, average((x - mean).square().mean(0))
 
@@ -674,21 +677,24 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> tuple[Tens
 
 
 def normalize_advantages(
-    advantages: Tensor, eps: float | Tensor = 1e-8, average: Callable = lambda x: x
+    advantages: Tensor, eps: float | Tensor = 1e-8, across: Callable = lambda x: x
 ) -> Tensor:
     """(A - mean) / (std + eps), with the population std over all entries.
 
-    There is no branch on the size of std: a branch would be discontinuous. Constant input gives
-    exact zeros, because one entry is subtracted from all before the mean is taken. `average` gives
+    There is no branch on the size of std, since it would be discontinuous. Constant input gives
+    exact zeros, because one entry is subtracted from all before the mean is taken. `across` gives
     the mean of a number over several processes that hold equal parts of the advantages.
     """
-    shifted = advantages - average(advantages.flatten()[0])
-    centered = shifted - average(shifted.mean())
-    return centered / (average(centered.square().mean()).sqrt() + eps)
+    shifted = advantages - across(advantages.flatten()[0])
+    centered = shifted - across(shifted.mean())
+    return centered / (across(centered.square().mean()).sqrt() + eps)
 
 
 def minibatches(batch: Batch, args: Args) -> Iterator[Batch]:
-    """In every epoch, shuffle the training sequences (axis 1) and give each of them once."""
+    """In every epoch, shuffle the training sequences (axis 1) and give each of them once.
+
+    The number of minibatches divides that of the sequences; `check_sizes` requires it.
+    """
     orders = [torch.randperm(batch.obs.shape[1]) for _ in range(args.update_epochs)]
     for order in torch.stack(orders).to(batch.obs.device):
         for chosen in order.chunk(args.num_minibatches):
@@ -824,7 +830,10 @@ PRESETS: dict[str, dict[str, Any]] = {}
 
 
 def schedules(args: Args, progress: float) -> tuple[float, float, float]:
-    """Learning rates of actor and critics, and entropy coefficient, at this fraction of the run."""
+    """Return both learning rates and the entropy coefficient at this fraction of the run.
+
+    The rates are those of the actor and of the critics.
+    """
     critic_learning_rate = args.critic_learning_rate
     if critic_learning_rate is None:
         critic_learning_rate = args.learning_rate
@@ -909,7 +918,7 @@ class RunningMoments(nn.Module):
 
     @property
     def at_floor(self) -> bool:
-        """Whether the data so far vary so little that the std is within 100 times its floor."""
+        """Tell whether the data vary so little that the std is within 100 times its floor."""
         return bool((self.var <= 1e4 * self.floor).all())
 
     @property
@@ -919,7 +928,7 @@ class RunningMoments(nn.Module):
 
     @torch.no_grad()
     def update(self, x: Tensor) -> None:
-        """Take in a batch; all axes ahead of the shape of the moments are samples."""
+        """Take in a batch. All axes ahead of the shape of the moments are samples."""
         x = x.double().reshape(-1, *self.mean.shape)
         mean = x.mean(0)
         self.merge(mean, (x - mean).square().mean(0), len(x))
@@ -1021,13 +1030,14 @@ def cvar_weights(num_quantiles: int, alpha: float, dtype: torch.dtype | None = N
 
     Quantile k of level tau_k lies at x = k on the axis x = K tau - 0.5, which runs from -0.5 to
     K - 0.5. F^-1 is taken as linear between neighbouring quantiles; the first and the last segment
-    reach on to the ends of the axis.
+    reach on to the ends of the axis. So a CVaR may lie below the smallest quantile.
 
     Let [a, b] be the part of the segment from k to k + 1 that lies below alpha, and let
     m = (a + b) / 2 - k be its middle. A linear function has its mean in the middle, which is
     (1 - m) q_k + m q_{k+1}. The part's share of the integral is (b - a) / (alpha K).
 
-    alpha = 1 gives the plain mean. Raises ValueError for alpha outside [1e-3, 1].
+    alpha = 1 gives the plain mean, which is exact without the extension. Just below it the weights
+    of the first and the last quantile are larger. Raises ValueError for alpha outside [1e-3, 1].
     Source: Rockafellar & Uryasev 2000; the interpolation is ours.
     """
     if not 1e-3 <= alpha <= 1:
@@ -1152,15 +1162,15 @@ class ValueDistribution(nn.Module):
         self.num_outputs = args.num_quantiles + (args.value_from == "mean_head")
 
     def split(self, outputs: Tensor) -> Tensors:
-        """Quantiles (..., K) and the mean output (..., 0 or 1)."""
+        """Return the quantiles (..., K) and the mean output (..., 0 or 1)."""
         return outputs.tensor_split([len(self.support)], -1)
 
     def decode(self, x: Tensor) -> Tensor:
-        """In the task's units and in float64: returns may be large beside their spread."""
+        """Return x in the task's units, in float64. Returns may be large beside their spread."""
         return self.moments.denormalize(x.double())
 
     def mean(self, outputs: Tensor) -> Tensor:
-        """Mean of the distribution, (...)."""
+        """Return the mean of the distribution, (...)."""
         return self.decode(self.split(outputs)[0]).mean(-1)
 
     def value(self, outputs: Tensor) -> Tensor:
@@ -1186,11 +1196,11 @@ class ValueDistribution(nn.Module):
         return torch.cat((averaged, values.mean(0)), -1)
 
     def point_targets(self, returns: Tensor) -> Tensor:
-        """Targets that are one number for each step, from lambda-returns (T, N)."""
+        """Make targets that are one number for each step, from lambda-returns (T, N)."""
         return returns[..., None]
 
     def sample_targets(self, rollout: Rollout, next_outputs: Tensor, gae_lambda: float) -> Tensor:
-        """Targets by SR(lambda), from the outputs (T, N, K or K + 1) for true successors."""
+        """Make targets by SR(lambda), from the outputs (T, N, K or K + 1) for true successors."""
         theta = self.decode(self.split(next_outputs)[0])
         size = (len(theta), self.args.num_envs, theta.shape[-1])
         draws = torch.zeros(size, device=theta.device)
@@ -1247,7 +1257,7 @@ class ValueDistribution(nn.Module):
         }
 
     def encode_targets(self, targets: Tensor) -> Tensor:
-        """What the loss regresses on: the samples (T, N, J), normalised."""
+        """Return what the loss regresses on, the samples (T, N, J), normalised."""
         return self.moments.normalize(targets).float()
 
     def loss(self, outputs: Tensor, targets: Tensor, returns: Tensor, old: Tensor) -> Tensors:
@@ -1276,7 +1286,7 @@ class ValueDistribution(nn.Module):
         return loss + v_loss, (moved.abs() > 1e-6).any(-1).float()
 
     def describe(self, outputs: Tensor, samples: Tensor) -> dict:
-        """Metrics of the outputs (T, N, K or K + 1) for s_t, beside samples of the return."""
+        """Describe the outputs (T, N, K or K + 1) for s_t, beside samples of the return."""
         quantiles = self.split(outputs)[0].sort(-1).values
         levels = (0.1, 0.5, 0.9)
         deciles = torch.stack([self.decode(value_at_risk(quantiles, level)) for level in levels])
@@ -1419,23 +1429,23 @@ class GaussianActions(nn.Module):
         self.log_std = nn.Parameter(torch.full((self.num_outputs,), log_std_init))
 
     def forward(self, outputs: Tensor) -> Tensor:
-        """The actor's outputs (..., A) -> params."""
+        """Turn the actor's outputs (..., A) into params."""
         return torch.stack((outputs, self.log_std.expand_as(outputs)), -2)
 
     def log_prob(self, params: Tensor, actions: Tensor) -> Tensor:
-        """Log-density (...) of actions (..., A), nats."""
+        """Return the log-density (...) of actions (..., A), in nats."""
         mean, log_std = params.unbind(-2)
         noise = (actions - mean) * (-log_std).exp()
         densities = -0.5 * noise.square() - log_std - HALF_LOG_2PI
         return densities.sum(-1)
 
     def entropy(self, params: Tensor) -> Tensor:
-        """Differential entropy (...), nats; it may be negative."""
+        """Return the differential entropy (...), in nats. It may be negative."""
         log_std = params[..., 1, :]
         return (log_std + HALF_LOG_2PI + 0.5).sum(-1)
 
     def kl(self, old: Tensor, params: Tensor) -> Tensor:
-        """KL(old || new), (...), nats."""
+        """Return KL(old || new), (...), in nats."""
         old_mean, old_log_std = old.unbind(-2)
         mean, log_std = params.unbind(-2)
         difference = ((old_mean - mean) * (-log_std).exp()).square()
@@ -1443,16 +1453,16 @@ class GaussianActions(nn.Module):
         return 0.5 * (log_ratio.exp() - 1 - log_ratio + difference).sum(-1)
 
     def noise(self, *size: int) -> Tensor:
-        """Standard Gaussian numbers (*size, A) for `sample`."""
+        """Draw standard Gaussian numbers (*size, A) for `sample`."""
         return torch.randn(*size, self.num_outputs, device=self.log_std.device)
 
     def sample(self, params: Tensor, noise: Tensor | float) -> Tensor:
-        """A random action (..., A). Noise 0 gives the mode."""
+        """Return a random action (..., A). Noise 0 gives the mode."""
         mean, log_std = params.unbind(-2)
         return mean + log_std.exp() * noise
 
     def to_env(self, actions: Tensor) -> np.ndarray:
-        """Actions (N, A) for `envs.step`, clipped to the bounds."""
+        """Return actions (N, A) for `envs.step`, clipped to the bounds."""
         array = actions.cpu().numpy().reshape(-1, *self.space.shape)
         return array.clip(self.space.low, self.space.high).astype(self.space.dtype)
 
@@ -1482,34 +1492,34 @@ class CategoricalActions(nn.Module):
         self.num_outputs = missing.numel()
 
     def forward(self, outputs: Tensor) -> Tensor:
-        """The actor's outputs (..., num_outputs) -> params."""
+        """Turn the actor's outputs (..., num_outputs) into params."""
         logits = outputs.reshape(*outputs.shape[:-1], *self.padding.shape) + self.padding
         return logits.log_softmax(-1)
 
     def log_prob(self, params: Tensor, actions: Tensor) -> Tensor:
-        """Log-probability (...) of actions (..., P), nats."""
+        """Return the log-probability (...) of actions (..., P), in nats."""
         chosen = params.gather(-1, actions[..., None])
         return chosen.sum((-2, -1))
 
     def entropy(self, params: Tensor) -> Tensor:
-        """Entropy (...), nats."""
+        """Return the entropy (...), in nats."""
         return -(params.exp() * params).sum((-2, -1))
 
     def kl(self, old: Tensor, params: Tensor) -> Tensor:
-        """KL(old || new), (...), nats."""
+        """Return KL(old || new), (...), in nats."""
         return (old.exp() * (old - params)).sum((-2, -1))
 
     def noise(self, *size: int) -> Tensor:
-        """Gumbel numbers (*size, P, largest part) for `sample`."""
+        """Draw Gumbel numbers (*size, P, largest part) for `sample`."""
         exponential = torch.empty(*size, *self.padding.shape, device=self.padding.device)
         return -exponential.exponential_().log()
 
     def sample(self, params: Tensor, noise: Tensor | float) -> Tensor:
-        """A random action (..., P). Noise 0 gives the mode."""
+        """Return a random action (..., P). Noise 0 gives the mode."""
         return (params + noise).argmax(-1)
 
     def to_env(self, actions: Tensor) -> np.ndarray:
-        """Actions (N, P) for `envs.step`, counted from the space's `start`."""
+        """Return actions (N, P) for `envs.step`, counted from the space's `start`."""
         array = actions.cpu().numpy().reshape(-1, *self.space.shape)
         return (array + getattr(self.space, "start", 0)).astype(self.space.dtype)
 
@@ -1518,7 +1528,7 @@ class CategoricalActions(nn.Module):
 
 
 def make_action_dist(space: gym.Space, args: Args) -> GaussianActions | CategoricalActions:
-    """The distribution of actions for an action space. Raises `UsageError` for other spaces."""
+    """Make the distribution of actions for a space. Raises `UsageError` for spaces without one."""
     if isinstance(space, Box) and np.issubdtype(space.dtype, np.floating):
         return GaussianActions(space, args.log_std_init)
     if isinstance(space, Discrete | MultiDiscrete | MultiBinary):
@@ -1594,7 +1604,7 @@ class Agent(nn.Module):
         return self.obs_moments.mean.device
 
     def parts(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Parameters of the actor and of the critics."""
+        """Return the parameters of the actor, and those of the critics."""
         actor = nn.ModuleList((self.action_dist, self.actor_body, self.actor_head))
         critics = nn.ModuleList((self.critic_body, self.critic_heads))
         return [*actor.parameters()], [*critics.parameters()]
@@ -1611,11 +1621,11 @@ class Agent(nn.Module):
         return lambda obs: ((obs - mean) * scale).clamp(-10, 10)
 
     def normalize_obs(self, obs: Tensor) -> Tensor:
-        """Raw observations -> what the networks see."""
+        """Turn raw observations into what the networks see."""
         return self.obs_normalizer()(obs)
 
     def update_obs_moments(self, obs: Tensor) -> None:
-        """Take in the raw observations (T, N, D) of a rollout, those of all processes."""
+        """Take in the raw observations (T, N, D) of a rollout, from all processes."""
         if not self.sees_images:
             moments = batch_moments(obs.double().flatten(0, 1))
             self.obs_moments.merge(*moments, weight=self.args.batch_size)
@@ -1625,16 +1635,16 @@ class Agent(nn.Module):
         return torch.zeros(2, num_envs, self.args.lstm_hidden_size, device=self.device)
 
     def policy_params(self, features: Tensor) -> Tensor:
-        """Features (..., H) -> params of the action distributions."""
+        """Turn features (..., H) into params of the action distributions."""
         return self.action_dist(self.actor_head(features))
 
     def policy_params_step(self, obs: Tensor, state: Tensor) -> Tensors:
-        """Observations (N, D) of one step -> params of the action distributions, next state."""
+        """Turn observations (N, D) of one step into params of the actions, and the next state."""
         features, state = self.actor_body.step(obs, state)
         return self.policy_params(features), state
 
     def value_outputs(self, features: Tensor) -> Tensor:
-        """Features (..., H) -> outputs (C, ..., K or K + 1) of all critics."""
+        """Turn features (..., H) into outputs (C, ..., K or K + 1) of all critics."""
         return torch.stack([head(features) for head in self.critic_heads])
 
     @torch.no_grad()
@@ -1658,7 +1668,10 @@ class Agent(nn.Module):
 
 # ==================================================================================================
 # Nothing below is about the algorithm.
-# Who copies from above also needs `make_envs` (its autoreset mode) and `make_optimizers`.
+# The algorithm uses some of it. `make_envs` sets the autoreset mode that `collect_rollout` relies
+# on, and `make_optimizers` the constants of Adam. `average` and `own` return what they are given
+# where there is one process. `check_finite` and `check_step` raise, and the `describe_` functions
+# give metrics alone.
 # ==================================================================================================
 
 
@@ -1799,7 +1812,7 @@ def open_episodes(envs: gym.vector.VectorEnv, agent: Agent, run: Run) -> tuple[C
 
 
 def finished_episodes(info: dict, ended: np.ndarray, t: int) -> list[tuple[int, float, int]]:
-    """Step t, return and length of each episode that ended at t."""
+    """Return step t, return and length of each episode that ended at t."""
     stats = info["final_info"][STATS]
     return [(t, float(stats["r"][i]), int(stats["l"][i])) for i in ended.nonzero()[0]]
 
@@ -1849,7 +1862,7 @@ def describe_critics(
 
 
 def describe_advantages(raw: Tensor, scaled: Tensor) -> dict[str, float]:
-    """Metrics of advantages in the task's units, and as the policy's loss takes them."""
+    """Describe advantages in the task's units, and as the policy's loss takes them."""
     raw = gather(raw.reshape(1, -1))
     return {
         "adv/mean_raw": float(raw.mean()),
@@ -1865,7 +1878,10 @@ def describe_update(
     critic_norms: list[float],
     args: Args,
 ) -> dict[str, float]:
-    """Means over the minibatches that were evaluated, and norms of the steps that were taken."""
+    """Average metrics over the minibatches that were evaluated, and norms over the steps taken.
+
+    Four are no means: the largest KL, the error of the first minibatch, and what tells of the stop.
+    """
     columns = {}
     for rows in (actor_rows, critic_rows):
         columns |= {tag: torch.stack([row[tag] for row in rows]) for tag in rows[0]}
@@ -1886,7 +1902,7 @@ def describe_update(
 
 
 def empirical_cvar(returns: Tensor, alpha: float) -> float:
-    """Mean of the lowest share alpha of a sample (n,). The last return counts in part."""
+    """Return the mean of the lowest share alpha of a sample (n,). The last one counts in part."""
     size = alpha * len(returns)
     mass = (size - torch.arange(len(returns)).double()).clamp(0, 1)
     return float((mass * returns.sort().values).sum() / size)
@@ -1894,7 +1910,7 @@ def empirical_cvar(returns: Tensor, alpha: float) -> float:
 
 # ------------------------------------------------------------------------------------ run keeping
 class NotFinite(RuntimeError):
-    """A loss or a gradient that is not finite. All processes of a run find it at once."""
+    """A loss or a gradient is not finite. All processes of a run find it at once."""
 
 
 def check_step(loss: float, norm: float, name: str) -> None:
@@ -1967,14 +1983,14 @@ def make_agent(envs: gym.vector.VectorEnv, args: Args) -> Agent:
 
 
 def shapes(agent: Agent) -> dict[str, tuple]:
-    """Shape of all that a checkpoint holds, by name, and the ends of the distribution's support."""
+    """Return the shapes of all that a checkpoint holds, by name, and the ends of the support."""
     ends = agent.value_dist.support[[0, -1]]
     held = {name: tuple(x.shape) for name, x in agent.state_dict().items()}
     return held | {"value_dist.support": tuple(ends.tolist())}
 
 
 class Optimizers(NamedTuple):
-    """Adam for each of the two networks, which share no parameter."""
+    """Each of the two networks has its own Adam, since they share no parameter."""
 
     actor: optim.Adam
     critics: optim.Adam
@@ -2071,12 +2087,12 @@ class Run:
 
     @property
     def results(self) -> dict[str, Any]:
-        """The last value of every metric, and the run's directory."""
+        """Return the last value of every metric, and the run's directory."""
         return self.logged | {"run_dir": str(self.directory)}
 
     @property
     def env_seeds(self) -> list[int]:
-        """A seed for each of this process's environments."""
+        """Return a seed for each of this process's environments."""
         first = self.step + RANK * self.envs.num_envs
         indices = range(first, first + self.envs.num_envs)
         return [derived_seed(self.args.seed, "environments", i, bits=31) for i in indices]
@@ -2312,12 +2328,12 @@ def make_run_dir(args: Args) -> Path:
 
 
 def is_due(iteration: int, every: int) -> bool:
-    """Whether this iteration is one of every so many. 0 means never."""
+    """Tell whether this iteration is one of every so many. 0 means never."""
     return every > 0 and iteration % every == 0
 
 
 def is_scalar(value: Any) -> bool:
-    """Whether a metric is one number."""
+    """Tell whether a metric is one number."""
     return not isinstance(value, Tensor) or value.dim() == 0
 
 
@@ -2356,7 +2372,7 @@ def check_version(flags: dict[str, Any]) -> None:
 
 
 def checkpoint_path(path: str | Path) -> Path:
-    """A checkpoint itself, or that of a run directory."""
+    """Return the path of a checkpoint, which may be that of a run directory."""
     path = Path(path)
     return path / "checkpoint.pt" if path.is_dir() else path
 
@@ -2449,7 +2465,7 @@ class OtherProcessEnded(RuntimeError):
 
 
 def average(x: Tensor) -> Tensor:
-    """Mean over all processes of tensors of one shape. With one process it is x itself."""
+    """Return the mean of x over all processes. With one process it is x itself."""
     if WORLD_SIZE == 1:
         return x
     x = x.detach() / WORLD_SIZE
@@ -2458,12 +2474,12 @@ def average(x: Tensor) -> Tensor:
 
 
 def own(x: Tensor) -> Tensor:
-    """This process's environments (axis 1) of what was drawn for those of all processes."""
+    """Return what is this process's, on axis 1, of what was drawn for all environments."""
     return x.chunk(WORLD_SIZE, 1)[RANK]
 
 
 def gather(x: Tensor) -> Tensor:
-    """Tensors (T, n, ...) of all processes, along axis 1."""
+    """Join tensors (T, n, ...) of all processes along axis 1."""
     if WORLD_SIZE == 1:
         return x
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(WORLD_SIZE)]
@@ -2472,7 +2488,7 @@ def gather(x: Tensor) -> Tensor:
 
 
 def gather_objects(thing: Any) -> list:
-    """A thing of every process, in their order."""
+    """Return this thing of every process, in their order."""
     things = [thing] * WORLD_SIZE
     if WORLD_SIZE > 1:
         exchange(distributed.all_gather_object, things, thing)
@@ -2506,7 +2522,7 @@ def average_metrics(metrics: dict) -> dict:
 
 # ----------------------------------------------------------------------------------- command line
 class UsageError(ValueError):
-    """A mistake of the user. It costs one line without a traceback, and exit code 2."""
+    """The user made a mistake. It costs one line without a traceback, and exit code 2."""
 
 
 def require_flag(args: Args, name: str, holds: bool, text: str) -> None:
@@ -2549,7 +2565,7 @@ def check_flags(args: Args) -> None:
 
 
 def plain(value: Any, kind: Any) -> Any:
-    """A value as plain Python: NumPy's numbers, lists, and integers where a float is meant."""
+    """Turn NumPy's numbers, lists, and integers where a float is meant into plain Python."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, list):

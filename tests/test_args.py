@@ -671,9 +671,7 @@ def test_damaged_and_foreign_checkpoints_of_a_run(script, capsys, tmp_path, flag
     path.write_bytes(whole)
     names = ("distributional_ppo_lstm", "distributional_ppo_categorical")
     (sibling,) = (importlib.import_module(name) for name in names if name != script.__name__)
-    check_bad(
-        sibling, capsys, tmp_path, [flag, str(path.parent)], ("is unknown", str(path))
-    )
+    check_bad(sibling, capsys, tmp_path, [flag, str(path.parent)], ("is unknown", str(path)))
 
 
 def test_resume_wants_a_run_directory(script, capsys, tmp_path):
