@@ -64,7 +64,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, make_dataclass
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -439,7 +439,10 @@ def collect_rollout(
 
     if args.is_atari:
         rewards = rewards.clip(-1, 1)  # the episodes' returns keep what was paid
-    to_device = partial(torch.as_tensor, device=agent.device)
+
+    def to_device(x: np.ndarray) -> Tensor:
+        return torch.as_tensor(x, device=agent.device)
+
     rollout = Rollout(
         obs=to_device(obs),
         next_obs=to_device(next_obs),
