@@ -40,8 +40,15 @@ CELLS = [
     Cell("envs:MinAtar/Breakout-v1", CATEGORICAL, "", MINATAR, range(1000, 1002)),
 ]
 LOST = THRESHOLDS | {"PendulumNoVel-v1": -300}  # an evaluation below this is a lost seed
+# Texts of the scripts that --variant exchanges, for what no flag can turn.
+VARIANTS = {
+    "critics_run_on": (  # the KL stop ends the actor's loop alone
+        "islice(minibatches(batch, args), len(actor_rows))",
+        "minibatches(batch, args)",
+    ),
+}
 COLUMNS = (
-    "version",  # commit and, with --append, further flags
+    "version",  # commit, then the name of a variant and further flags
     "task",
     "script",
     "seed",
@@ -66,14 +73,19 @@ def short(version: str) -> str:
 def run_one(run: Run) -> Row:
     """Train one seed of a version in a process that knows its command line alone: its row.
 
-    The variant of the run's cell is the version: a commit, and further flags behind a space.
+    The variant of the run's cell is the version: a commit, the name of a variant, further flags.
     """
     cell = run.cell
-    commit = cell.variant.split()[0]
+    commit, *more = cell.variant.split()
+    exchanged = VARIANTS[more.pop(0)] if more and more[0] in VARIANTS else None
     path = os.pathsep.join([str(common.HERE), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as top:
         script = copy_scripts(commit, Path(top, "scripts")) / f"{cell.script}.py"
-        words = [*cell.flags.split(), *cell.variant.split()[1:]]
+        if exchanged:
+            text = script.read_text()
+            assert exchanged[0] in text
+            script.write_text(text.replace(*exchanged))
+        words = [*cell.flags.split(), *more]
         line = ["--env-id", cell.task, "--seed", str(run.seed), "--run-dir", f"{top}/runs", *words]
         began = time.time()
         ended = subprocess.run(
@@ -174,6 +186,7 @@ def main() -> None:
     """Parse, run what is missing, report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("versions", nargs="+", help="commits; the report compares with the first")
+    parser.add_argument("--variant", choices=VARIANTS, help="another text, in the last version")
     parser.add_argument("--append", default="", help="more flags, for the last version alone")
     parser.add_argument("--only", nargs="*", default=[], help="words, all to match")
     parser.add_argument("--seeds", nargs="*", type=int, help="instead of each task's own")
@@ -181,6 +194,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     args = parser.parse_args()
     versions = [short(version) for version in args.versions]
+    if args.variant:
+        versions[-1] += f" {args.variant}"
     if args.append:
         versions[-1] += f" {args.append}"
     if not args.report:

@@ -8,6 +8,7 @@ import io
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -711,6 +712,63 @@ def test_layouts_of_optimizers_do_not_matter(unchanged):
     assert told({"run": {"optimizers": many}, "step": 3}) == one
     later = told([many[0], state([4.0, 6], step=8.0)])
     assert later == {"optimizer step": [7, 8], "optimizer exp_avg": [1, 2, 3, 4, 6]}
+
+
+@pytest.fixture
+def versions(monkeypatch, tmp_path):
+    """The program, with a table of its own."""
+    pytest.importorskip("scipy")
+    if not (ROOT / ".git").exists():
+        pytest.skip("there are no versions without git")
+    program = importlib.import_module("versions")
+    monkeypatch.setattr(program, "TABLE", replace(program.TABLE, path=tmp_path / "versions.csv"))
+    return program
+
+
+def test_a_version_is_trained_and_told(versions):
+    """One small run of the last commit: its row; then it is not missing any more. A run that has a
+    variant is another version."""
+    commit = versions.short("HEAD")
+    cell = versions.Cell(
+        "CartPole-v1",
+        versions.CATEGORICAL,
+        commit,
+        "--total-timesteps 2048 --eval-episodes 2",
+        (1000,),
+    )
+    row = versions.run_one(versions.Run(cell, 1000))
+    assert row.keys() == set(versions.COLUMNS)
+    assert (row["version"], row["seed"]) == (commit, 1000)
+    assert 5 < row["return_mean"] < 500
+    versions.TABLE.append(row)
+    names = [commit, f"{commit} critics_run_on"]
+    left = versions.missing(names, ["CartPole-v1"], [1000, 1001])
+    found = [(run.seed, run.cell.variant) for run in left]
+    assert found == [(1000, names[1]), (1001, names[0]), (1001, names[1])]
+
+
+def test_texts_of_variants_are_in_the_scripts(versions):
+    """Once in both; otherwise a variant would be nothing."""
+    for before, after in versions.VARIANTS.values():
+        for name in NAMES:
+            text = (ROOT / f"{name}.py").read_text()
+            assert text.count(before) == 1
+            assert before != after
+
+
+def test_the_difference_of_two_versions_worked_by_hand(versions):
+    """Means 400 and 480 of two seeds each, spread 2 * 20: the standard error is sqrt(2 * 20^2 / 1)
+    = 28.3, and Welch's t with 2 degrees of freedom is 4.303: 80 +- 121.7. Below 475 are 2 and 1. A
+    seed that one version lacks does not count."""
+    row = dict.fromkeys(versions.COLUMNS, 0) | {"task": "CartPole-v1"}
+    for version, seed, score in (
+        ("a", 1, 380), ("a", 2, 420), ("a", 3, 0), ("b", 1, 460), ("b", 2, 500),
+    ):  # fmt: skip
+        versions.TABLE.append(row | {"version": version, "seed": seed, "return_mean": score})
+    [line] = versions.report("a", "b", [])[2:]
+    assert cells_of(line) == [
+        "CartPole-v1", "2", "400.0", "480.0", "+80.0", "-41.7 to +201.7", "2, 1",
+    ]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------ READMEs
