@@ -432,30 +432,30 @@ def collect_rollout(
 
     current_obs, opens, state = carry
     normalize = agent.obs_normalizer()
-    with torch.inference_mode():
-        noise = own(agent.action_dist.noise(T, args.num_envs))
-        for t in range(T):
-            if t % args.sequence_length == 0:
-                actor_states.append(state)
-            obs[t] = current_obs
-            episode_start[t] = opens
+    noise = own(agent.action_dist.noise(T, args.num_envs))
+    for t in range(T):
+        if t % args.sequence_length == 0:
+            actor_states.append(state)
+        obs[t] = current_obs
+        episode_start[t] = opens
 
+        with torch.inference_mode():  # not around `envs.step`: a task may learn by itself
             seen = normalize(torch.as_tensor(obs[t], device=agent.device))
             step_params, state = agent.policy_params_step(seen, state)
             action = agent.action_dist.sample(step_params, noise[t])
-            params.append(step_params)
-            actions.append(action)
+        params.append(step_params)
+        actions.append(action)
 
-            result = envs.step(agent.action_dist.to_env(action))
-            current_obs, rewards[t], terminated[t], truncated[t], info = result
-            next_obs[t] = current_obs
-            ended = terminated[t] | truncated[t]
-            if ended.any():  # `make_envs` asks for SAME_STEP: the next episode is open already
-                next_obs[t, ended] = np.stack(info["final_obs"][ended])
-                state = state * ~torch.as_tensor(ended, device=agent.device)[:, None]
-                episodes += finished_episodes(info, ended, t)
-            opens = ended
-            check_finite(next_obs[t], current_obs, rewards[t], f"step {t} of the rollout")
+        result = envs.step(agent.action_dist.to_env(action))
+        current_obs, rewards[t], terminated[t], truncated[t], info = result
+        next_obs[t] = current_obs
+        ended = terminated[t] | truncated[t]
+        if ended.any():  # `make_envs` asks for SAME_STEP: the next episode is open already
+            next_obs[t, ended] = np.stack(info["final_obs"][ended])
+            state = state * ~torch.as_tensor(ended, device=agent.device)[:, None]
+            episodes += finished_episodes(info, ended, t)
+        opens = ended
+        check_finite(next_obs[t], current_obs, rewards[t], f"step {t} of the rollout")
 
     if args.is_atari:
         rewards = rewards.clip(-1, 1)  # the episodes' returns keep what was paid
@@ -1725,8 +1725,8 @@ def see_images(env: gym.Env, args: Args) -> gym.Env:
     dtype = np.uint8 if space.dtype in (np.uint8, np.bool_) else np.float32
 
     def channels_first(image: np.ndarray) -> np.ndarray:
-        image = np.asarray(image, dtype).reshape(shape)
-        return np.moveaxis(image, axis, 0)
+        image = np.moveaxis(np.asarray(image).reshape(shape), axis, 0)
+        return np.array(image, dtype, order="C")  # a copy: a task may use its buffer again
 
     seen = Box(channels_first(space.low), channels_first(space.high), dtype=dtype)
     return gym.wrappers.TransformObservation(env, channels_first, seen)
@@ -1791,6 +1791,7 @@ def make_env(args: Args, **options: Any) -> gym.Env:
         raise
     except Exception as error:  # from gymnasium, from a missing package, from the task itself
         raise UsageError(f"--env-id {args.env_id}: {str(error) or repr(error)}") from error
+    env = gym.wrappers.TransformReward(env, float)  # some tasks pay arrays, tensors, or large ints
     return gym.wrappers.RecordEpisodeStatistics(env, stats_key=STATS)
 
 
@@ -2020,6 +2021,14 @@ def make_optimizers(agent: Agent, args: Args) -> Optimizers:
     return Optimizers(*adams)
 
 
+def close_quietly(env: gym.Env | gym.vector.VectorEnv) -> None:
+    """Close environments. A fault of theirs costs a line, not what was done with them."""
+    try:
+        env.close()
+    except Exception as error:  # from the task, of any kind
+        print(f"warning: the task's close() failed: {error!r}", file=sys.stderr, flush=True)
+
+
 class Run:
     """What a run writes and shows: its directory, log, progress, evaluations and checkpoints.
 
@@ -2055,7 +2064,7 @@ class Run:
         self.last_shown = time.time()
         self.warned = False
         if args.resume:
-            self.directory = Path(args.resume)
+            self.directory = Path(args.resume).expanduser().resolve()
             self.take_up()
         else:
             self.directory = gather_objects(make_run_dir(args) if RANK == 0 else None)[0]
@@ -2082,7 +2091,7 @@ class Run:
             error.add_note(f"after {self.step:,} steps; {last}")
         if self.writer is not None:
             self.writer.close()
-        self.envs.close()
+        close_quietly(self.envs)
 
     def request_stop(self, number: int, frame: Any) -> None:
         """End the run after this iteration. A second signal has its default effect."""
@@ -2316,19 +2325,30 @@ class Run:
 def make_run_dir(args: Args) -> Path:
     """Create <run_dir>/<env_id>__<exp_name>__<seed>__<time> with flags, versions and source."""
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
-    path = Path(args.run_dir, name.replace("/", "_").replace(":", "_"))
+    top = Path(args.run_dir).expanduser().resolve()  # a task may change the working directory
+    path = top / name.replace("/", "_").replace(":", "_")
     source = Path(__file__).resolve()
-    commit = subprocess.getoutput(f"git -C '{source.parent}' rev-parse HEAD 2>/dev/null")
+    commit = commit_of(source.parent)
     versions = {module.__name__: module.__version__ for module in (torch, gym, np, tyro)}
     versions["python"] = sys.version
     content = {"args": asdict(args), "versions": versions, "commit": commit}
     try:
         path.mkdir(parents=True)
-        (path / source.name).write_text(source.read_text())
+        (path / source.name).write_bytes(source.read_bytes())
         (path / "args.json").write_text(json.dumps(content, indent=2))
     except OSError as error:
         raise UsageError(f"--run-dir {args.run_dir}: {error}; choose another directory") from error
     return path
+
+
+def commit_of(folder: Path) -> str:
+    """Return the commit that a folder stands at, or "" without git or repository."""
+    command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return asked.stdout.strip()
 
 
 def is_due(iteration: int, every: int) -> bool:
@@ -2356,7 +2376,7 @@ def load_agent(path: str | Path) -> tuple[Agent, Args]:
         check_version(saved["args"])
         args = Args(**saved["args"] | {"cuda": cuda})
         env = make_env(args)
-        env.close()
+        close_quietly(env)
         agent = Agent(env.observation_space, env.action_space, args)
         agent.load_state_dict(saved["agent"])
     except Exception as error:  # torch raises half a dozen kinds
@@ -2377,7 +2397,7 @@ def check_version(flags: dict[str, Any]) -> None:
 
 def checkpoint_path(path: str | Path) -> Path:
     """Return the path of a checkpoint, which may be that of a run directory."""
-    path = Path(path)
+    path = Path(path).expanduser().resolve()
     return path / "checkpoint.pt" if path.is_dir() else path
 
 
@@ -2404,7 +2424,7 @@ def play(agent: Agent, args: Args, video_dir: Path | None = None) -> Iterator[li
         torch.manual_seed(derived_seed(args.seed, "evaluations", 0))
         for episode in range(args.eval_episodes):
             yield run_episode(env, agent, args, episode)
-    env.close()
+    close_quietly(env)
 
 
 def run_episode(env: gym.Env, agent: Agent, args: Args, episode: int) -> list[float]:
@@ -2443,13 +2463,13 @@ def summarise(episodes: list[list[float]], args: Args) -> dict[str, float]:
 
 def check_video(args: Args) -> None:
     """Raise `UsageError` where nothing can be filmed."""
-    make_env(args).close()  # its faults are not the film's
+    close_quietly(make_env(args))  # its faults are not the film's
     try:
         import_module("moviepy")
         env = make_env(args, render_mode="rgb_array")
         env.reset(seed=0)
         frame = np.asarray(env.render())
-        env.close()
+        close_quietly(env)
         if env.render_mode != "rgb_array":
             raise ValueError("the task forgets its render_mode")
         if frame.dtype != np.uint8:
@@ -2562,7 +2582,7 @@ def check_flags(args: Args) -> None:
     check_sizes(args)
     gpu = torch.cuda.is_available() or not args.cuda
     require_flag(args, "cuda", gpu, "torch sees no GPU; leave it out")
-    found = not args.resume or Path(args.resume).is_dir()
+    found = not args.resume or Path(args.resume).expanduser().is_dir()
     require_flag(args, "resume", found, "is not a run directory")
     alone = not (args.evaluate and args.resume)
     require_flag(args, "evaluate", alone, "excludes --resume")

@@ -46,7 +46,7 @@ def small_args(script: ModuleType, env: str, **flags: Any) -> Any:
 def make_agent(script: ModuleType, args: Any) -> Any:
     """A fresh agent for the spaces of the task that the flags name."""
     env = script.make_env(args)
-    env.close()
+    script.close_quietly(env)
     return script.Agent(env.observation_space, env.action_space, args)
 
 
