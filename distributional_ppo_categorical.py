@@ -184,8 +184,8 @@ class PPOArgs:
     norm_adv: bool = True
     """Normalise the advantages of each rollout."""
     norm_adv_memory: Annotated[CountOrZero, Needs("norm_adv", False)] = 100
-    """Rollouts over which the running std of advantages fades. Where the std falls below a third of
-    it, the actor's learning rate falls as much. 0: it does not."""
+    """Rollouts over which the running std of advantages fades. Where the std is smaller than that,
+    the actor's learning rate is as much smaller. 0: it is not."""
     clip_coef: Positive = 0.2
     """Clipping range of the probability ratio."""
     ent_coef: NonNegative = 0.0
@@ -597,13 +597,12 @@ def first_return_moments(rollout: Rollout, args: Args) -> Tensors:
 def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> tuple[Tensor, float]:
     """Normalise the advantages of a rollout. Returns them and a factor for the actor's rate.
 
-        factor = min(1, 3 std / running std)
+        factor = std / max(std, running std)
 
     The running std of `agent.adv_moments` takes in this rollout. Where all returns are alike, the
     std is the noise of rounding and of the critics, and dividing by it turns that noise into a
     gradient of full size. A small rate keeps the policy then. A small gradient would not: Adam
-    divides by the size of recent gradients. Learning itself lowers the std, on Pendulum to a third
-    of its running value within two rollouts. So that it is not slowed down, there is the 3.
+    divides by the size of recent gradients.
     """
     if not args.norm_adv:
         return advantages, 1.0
@@ -611,8 +610,7 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> tuple[Tens
     factor = 1.0
     if args.norm_adv_memory:
         agent.adv_moments.merge(torch.zeros_like(variance), variance, weight=1)
-        ratio = (variance / agent.adv_moments.var).sqrt().nan_to_num(1.0)  # 0 / 0 counts as 1
-        factor = float((3 * ratio).clamp(max=1))
+        factor = float((variance / agent.adv_moments.var).sqrt().nan_to_num(1.0).clamp(max=1))
     eps = 1e-30  # in the unit of the rewards, which may be any
     return normalize_advantages(advantages, eps, average), factor
 

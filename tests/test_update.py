@@ -744,7 +744,7 @@ def test_rounding_noise_moves_no_policy(script, memory, factor):
     run.optimizers = script.make_optimizers(run.agent, run.args)
     before = {name: p.detach().clone() for name, p in run.agent.named_parameters()}
     metrics = script.update(run.agent, run.optimizers, tiny, run.args, 0.0)
-    factor *= 3 * 2**0.5 if memory else 1  # the mean of two variances, of which one is nothing
+    factor *= 2**0.5 if memory else 1  # the mean of two variances, of which one is nothing
     assert metrics["policy/rate_factor"] == pytest.approx(factor)
     assert metrics["charts/learning_rate"] == metrics["charts/critic_learning_rate"] == 1e-3
     assert run.optimizers.actor.param_groups[0]["lr"] == pytest.approx(factor * 1e-3)
