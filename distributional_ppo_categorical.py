@@ -359,7 +359,7 @@ class Rollout(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The steps of a rollout as B = T * N rows, or some of them. Nothing has a graph."""
+    """It holds the B = T * N steps of a rollout as rows, or some of them. Nothing has a graph."""
 
     obs: Tensor  # (B, D) normalised
     actions: Tensor  # (B, P) or (B, A)
@@ -583,7 +583,7 @@ def batch_moments(x: Tensor) -> Tensors:
 
 
 def first_return_moments(rollout: Rollout, args: Args) -> Tensors:
-    """Mean and variance of the discounted sums of rewards of the first rollout.
+    """Return mean and variance of the discounted sums of rewards of the first rollout.
 
     The return statistics start from them, since untrained critics know nothing of the task's units.
     """
@@ -618,7 +618,7 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> tuple[Tens
 def normalize_advantages(
     advantages: Tensor, eps: float | Tensor = 1e-8, across: Callable = lambda x: x
 ) -> Tensor:
-    """(A - mean) / (std + eps), with the population std over all entries.
+    """Compute (A - mean) / (std + eps), with the population std over all entries.
 
     There is no branch on the size of std, since it would be discontinuous. Constant input gives
     exact zeros, because one entry is subtracted from all before the mean is taken. `across` gives
@@ -689,7 +689,7 @@ def value_loss(agent: Agent, mb: Batch, args: Args) -> tuple[Tensor, dict]:
 
 @cache
 def compiled(loss: Callable) -> Callable:
-    """A loss by torch.compile. Each is compiled once in a process."""
+    """Compile a loss by torch.compile, once in a process."""
     return torch.compile(loss)
 
 
@@ -788,7 +788,7 @@ def schedules(args: Args, progress: float) -> tuple[float, float, float]:
 
 
 def linear_schedule(start: float, end: float, progress: float) -> float:
-    """start + (end - start) * progress, with progress clamped to [0, 1]."""
+    """Compute start + (end - start) * progress, with progress clamped to [0, 1]."""
     return start + (end - start) * min(max(progress, 0.0), 1.0)
 
 
@@ -817,7 +817,7 @@ def clipped_policy_loss(log_ratio: Tensor, advantages: Tensor, clip_coef: float)
 def entropy_loss(
     entropy: Tensor, ent_coef: float, min_entropy: float, penalty_coef: float
 ) -> Tensor:
-    """-ent_coef * mean(H) + penalty_coef * relu(min_entropy - mean(H)), a scalar.
+    """Compute -ent_coef * mean(H) + penalty_coef * relu(min_entropy - mean(H)), a scalar.
 
     entropy is (B,), in nats. The entropy of a Gaussian may be negative, so a floor of 0 is not
     neutral. Source: Schulman et al. 2017, eq. 9; the floor is ours.
@@ -829,7 +829,10 @@ def entropy_loss(
 
 
 def explained_variance(predictions: Tensor, targets: Tensor) -> Tensor:
-    """1 - Var(targets - predictions) / Var(targets), a scalar; 0 where the targets do not vary."""
+    """Compute 1 - Var(targets - predictions) / Var(targets), a scalar.
+
+    It is 0 where the targets do not vary.
+    """
     variance = targets.var(correction=0)
     residual = (targets - predictions).var(correction=0)
     varies = (variance > 0) & (targets.max() > targets.min())
@@ -837,7 +840,7 @@ def explained_variance(predictions: Tensor, targets: Tensor) -> Tensor:
 
 
 class RunningMoments(nn.Module):
-    """Mean and variance of everything seen so far, in float64, saved with the weights.
+    """It holds mean and variance of all data so far, in float64, saved with the weights.
 
     `count` starts at 0, so the first update gives exactly the moments of its batch. A count above
     `max_count` is capped, so that old data fade. Moments are merged as in Chan et al. 1983; the
@@ -853,7 +856,7 @@ class RunningMoments(nn.Module):
 
     @property
     def floor(self) -> Tensor:
-        """A variance that is added for data that do not vary.
+        """Return a variance that is added for data that do not vary.
 
         It is the square of a ten-millionth of the mean, which is what float32 resolves. It scales
         with the data, so their unit does not matter. 1e-60 serves data that are all 0.
@@ -867,7 +870,7 @@ class RunningMoments(nn.Module):
 
     @property
     def std(self) -> Tensor:
-        """sqrt(var + floor), the scale of `normalize` and `denormalize`."""
+        """Return sqrt(var + floor), the scale of `normalize` and `denormalize`."""
         return (self.var + self.floor).sqrt()
 
     @torch.no_grad()
@@ -888,11 +891,11 @@ class RunningMoments(nn.Module):
         self.count = (self.count + weight).clamp(max=self.max_count)
 
     def normalize(self, x: Tensor) -> Tensor:
-        """(x - mean) / std, in the dtype of x."""
+        """Compute (x - mean) / std, in the dtype of x."""
         return ((x - self.mean) / self.std).to(x.dtype)
 
     def denormalize(self, z: Tensor) -> Tensor:
-        """std * z + mean, the inverse of `normalize`."""
+        """Compute std * z + mean, the inverse of `normalize`."""
         return (z * self.std + self.mean).to(z.dtype)
 
 
@@ -942,7 +945,7 @@ def hl_gauss(targets: Tensor, atoms: Tensor, sigma: float) -> Tensor:
 
 
 def categorical_cross_entropy(target_probs: Tensor, logits: Tensor) -> Tensor:
-    """-sum_k target_probs_k log_softmax(logits)_k in nats, (B, K) -> (B,).
+    """Compute -sum_k target_probs_k log_softmax(logits)_k in nats, (B, K) -> (B,).
 
     Source: Bellemare et al. 2017, algorithm 1.
     """
@@ -966,22 +969,22 @@ def clip_categorical(probs: Tensor, old_values: Tensor, clip_delta: float, atoms
 
 
 def squared_error(values: Tensor, returns: Tensor) -> Tensor:
-    """0.5 (V - R)^2 of values (..., 1) and returns (...). Values (..., 0) give 0."""
+    """Compute 0.5 (V - R)^2 of values (..., 1) and returns (...). Values (..., 0) give 0."""
     return 0.5 * (values - returns[..., None]).square().sum(-1)
 
 
 def clip_values(values: Tensor, old_values: Tensor, clip_delta: float) -> Tensor:
-    """V_old + clamp(V - V_old, -d, d): PPO's value clipping (reference code of Schulman 2017)."""
+    """Compute V_old + clamp(V - V_old, -d, d), as the reference code of Schulman et al. 2017."""
     return old_values + (values - old_values).clamp(-clip_delta, clip_delta)
 
 
 def clipped_value_loss(loss: Tensor, loss_clipped: Tensor) -> Tensor:
-    """max(loss, loss_clipped) per sample, (B,). It is taken for each critic before any mean."""
+    """Take max(loss, loss_clipped) per sample, (B,), and for each critic before any mean."""
     return torch.max(loss, loss_clipped)
 
 
 def cvar_categorical(probs: Tensor, atoms: Tensor, alpha: float) -> Tensor:
-    """Mean of the lower tail of mass alpha, (B, K) -> (B,). The atom at its edge counts in part.
+    """Compute the mean of the lower tail of mass alpha, (B, K) -> (B,). One atom counts in part.
 
         CVaR_alpha = (1 / alpha) * sum_k z_k min(p_k, max(0, alpha - sum_{i<k} p_i))
 
@@ -996,7 +999,7 @@ def cvar_categorical(probs: Tensor, atoms: Tensor, alpha: float) -> Tensor:
 
 
 def categorical_quantile(probs: Tensor, atoms: Tensor, level: float) -> Tensor:
-    """F^-1(level), (B, K) -> (B,), where each atom's mass is spread evenly over its bin."""
+    """Compute F^-1(level), (B, K) -> (B,), with each atom's mass spread evenly over its bin."""
     dz = (atoms[-1] - atoms[0]) / (len(atoms) - 1)
     cdf = probs.cumsum(-1)
     levels = torch.full_like(cdf[..., :1], level)
@@ -1102,7 +1105,7 @@ class WeightedReturns(NamedTuple):
 
 
 class ValueDistribution(nn.Module):
-    """The value distribution that the critics predict: probabilities of the K atoms `support`.
+    """The critics predict this value distribution: probabilities of the K atoms `support`.
 
     A critic's outputs are K logits and, with `value_from` mean_head, the mean output, which
     corrects the mean of the distribution: (..., K or K + 1). With atoms z and p = softmax(logits)
@@ -1151,7 +1154,7 @@ class ValueDistribution(nn.Module):
         return self.decode(self.normalized_mean(outputs))
 
     def value(self, outputs: Tensor) -> Tensor:
-        """V, (...): the mean of the distribution, corrected by `value_from` mean_head."""
+        """Return V, (...), the mean of the distribution, corrected by `value_from` mean_head."""
         value = self.normalized_mean(outputs)
         if self.args.value_from == "mean_head":
             value = value + self.gain * outputs[..., -1]
@@ -1192,7 +1195,7 @@ class ValueDistribution(nn.Module):
         return WeightedReturns(returns, probs)
 
     def risk_advantages(self, targets: WeightedReturns, outputs: Tensor) -> Tensor:
-        """`cvar_advantages_categorical` of targets, given the outputs (T, N, ...) for s_t."""
+        """Compute `cvar_advantages_categorical` of targets, given outputs (T, N, ...) for s_t."""
         atoms = self.task_atoms()
         target_probs = project_categorical(targets.probs, targets.returns, atoms)
         probs = self.probs(outputs).double()
@@ -1261,7 +1264,7 @@ class ValueDistribution(nn.Module):
         return project_categorical(probs, returns, self.support)
 
     def loss(self, outputs: Tensor, targets: Tensor, returns: Tensor, old: Tensor) -> Tensors:
-        """Losses of C critics, (C, ...), and 1 where value clipping moves the prediction, else 0.
+        """Return losses of C critics, (C, ...), and 1 where value clipping moves the prediction.
 
             cross-entropy of targets (..., K)  +  0.5 (V - returns)^2 with a mean output
 
@@ -1339,7 +1342,7 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias_const: float = 
 
 
 class Convolutions(nn.Module):
-    """Encoder of images (..., C, H, W) to (..., F). It divides them by their largest bound.
+    """It encodes images (..., C, H, W) as (..., F), divided by their largest bound.
 
     Images with sides of 36 and more go through the layers of Mnih et al. 2015. Smaller grids go
     through the layer of Young & Tian 2019 (MinAtar).
@@ -1368,13 +1371,13 @@ class Convolutions(nn.Module):
         return features.unflatten(0, images.shape[:-3])
 
     def encode(self, images: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, F)."""
+        """Encode (B, C, H, W) as (B, F)."""
         pixels = images.contiguous(memory_format=self.memory_format) * self.scale  # float32
         return self.layers(pixels).flatten(1)
 
 
 class GaussianActions(nn.Module):
-    """Diagonal Gaussian over the A floats of a Box. Its log-std does not depend on the state.
+    """It is a diagonal Gaussian over the A floats of a Box. Its log-std knows no state.
 
     params are mean and log-std, (..., 2, A). Dimensions are independent, so that log-probabilities,
     entropies and KL divergences add. Only what the environment receives is clipped to the bounds.
@@ -1430,7 +1433,7 @@ class GaussianActions(nn.Module):
 
 
 class CategoricalActions(nn.Module):
-    """P independent categorical parts: Discrete (P = 1), MultiDiscrete or MultiBinary.
+    """An action has P categorical parts: Discrete (P = 1), MultiDiscrete or MultiBinary.
 
     params are log-probabilities, (..., P, largest part). Smaller parts are padded with -1e9. Parts
     are independent, so that log-probabilities, entropies and KL divergences add.
@@ -1496,7 +1499,7 @@ def make_action_dist(space: gym.Space, args: Args) -> GaussianActions | Categori
 
 
 def make_encoder(space: Box, args: Args) -> nn.Sequential:
-    """Observations -> features (..., H), by two hidden layers, or by convolutions and one layer."""
+    """Make two hidden layers, or convolutions and one layer: observations -> features (..., H)."""
     activation = ACTIVATIONS[args.activation]
     if len(space.shape) == 3:
         convolutions = Convolutions(space, activation)
@@ -1508,7 +1511,7 @@ def make_encoder(space: Box, args: Args) -> nn.Sequential:
 
 
 class Agent(nn.Module):
-    """Actor, critics, and the statistics that normalise what they see and predict.
+    """It holds actor, critics, and the statistics that normalise what they see and predict.
 
     The spaces are those of `make_env`: vectors (D,) or images (C, H, W). The networks take
     normalised observations; `act` and `normalize_obs` take raw ones.
@@ -1546,7 +1549,7 @@ class Agent(nn.Module):
         return [*actor.parameters()], [*critics.parameters()]
 
     def obs_normalizer(self) -> Callable[[Tensor], Tensor]:
-        """A function from raw observations to what the networks see, by the present statistics.
+        """Return a function that turns raw observations into what the networks see.
 
         Images stay as they are: `Convolutions` scales their pixels.
         """
@@ -1577,7 +1580,7 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def act(self, obs: np.ndarray, deterministic: bool = True) -> np.ndarray:
-        """Give actions for `env.step`; obs are (D,) or (N, D), as `make_env` gives them.
+        """Give actions for `env.step`. obs are (D,) or (N, D), as `make_env` gives them.
 
         The policy's mode is taken if `deterministic`, otherwise a sample.
         """
@@ -1612,7 +1615,7 @@ STATS = "episode_statistics"  # key of a finished episode's return and length; t
 
 
 def channel_axis(space: gym.Space) -> int | None:
-    """Axis of an image's channels, 0 or 2, or where one would be added. None for other spaces.
+    """Return the axis of an image's channels, 0 or 2, also where it is missing. None: no image.
 
     An image is a Box of bytes with two or three dimensions, or a Box of three dimensions whose
     numbers all have the same bounds, of 65,535 at most. Its sides are 3, the kernel of
@@ -1716,7 +1719,7 @@ def make_env(args: Args, **options: Any) -> gym.Env:
 
 
 def make_envs(args: Args) -> gym.vector.VectorEnv:
-    """This process's environments, stepped together. One that ends is reset in the same step."""
+    """Make this process's environments. One that ends is reset in the same step."""
     mode = gym.vector.AutoresetMode.SAME_STEP  # `collect_rollout` relies on it
     makers = [lambda: make_env(args)] * (args.num_envs // WORLD_SIZE)
     return gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=mode)
@@ -1899,7 +1902,7 @@ def set_up_process(args: Args) -> None:
 
 
 def make_agent(envs: gym.vector.VectorEnv, args: Args) -> Agent:
-    """The agent to train: a new one, that of the run to resume, or one with other weights.
+    """Make the agent to train: a new one, that of the run to resume, or one with other weights.
 
     Raises `UsageError` where the shapes or supports of `init_from` differ.
     """
@@ -1960,7 +1963,7 @@ def close_quietly(env: gym.Env | gym.vector.VectorEnv) -> None:
 
 
 class Run:
-    """What a run writes and shows: its directory, log, progress, evaluations and checkpoints.
+    """It keeps what a run writes and shows: directory, log, progress, evaluations, checkpoints.
 
     Inside `with run`, the first Ctrl-C or SIGTERM ends the run after its iteration, with a
     checkpoint. A fault gets a note that names the last checkpoint. At the end all is closed.
@@ -2042,7 +2045,7 @@ class Run:
 
     # ---- iterations ----
     def iterations(self) -> Iterator[float]:
-        """For each iteration, the fraction of the run that is done. Finishes the run at its end."""
+        """Yield the fraction of the run that is done. Finishes the run at its end."""
         while self.step < self.total_steps:
             # Noise, samples and permutations depend on the run's seed and on the step alone. All
             # processes draw the same ones, and a resumed run draws what it would have drawn.
@@ -2338,7 +2341,7 @@ def evaluate(agent: Agent, args: Args, video_dir: Path | None = None) -> dict[st
 
 
 def play(agent: Agent, args: Args, video_dir: Path | None = None) -> Iterator[list[float]]:
-    """Play `eval_episodes` fresh episodes; give the rewards of each.
+    """Play `eval_episodes` fresh episodes, and yield the rewards of each.
 
     Every evaluation of a run resets with the same seeds, one for each episode. Tasks without a time
     limit are cut at 10,000 steps. With `capture_video` the first 3 episodes are filmed into
@@ -2467,7 +2470,7 @@ def exchange(call: Callable, *tensors: Any) -> None:
 
 
 def average_metrics(metrics: dict) -> dict:
-    """Scalars become their means over all processes. Histograms stay those of this process."""
+    """Average scalars over all processes. Histograms stay those of this process."""
     tags = [tag for tag, value in metrics.items() if is_scalar(value)]
     values = torch.tensor([float(metrics[tag]) for tag in tags], dtype=torch.float64)
     return metrics | dict(zip(tags, average(values).tolist()))
@@ -2544,7 +2547,7 @@ def check_sizes(args: Args) -> None:
 
 
 def parse_flags(argv: list[str], default: Args | None = None) -> Args:
-    """Flags of a command line. tyro shows each group of them in a box of its own."""
+    """Parse the flags of a command line. tyro shows each group of them in a box of its own."""
     values = {} if default is None else asdict(default)
     groups = {}
     for title, group in GROUPS.items():
@@ -2581,7 +2584,7 @@ def refuse_idle_flags(args: Args, argv: list[str]) -> None:
 
 
 def parse_args(argv: list[str]) -> tuple[Args, Agent | None]:
-    """Flags of the command line, and the agent of a stored run where one is named.
+    """Return the flags of the command line, and the agent of a stored run where one is named.
 
     With --resume and --evaluate the flags of the stored run are the defaults. Raises `UsageError`
     where one changes that may not.

@@ -334,7 +334,7 @@ class Args(
 
     @property
     def sequence_length(self) -> int:
-        """L, steps of a training sequence."""
+        """Return L, the steps of a training sequence."""
         return self.seq_len or self.num_steps
 
     @property
@@ -345,7 +345,7 @@ class Args(
 
 # ------------------------------------------------------------------------- what flows, with shapes
 class Carry(NamedTuple):
-    """What the actor hands from one rollout to the next."""
+    """The actor hands this from one rollout to the next."""
 
     obs: np.ndarray  # (N, D) raw, to act on next
     episode_start: np.ndarray  # (N,) bool, whether obs opens an episode
@@ -368,7 +368,7 @@ class Rollout(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A rollout cut into M training sequences of L steps, or some of them. Nothing has a graph."""
+    """It holds M training sequences of a rollout, of L steps each. Nothing has a graph."""
 
     obs: Tensor  # (L, M, D) normalised
     episode_start: Tensor  # (L, M) bool
@@ -646,7 +646,7 @@ def batch_moments(x: Tensor) -> Tensors:
 
 
 def first_return_moments(rollout: Rollout, args: Args) -> Tensors:
-    """Mean and variance of the discounted sums of rewards of the first rollout.
+    """Return mean and variance of the discounted sums of rewards of the first rollout.
 
     The return statistics start from them, since untrained critics know nothing of the task's units.
     """
@@ -681,7 +681,7 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> tuple[Tens
 def normalize_advantages(
     advantages: Tensor, eps: float | Tensor = 1e-8, across: Callable = lambda x: x
 ) -> Tensor:
-    """(A - mean) / (std + eps), with the population std over all entries.
+    """Compute (A - mean) / (std + eps), with the population std over all entries.
 
     There is no branch on the size of std, since it would be discontinuous. Constant input gives
     exact zeros, because one entry is subtracted from all before the mean is taken. `across` gives
@@ -846,7 +846,7 @@ def schedules(args: Args, progress: float) -> tuple[float, float, float]:
 
 
 def linear_schedule(start: float, end: float, progress: float) -> float:
-    """start + (end - start) * progress, with progress clamped to [0, 1]."""
+    """Compute start + (end - start) * progress, with progress clamped to [0, 1]."""
     return start + (end - start) * min(max(progress, 0.0), 1.0)
 
 
@@ -875,7 +875,7 @@ def clipped_policy_loss(log_ratio: Tensor, advantages: Tensor, clip_coef: float)
 def entropy_loss(
     entropy: Tensor, ent_coef: float, min_entropy: float, penalty_coef: float
 ) -> Tensor:
-    """-ent_coef * mean(H) + penalty_coef * relu(min_entropy - mean(H)), a scalar.
+    """Compute -ent_coef * mean(H) + penalty_coef * relu(min_entropy - mean(H)), a scalar.
 
     entropy is (B,), in nats. The entropy of a Gaussian may be negative, so a floor of 0 is not
     neutral. Source: Schulman et al. 2017, eq. 9; the floor is ours.
@@ -887,7 +887,10 @@ def entropy_loss(
 
 
 def explained_variance(predictions: Tensor, targets: Tensor) -> Tensor:
-    """1 - Var(targets - predictions) / Var(targets), a scalar; 0 where the targets do not vary."""
+    """Compute 1 - Var(targets - predictions) / Var(targets), a scalar.
+
+    It is 0 where the targets do not vary.
+    """
     variance = targets.var(correction=0)
     residual = (targets - predictions).var(correction=0)
     varies = (variance > 0) & (targets.max() > targets.min())
@@ -895,7 +898,7 @@ def explained_variance(predictions: Tensor, targets: Tensor) -> Tensor:
 
 
 class RunningMoments(nn.Module):
-    """Mean and variance of everything seen so far, in float64, saved with the weights.
+    """It holds mean and variance of all data so far, in float64, saved with the weights.
 
     `count` starts at 0, so the first update gives exactly the moments of its batch. A count above
     `max_count` is capped, so that old data fade. Moments are merged as in Chan et al. 1983; the
@@ -911,7 +914,7 @@ class RunningMoments(nn.Module):
 
     @property
     def floor(self) -> Tensor:
-        """A variance that is added for data that do not vary.
+        """Return a variance that is added for data that do not vary.
 
         It is the square of a ten-millionth of the mean, which is what float32 resolves. It scales
         with the data, so their unit does not matter. 1e-60 serves data that are all 0.
@@ -925,7 +928,7 @@ class RunningMoments(nn.Module):
 
     @property
     def std(self) -> Tensor:
-        """sqrt(var + floor), the scale of `normalize` and `denormalize`."""
+        """Return sqrt(var + floor), the scale of `normalize` and `denormalize`."""
         return (self.var + self.floor).sqrt()
 
     @torch.no_grad()
@@ -946,17 +949,17 @@ class RunningMoments(nn.Module):
         self.count = (self.count + weight).clamp(max=self.max_count)
 
     def normalize(self, x: Tensor) -> Tensor:
-        """(x - mean) / std, in the dtype of x."""
+        """Compute (x - mean) / std, in the dtype of x."""
         return ((x - self.mean) / self.std).to(x.dtype)
 
     def denormalize(self, z: Tensor) -> Tensor:
-        """std * z + mean, the inverse of `normalize`."""
+        """Compute std * z + mean, the inverse of `normalize`."""
         return (z * self.std + self.mean).to(z.dtype)
 
 
 # ---- value distribution: quantiles (functions) ---------------------------------------------------
 def quantile_midpoints(num_quantiles: int) -> Tensor:
-    """Levels tau_i = (i + 0.5) / K of the quantiles, (K,). Source: Dabney et al. 2018a, lemma 2."""
+    """Return the levels tau_i = (i + 0.5) / K, (K,). Source: Dabney et al. 2018a, lemma 2."""
     return (torch.arange(num_quantiles) + 0.5) / num_quantiles
 
 
@@ -1011,22 +1014,22 @@ def clip_quantiles(
 
 
 def squared_error(values: Tensor, returns: Tensor) -> Tensor:
-    """0.5 (V - R)^2 of values (..., 1) and returns (...). Values (..., 0) give 0."""
+    """Compute 0.5 (V - R)^2 of values (..., 1) and returns (...). Values (..., 0) give 0."""
     return 0.5 * (values - returns[..., None]).square().sum(-1)
 
 
 def clip_values(values: Tensor, old_values: Tensor, clip_delta: float) -> Tensor:
-    """V_old + clamp(V - V_old, -d, d): PPO's value clipping (reference code of Schulman 2017)."""
+    """Compute V_old + clamp(V - V_old, -d, d), as the reference code of Schulman et al. 2017."""
     return old_values + (values - old_values).clamp(-clip_delta, clip_delta)
 
 
 def clipped_value_loss(loss: Tensor, loss_clipped: Tensor) -> Tensor:
-    """max(loss, loss_clipped) per sample, (B,). It is taken for each critic before any mean."""
+    """Take max(loss, loss_clipped) per sample, (B,), and for each critic before any mean."""
     return torch.max(loss, loss_clipped)
 
 
 def cvar_weights(num_quantiles: int, alpha: float, dtype: torch.dtype | None = None) -> Tensor:
-    """Weights (K,) that the sorted quantiles have in their CVaR. Their sum is 1.
+    """Return the weights (K,) that the sorted quantiles have in their CVaR. Their sum is 1.
 
         CVaR_alpha = (1 / alpha) * integral_0^alpha F^-1(tau) dtau
 
@@ -1059,13 +1062,13 @@ def cvar_weights(num_quantiles: int, alpha: float, dtype: torch.dtype | None = N
 
 
 def cvar(quantiles: Tensor, alpha: float) -> Tensor:
-    """Mean of the lower tail of mass alpha, (B, K) -> (B,). See `cvar_weights`."""
+    """Compute the mean of the lower tail of mass alpha, (B, K) -> (B,). See `cvar_weights`."""
     weights = cvar_weights(quantiles.shape[-1], alpha, torch.float64).to(quantiles)
     return (quantiles.sort(-1).values * weights).sum(-1)
 
 
 def value_at_risk(quantiles: Tensor, alpha: float) -> Tensor:
-    """F^-1(alpha) of the quantile function of `cvar_weights`, (B, K) -> (B,).
+    """Compute F^-1(alpha) of the quantile function of `cvar_weights`, (B, K) -> (B,).
 
     Raises ValueError for alpha outside [1e-3, 1]. Source: Rockafellar & Uryasev 2000.
     """
@@ -1148,7 +1151,7 @@ def rescale_head(
 
 
 class ValueDistribution(nn.Module):
-    """The value distribution that the critics predict: K quantiles at the levels `support`.
+    """The critics predict this value distribution: K quantiles at the levels `support`.
 
     A critic's outputs are K quantiles and, with `value_from` mean_head, the mean output, which is
     V: (..., K or K + 1). They are normalised by `moments`. Values, targets and advantages are in
@@ -1176,7 +1179,7 @@ class ValueDistribution(nn.Module):
         return self.decode(self.split(outputs)[0]).mean(-1)
 
     def value(self, outputs: Tensor) -> Tensor:
-        """V, (...): the mean of the distribution or the mean output, by `value_from`."""
+        """Return V, (...), the mean of the distribution or the mean output, by `value_from`."""
         if self.args.value_from == "distribution":
             return self.mean(outputs)
         return self.decode(outputs[..., -1])
@@ -1214,7 +1217,7 @@ class ValueDistribution(nn.Module):
         )  # fmt: skip
 
     def risk_advantages(self, targets: Tensor, outputs: Tensor) -> Tensor:
-        """`cvar_advantages` of targets, given the outputs (T, N, ...) for s_t."""
+        """Compute `cvar_advantages` of targets, given the outputs (T, N, ...) for s_t."""
         quantiles = self.decode(self.split(outputs)[0])
         return cvar_advantages(targets, quantiles, self.args.cvar_alpha)
 
@@ -1263,7 +1266,7 @@ class ValueDistribution(nn.Module):
         return self.moments.normalize(targets).float()
 
     def loss(self, outputs: Tensor, targets: Tensor, returns: Tensor, old: Tensor) -> Tensors:
-        """Losses of C critics, (C, ...), and 1 where value clipping moves the prediction, else 0.
+        """Return losses of C critics, (C, ...), and 1 where value clipping moves the prediction.
 
             quantile regression on targets (..., J)  +  0.5 (V - returns)^2 with a mean output
 
@@ -1383,7 +1386,7 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias_const: float = 
 
 
 class Convolutions(nn.Module):
-    """Encoder of images (..., C, H, W) to (..., F). It divides them by their largest bound.
+    """It encodes images (..., C, H, W) as (..., F), divided by their largest bound.
 
     Images with sides of 36 and more go through the layers of Mnih et al. 2015. Smaller grids go
     through the layer of Young & Tian 2019 (MinAtar).
@@ -1412,13 +1415,13 @@ class Convolutions(nn.Module):
         return features.unflatten(0, images.shape[:-3])
 
     def encode(self, images: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, F)."""
+        """Encode (B, C, H, W) as (B, F)."""
         pixels = images.contiguous(memory_format=self.memory_format) * self.scale  # float32
         return self.layers(pixels).flatten(1)
 
 
 class GaussianActions(nn.Module):
-    """Diagonal Gaussian over the A floats of a Box. Its log-std does not depend on the state.
+    """It is a diagonal Gaussian over the A floats of a Box. Its log-std knows no state.
 
     params are mean and log-std, (..., 2, A). Dimensions are independent, so that log-probabilities,
     entropies and KL divergences add. Only what the environment receives is clipped to the bounds.
@@ -1474,7 +1477,7 @@ class GaussianActions(nn.Module):
 
 
 class CategoricalActions(nn.Module):
-    """P independent categorical parts: Discrete (P = 1), MultiDiscrete or MultiBinary.
+    """An action has P categorical parts: Discrete (P = 1), MultiDiscrete or MultiBinary.
 
     params are log-probabilities, (..., P, largest part). Smaller parts are padded with -1e9. Parts
     are independent, so that log-probabilities, entropies and KL divergences add.
@@ -1540,7 +1543,7 @@ def make_action_dist(space: gym.Space, args: Args) -> GaussianActions | Categori
 
 
 def make_encoder(space: Box, args: Args) -> nn.Sequential:
-    """Observations -> inputs of the LSTM, by one hidden layer. Images go through convolutions."""
+    """Make one hidden layer from observations to the LSTM. Images go through convolutions."""
     activation = ACTIVATIONS[args.activation]
     if len(space.shape) == 3:
         convolutions = Convolutions(space, activation)
@@ -1551,7 +1554,7 @@ def make_encoder(space: Box, args: Args) -> nn.Sequential:
 
 
 class Body(nn.Module):
-    """An encoder and an LSTM: observations -> features. A state is h and c, (2, N, H)."""
+    """An encoder and an LSTM turn observations into features. A state is h and c, (2, N, H)."""
 
     def __init__(self, space: Box, args: Args) -> None:
         super().__init__()
@@ -1559,12 +1562,12 @@ class Body(nn.Module):
         self.lstm = layer_init(nn.LSTM(args.hidden_size, args.lstm_hidden_size), 1.0)
 
     def forward(self, obs: Tensor, state: Tensor, episode_start: Tensor) -> Tensor:
-        """Features (L, M, H) of sequences (L, M, D), from the states ahead of them."""
+        """Return features (L, M, H) of sequences (L, M, D), from the states ahead of them."""
         features, _ = unroll_lstm(self.lstm, self.encoder(obs), state.split(1), episode_start)
         return features
 
     def step(self, obs: Tensor, state: Tensor) -> Tensors:
-        """Features (N, H) of one step (N, D), and the next state.
+        """Return features (N, H) of one step (N, D), and the next state.
 
         torch.lstm_cell is what nn.LSTMCell calls, here with the weights of the nn.LSTM.
         """
@@ -1573,7 +1576,7 @@ class Body(nn.Module):
 
 
 class Agent(nn.Module):
-    """Actor, critics, and the statistics that normalise what they see and predict.
+    """It holds actor, critics, and the statistics that normalise what they see and predict.
 
     The spaces are those of `make_env`: vectors (D,) or images (C, H, W). The networks take
     normalised observations; `act` and `normalize_obs` take raw ones.
@@ -1612,7 +1615,7 @@ class Agent(nn.Module):
         return [*actor.parameters()], [*critics.parameters()]
 
     def obs_normalizer(self) -> Callable[[Tensor], Tensor]:
-        """A function from raw observations to what the networks see, by the present statistics.
+        """Return a function that turns raw observations into what the networks see.
 
         Images stay as they are: `Convolutions` scales their pixels.
         """
@@ -1633,7 +1636,7 @@ class Agent(nn.Module):
             self.obs_moments.merge(*moments, weight=self.args.batch_size)
 
     def initial_state(self, num_envs: int) -> Tensor:
-        """The state (2, N, H) of actor or critics where an episode opens: zeros."""
+        """Return the state (2, N, H) of actor or critics where an episode opens: zeros."""
         return torch.zeros(2, num_envs, self.args.lstm_hidden_size, device=self.device)
 
     def policy_params(self, features: Tensor) -> Tensor:
@@ -1690,7 +1693,7 @@ STATS = "episode_statistics"  # key of a finished episode's return and length; t
 
 
 def channel_axis(space: gym.Space) -> int | None:
-    """Axis of an image's channels, 0 or 2, or where one would be added. None for other spaces.
+    """Return the axis of an image's channels, 0 or 2, also where it is missing. None: no image.
 
     An image is a Box of bytes with two or three dimensions, or a Box of three dimensions whose
     numbers all have the same bounds, of 65,535 at most. Its sides are 3, the kernel of
@@ -1794,7 +1797,7 @@ def make_env(args: Args, **options: Any) -> gym.Env:
 
 
 def make_envs(args: Args) -> gym.vector.VectorEnv:
-    """This process's environments, stepped together. One that ends is reset in the same step."""
+    """Make this process's environments. One that ends is reset in the same step."""
     mode = gym.vector.AutoresetMode.SAME_STEP  # `collect_rollout` relies on it
     makers = [lambda: make_env(args)] * (args.num_envs // WORLD_SIZE)
     return gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=mode)
@@ -1967,7 +1970,7 @@ def set_up_process(args: Args) -> None:
 
 
 def make_agent(envs: gym.vector.VectorEnv, args: Args) -> Agent:
-    """The agent to train: a new one, that of the run to resume, or one with other weights.
+    """Make the agent to train: a new one, that of the run to resume, or one with other weights.
 
     Raises `UsageError` where the shapes or supports of `init_from` differ.
     """
@@ -2028,7 +2031,7 @@ def close_quietly(env: gym.Env | gym.vector.VectorEnv) -> None:
 
 
 class Run:
-    """What a run writes and shows: its directory, log, progress, evaluations and checkpoints.
+    """It keeps what a run writes and shows: directory, log, progress, evaluations, checkpoints.
 
     Inside `with run`, the first Ctrl-C or SIGTERM ends the run after its iteration, with a
     checkpoint. A fault gets a note that names the last checkpoint. At the end all is closed.
@@ -2110,7 +2113,7 @@ class Run:
 
     # ---- iterations ----
     def iterations(self) -> Iterator[float]:
-        """For each iteration, the fraction of the run that is done. Finishes the run at its end."""
+        """Yield the fraction of the run that is done. Finishes the run at its end."""
         while self.step < self.total_steps:
             # Noise, samples and permutations depend on the run's seed and on the step alone. All
             # processes draw the same ones, and a resumed run draws what it would have drawn.
@@ -2406,7 +2409,7 @@ def evaluate(agent: Agent, args: Args, video_dir: Path | None = None) -> dict[st
 
 
 def play(agent: Agent, args: Args, video_dir: Path | None = None) -> Iterator[list[float]]:
-    """Play `eval_episodes` fresh episodes; give the rewards of each.
+    """Play `eval_episodes` fresh episodes, and yield the rewards of each.
 
     Every evaluation of a run resets with the same seeds, one for each episode. Tasks without a time
     limit are cut at 10,000 steps. With `capture_video` the first 3 episodes are filmed into
@@ -2536,7 +2539,7 @@ def exchange(call: Callable, *tensors: Any) -> None:
 
 
 def average_metrics(metrics: dict) -> dict:
-    """Scalars become their means over all processes. Histograms stay those of this process."""
+    """Average scalars over all processes. Histograms stay those of this process."""
     tags = [tag for tag, value in metrics.items() if is_scalar(value)]
     values = torch.tensor([float(metrics[tag]) for tag in tags], dtype=torch.float64)
     return metrics | dict(zip(tags, average(values).tolist()))
@@ -2616,7 +2619,7 @@ def check_sizes(args: Args) -> None:
 
 
 def parse_flags(argv: list[str], default: Args | None = None) -> Args:
-    """Flags of a command line. tyro shows each group of them in a box of its own."""
+    """Parse the flags of a command line. tyro shows each group of them in a box of its own."""
     values = {} if default is None else asdict(default)
     groups = {}
     for title, group in GROUPS.items():
@@ -2653,7 +2656,7 @@ def refuse_idle_flags(args: Args, argv: list[str]) -> None:
 
 
 def parse_args(argv: list[str]) -> tuple[Args, Agent | None]:
-    """Flags of the command line, and the agent of a stored run where one is named.
+    """Return the flags of the command line, and the agent of a stored run where one is named.
 
     With --resume and --evaluate the flags of the stored run are the defaults. Raises `UsageError`
     where one changes that may not.
