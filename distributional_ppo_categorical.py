@@ -1690,6 +1690,18 @@ def see_vectors(env: gym.Env, args: Args, hidden: tuple[int, ...]) -> gym.Env:
     )
 
 
+def refuse_old_atari(env: gym.Env, args: Args) -> None:
+    """Raise `UsageError` for ids of Atari games that are older than ALE/...-v5.
+
+    They would train on raw single frames, without sticky actions and with rewards as they are.
+    """
+    if args.is_atari or not str(env.spec.entry_point).startswith("ale_py"):
+        return
+    game = args.env_id.split(":")[-1].split("-")[0].removesuffix("NoFrameskip")
+    text = "is an old id, which is not set up as Machado et al. 2018 ask"
+    raise UsageError(f"--env-id {args.env_id}: {text}; use ale_py:ALE/{game}-v5")
+
+
 def make_env(args: Args, **options: Any) -> gym.Env:
     """Make one environment that shows images, channels first, or float32 vectors.
 
@@ -1703,6 +1715,7 @@ def make_env(args: Args, **options: Any) -> gym.Env:
         options |= {"frameskip": 1, "repeat_action_probability": 0.25, "max_episode_steps": 108_000}
     try:
         env = gym.make(name, disable_env_checker=True, **options)
+        refuse_old_atari(env, args)
         if args.is_atari:
             env = gym.wrappers.AtariPreprocessing(env, noop_max=0)
             env = gym.wrappers.FrameStackObservation(env, 4)
@@ -1713,7 +1726,11 @@ def make_env(args: Args, **options: Any) -> gym.Env:
     except UsageError:
         raise
     except Exception as error:  # from gymnasium, from a missing package, from the task itself
-        raise UsageError(f"--env-id {args.env_id}: {str(error) or repr(error)}") from error
+        text = str(error) or repr(error)
+        if args.is_atari:
+            name = args.env_id.split(":")[-1]
+            text += f" Use ale_py:{name}, after pip install ale-py opencv-python-headless"
+        raise UsageError(f"--env-id {args.env_id}: {text}") from error
     env = gym.wrappers.TransformReward(env, float)  # some tasks pay arrays, tensors, or large ints
     return gym.wrappers.RecordEpisodeStatistics(env, stats_key=STATS)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gymnasium as gym
 import numpy as np
 import pytest
+from command import run_main
 from helpers import make_agent, make_run, roll, small_args
 
 pytest.importorskip("ale_py", reason="Atari games need ale-py")
@@ -58,3 +60,22 @@ def test_a_game_trains(script, tmp_path):
     metrics = script.train(small_args(script, "", **PACMAN, **flags))
     assert all(np.isfinite(v) for k, v in metrics.items() if k != "run_dir")
     assert metrics["grad/critic"] > 0
+
+
+@pytest.mark.parametrize("name", ["PongNoFrameskip-v4", "Pong-v4", "Pong-v0"])
+def test_an_old_id_is_refused_with_the_one_to_use(script, capsys, name):
+    """It would train on raw single frames, silently."""
+    code, _, err = run_main(script, capsys, ["--env-id", f"ale_py:{name}"])
+    assert code == 2
+    assert err.count("\n") == 1
+    assert "use ale_py:ALE/Pong-v5" in err
+
+
+def test_an_id_without_its_module_is_told_the_whole_one(script, capsys, monkeypatch):
+    """gymnasium asks whether the package is installed; what helps is the module ahead of the id."""
+    for name in [name for name in gym.registry if name.startswith("ALE/")]:
+        monkeypatch.delitem(gym.registry, name)
+    code, _, err = run_main(script, capsys, ["--env-id", "ALE/Pong-v5"])
+    assert code == 2
+    assert "Use ale_py:ALE/Pong-v5" in err
+    assert "pip install ale-py" in err
