@@ -1690,6 +1690,21 @@ def see_vectors(env: gym.Env, args: Args, hidden: tuple[int, ...]) -> gym.Env:
     )
 
 
+class WithoutInfo(gym.Wrapper):
+    """It drops the task's `info`, which nobody reads.
+
+    gymnasium could not batch what some tasks put there, such as arrays of varying length.
+    """
+
+    def reset(self, **options: Any) -> tuple[Any, dict]:
+        obs, _ = self.env.reset(**options)
+        return obs, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
+        *result, _ = self.env.step(action)
+        return *result, {}
+
+
 def refuse_old_atari(env: gym.Env, args: Args) -> None:
     """Raise `UsageError` for ids of Atari games that are older than ALE/...-v5.
 
@@ -1705,9 +1720,9 @@ def refuse_old_atari(env: gym.Env, args: Args) -> None:
 def make_env(args: Args, **options: Any) -> gym.Env:
     """Make one environment that shows images, channels first, or float32 vectors.
 
-    It counts the return and the length of episodes. `options` go to `gymnasium.make`. Atari games
-    are set up as Machado et al. 2018 ask, but with the actions that each game knows. Raises
-    `UsageError` for ids, packages, spaces and masks that do not work.
+    It counts the return and the length of episodes, and drops what else tasks tell. `options` go to
+    `gymnasium.make`. Atari games are set up as Machado et al. 2018 ask, but with the actions that
+    each game knows. Raises `UsageError` for ids, packages, spaces and masks that do not work.
     """
     hidden = VELOCITIES.get(args.env_id.split("-")[0], ())
     name = args.env_id.replace("NoVel-", "-") if hidden else args.env_id
@@ -1731,6 +1746,7 @@ def make_env(args: Args, **options: Any) -> gym.Env:
             name = args.env_id.split(":")[-1]
             text += f" Use ale_py:{name}, after pip install ale-py opencv-python-headless"
         raise UsageError(f"--env-id {args.env_id}: {text}") from error
+    env = WithoutInfo(env)
     env = gym.wrappers.TransformReward(env, float)  # some tasks pay arrays, tensors, or large ints
     return gym.wrappers.RecordEpisodeStatistics(env, stats_key=STATS)
 

@@ -471,7 +471,8 @@ class Faulty(Probe):
 class Rude(gym.Env):
     """Bytes (6, 5, 3) in one buffer, shown upside down; every pixel is the step, 50 after a reset.
     It learns by itself in `step`, pays a tensor with a graph, changes the working directory when it
-    is reset, and cannot be closed. Episodes of 5 steps end at a limit."""
+    is reset, and cannot be closed. All its life it hands out one `info` with arrays of varying
+    length under gymnasium's own keys. Episodes of 5 steps end at a limit."""
 
     observation_space = Box(0, 255, (6, 5, 3), np.uint8)
     action_space = Discrete(2)
@@ -479,6 +480,7 @@ class Rude(gym.Env):
     def __init__(self):
         self.buffer = np.zeros((6, 5, 3), np.uint8)
         self.weight = torch.ones((), requires_grad=True)
+        self.info = {}
 
     def reset(self, *, seed=None, options=None):
         """Open an episode somewhere else on the disk."""
@@ -486,14 +488,16 @@ class Rude(gym.Env):
         os.chdir(tempfile.gettempdir())
         self.t = 0
         self.buffer[:] = 50
-        return self.buffer[::-1], {}
+        return self.buffer[::-1], self.info
 
     def step(self, action):
         """Advance by one, and take a step of gradient descent."""
         self.t += 1
         (self.weight - 3).square().backward()
         self.buffer[:] = self.t
-        return self.buffer[::-1], self.weight * int(action), False, self.t == 5, {}
+        found = np.zeros(self.t) if self.t % 2 else "nothing"
+        self.info |= {"found": found, "final_obs": None, "episode": self.t}
+        return self.buffer[::-1], self.weight * int(action), False, self.t == 5, self.info
 
     def close(self):
         """Fail."""
