@@ -52,6 +52,8 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import copyreg
+import io
 import json
 import math
 import os
@@ -60,6 +62,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -70,6 +73,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
+import cloudpickle
 import gymnasium as gym
 import numpy as np
 import torch
@@ -274,15 +278,18 @@ class RunArgs:
     """Seed of environments, weights and sampling."""
     run_dir: str = "runs"
     """Directory in which the run directory is created."""
-    eval_episodes: Count = 50
-    """Episodes of an evaluation."""
-    eval_every: CountOrZero = 0
+    eval_episodes: CountOrZero = 50
+    """Episodes of an evaluation. 0 evaluates nothing, and opens no environment for it."""
+    eval_every: Annotated[CountOrZero, Needs("eval_episodes", 0)] = 0
     """Iterations between evaluations. 0 evaluates only at the end."""
-    eval_sampled: bool = False
+    eval_sampled: Annotated[bool, Needs("eval_episodes", 0)] = False
     """Evaluate actions that the policy samples. The default evaluates the policy's mode."""
     checkpoint_every: CountOrZero = 100
     """Iterations between checkpoints. 0 saves only at the end."""
-    capture_video: bool = False
+    save_envs: Literal["proven", "always", "never"] = "proven"
+    """Save the environments as well, for an exact resume. The default does so where another process
+    has read them back and stepped them."""
+    capture_video: Annotated[bool, Needs("eval_episodes", 0)] = False
     """Film the first 3 episodes of every evaluation. Needs moviepy."""
     resume: str = ""
     """Run directory to continue with its own flags. --total-timesteps may grow."""
@@ -1638,21 +1645,22 @@ def channel_axis(space: gym.Space) -> int | None:
     return 0 if channels_first else 2
 
 
-def see_images(env: gym.Env, args: Args) -> gym.Env:
-    """Give images as (C, H, W): bytes, or float32 where they have fractions or larger numbers."""
+def image_view(space: Box, args: Args) -> tuple[Callable, Box]:
+    """Return how an image is seen, and the space of that: bytes or float32, (C, H, W).
+
+    Bytes stay bytes. Where a task shows fractions or larger numbers, they become float32.
+    """
     if args.masked_obs:
         raise UsageError(f"--masked-obs {args.masked_obs}: {args.env_id} shows images")
-    space = env.observation_space
     axis = channel_axis(space)
     shape = (*space.shape, 1)[:3]
     dtype = np.uint8 if space.dtype in (np.uint8, np.bool_) else np.float32
 
-    def channels_first(image: np.ndarray) -> np.ndarray:
+    def see(image: np.ndarray) -> np.ndarray:
         image = np.moveaxis(np.asarray(image).reshape(shape), axis, 0)
         return np.array(image, dtype, order="C")  # a copy: a task may use its buffer again
 
-    seen = Box(channels_first(space.low), channels_first(space.high), dtype=dtype)
-    return gym.wrappers.TransformObservation(env, channels_first, seen)
+    return see, Box(see(space.low), see(space.high), dtype=dtype)
 
 
 def unfit_part(space: gym.Space, name: str = "observation") -> str:
@@ -1671,38 +1679,160 @@ def unfit_part(space: gym.Space, name: str = "observation") -> str:
     return "" if fit else f"{name} is {space}"
 
 
-def see_vectors(env: gym.Env, args: Args, hidden: tuple[int, ...]) -> gym.Env:
-    """Give observations as flat float32 vectors, with zeros at masked and hidden entries."""
-    unfit = unfit_part(env.observation_space)
+def vector_view(space: gym.Space, args: Args, hidden: tuple[int, ...]) -> tuple[Callable, Box]:
+    """Return how anything else is seen, and the space of that: flat float32 vectors.
+
+    Masked and hidden entries are zeros.
+    """
+    unfit = unfit_part(space)
     if unfit:
         remedy = "which has no place in a vector; wrap the task in a module of yours, module:id"
         raise UsageError(f"--env-id {args.env_id}: {unfit}, {remedy}")
-    if not isinstance(env.observation_space, Box) or len(env.observation_space.shape) != 1:
-        env = gym.wrappers.FlattenObservation(env)
-    keep = np.ones(env.observation_space.shape, np.float32)
+    is_flat = isinstance(space, Box) and len(space.shape) == 1
+    keep = np.ones(gym.spaces.flatdim(space), np.float32)
     for index in (*args.masked_obs, *hidden):
         if not 0 <= index < len(keep):
             raise UsageError(f"--masked-obs {index}: must be in 0..{len(keep) - 1}")
         keep[index] = 0
-    seen = Box(-np.inf, np.inf, keep.shape, np.float32)
-    return gym.wrappers.TransformObservation(
-        env, lambda obs: np.asarray(obs, np.float32) * keep, seen
-    )
+
+    def see(obs: Any) -> np.ndarray:
+        flat = obs if is_flat else gym.spaces.flatten(space, obs)
+        return np.asarray(flat, np.float32) * keep
+
+    return see, Box(-np.inf, np.inf, keep.shape, np.float32)
 
 
-class WithoutInfo(gym.Wrapper):
-    """It drops the task's `info`, which nobody reads.
+def misfit(space: gym.Space, value: Any, name: str = "observation") -> str:
+    """Say how an observation, or a part of it, does not fit its space. "" means that it fits.
 
-    gymnasium could not batch what some tasks put there, such as arrays of varying length.
+    A Box compares shapes, and bytes must be whole numbers from 0 to 255. Other numbers fit beyond
+    the bounds of their Box.
+    """
+    if isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
+        parts = space.items() if isinstance(space, gym.spaces.Dict) else enumerate(space)
+        for key, part in parts:
+            try:
+                found = misfit(part, value[key], f"{name}[{key!r}]")
+            except (KeyError, IndexError, TypeError):
+                found = f"{name} lacks {key!r}"
+            if found:
+                return found
+        return ""
+
+    belongs = f"its space is {space!s:.200}"
+    if not isinstance(space, Box):
+        return "" if value in space else f"{name} is {value!r:.100}; {belongs}"
+    try:
+        array = np.asarray(value)
+    except (ValueError, RuntimeError) as error:  # of parts that differ in length, or a torch tensor
+        return f"{name} is no array ({error}); {belongs}"
+    if array.shape != space.shape:
+        return f"{name} has the shape {array.shape}; {belongs}"
+    if space.dtype in (np.uint8, np.bool_) and array.dtype not in (np.uint8, np.bool_):
+        with np.errstate(invalid="ignore"):
+            whole = array.astype(np.uint8) == array
+        if not whole.all():
+            numbers = f"numbers from {array.min():g} to {array.max():g} of {array.dtype}"
+            return f"{name} has {numbers}; {belongs}"
+    return ""
+
+
+def torch_settings() -> tuple[torch.dtype, bool]:
+    """Return the settings of torch that a task may change."""
+    return torch.get_default_dtype(), torch.is_grad_enabled()
+
+
+def set_torch(settings: tuple[torch.dtype, bool]) -> None:
+    """Restore settings that `torch_settings` gave."""
+    dtype, grad = settings
+    torch.set_default_dtype(dtype)
+    torch.set_grad_enabled(grad)
+
+
+class Checked(gym.Wrapper):
+    """It turns what a task gives into plain numbers of its own, or says why it cannot.
+
+    `see` turns an observation that fits its space into a copy, an array of `seen`. The reward
+    becomes a float. `info` is dropped, since nobody reads it, and gymnasium could not batch what
+    some tasks put there. Tasks may change the settings of torch: they find them as they left them,
+    and the networks run under their own.
     """
 
-    def reset(self, **options: Any) -> tuple[Any, dict]:
-        obs, _ = self.env.reset(**options)
-        return obs, {}
+    tasks_settings = None  # of torch, as the tasks left them; None: as they are
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
-        *result, _ = self.env.step(action)
-        return *result, {}
+    def __init__(self, env: gym.Env, env_id: str, see: Callable, seen: Box) -> None:
+        super().__init__(env)
+        self.env_id = env_id
+        self.see = see
+        self.observation_space = seen
+
+    def reset(self, **options: Any) -> tuple[np.ndarray, dict]:
+        """Return the first observation of an episode."""
+        try:
+            found = self.ask(self.env.reset, **options)
+        except TypeError as error:
+            if "reset() got an unexpected keyword" not in str(error):
+                raise
+            raise self.refusal("reset() must take seed and options, as gymnasium asks") from error
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise self.refusal("reset() must return an observation and info, as gymnasium asks")
+        return self.look(found[0]), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        """Return what follows on an action."""
+        try:
+            obs, reward, terminated, truncated, _ = self.ask(self.env.step, action)
+        except ValueError as error:
+            if "(expected 5" not in str(error):  # values to unpack, here or in gymnasium
+                raise
+            text = "step() must return five values, as gymnasium asks; old gym had four"
+            raise self.refusal(text) from error
+        return self.look(obs), self.number(reward), bool(terminated), bool(truncated), {}
+
+    def render(self) -> Any:
+        """Return a frame, a copy."""
+        frame = self.ask(self.env.render)
+        return np.array(frame, order="C") if isinstance(frame, np.ndarray) else frame
+
+    def close(self) -> None:
+        """Close the task."""
+        self.ask(self.env.close)
+
+    @classmethod
+    def ask(cls, call: Callable, *inputs: Any, **options: Any) -> Any:
+        """Call the task. An exit of its own is a fault like others."""
+        ours = torch_settings()
+        if cls.tasks_settings:
+            set_torch(cls.tasks_settings)
+        try:
+            return call(*inputs, **options)
+        except SystemExit as error:
+            raise RuntimeError(f"the task called exit({error.code})") from error
+        finally:
+            theirs = torch_settings()
+            cls.tasks_settings = None if theirs == ours else theirs
+            if theirs != ours:
+                set_torch(ours)
+
+    def look(self, obs: Any) -> np.ndarray:
+        """Return an observation as `see` gives it."""
+        if isinstance(obs, Tensor):
+            obs = obs.detach().cpu().numpy()
+        found = misfit(self.env.observation_space, obs)
+        if found:
+            raise self.refusal(found)
+        return self.see(obs)
+
+    def number(self, reward: Any) -> float:
+        """Return a reward, which some tasks pay as arrays, tensors, or large integers."""
+        try:
+            return float(reward.item() if hasattr(reward, "item") else reward)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise self.refusal(f"its reward must be a number, but it is {reward!r:.100}") from error
+
+    def refusal(self, text: str) -> UsageError:
+        """Return an error that names the task."""
+        return UsageError(f"--env-id {self.env_id}: {text}; mend the task")
 
 
 def refuse_old_atari(env: gym.Env, args: Args) -> None:
@@ -1720,7 +1850,7 @@ def refuse_old_atari(env: gym.Env, args: Args) -> None:
 def make_env(args: Args, **options: Any) -> gym.Env:
     """Make one environment that shows images, channels first, or float32 vectors.
 
-    It counts the return and the length of episodes, and drops what else tasks tell. `options` go to
+    It checks what the task gives, and counts the return and the length of episodes. `options` go to
     `gymnasium.make`. Atari games are set up as Machado et al. 2018 ask, but with the actions that
     each game knows. Raises `UsageError` for ids, packages, spaces and masks that do not work.
     """
@@ -1729,15 +1859,11 @@ def make_env(args: Args, **options: Any) -> gym.Env:
     if args.is_atari:  # actions are sticky, and a lost life does not end the episode
         options |= {"frameskip": 1, "repeat_action_probability": 0.25, "max_episode_steps": 108_000}
     try:
-        env = gym.make(name, disable_env_checker=True, **options)
+        env = Checked.ask(gym.make, name, disable_env_checker=True, **options)
         refuse_old_atari(env, args)
         if args.is_atari:
             env = gym.wrappers.AtariPreprocessing(env, noop_max=0)
             env = gym.wrappers.FrameStackObservation(env, 4)
-        if channel_axis(env.observation_space) is None:
-            env = see_vectors(env, args, hidden)
-        else:
-            env = see_images(env, args)
     except UsageError:
         raise
     except Exception as error:  # from gymnasium, from a missing package, from the task itself
@@ -1746,8 +1872,12 @@ def make_env(args: Args, **options: Any) -> gym.Env:
             name = args.env_id.split(":")[-1]
             text += f" Use ale_py:{name}, after pip install ale-py opencv-python-headless"
         raise UsageError(f"--env-id {args.env_id}: {text}") from error
-    env = WithoutInfo(env)
-    env = gym.wrappers.TransformReward(env, float)  # some tasks pay arrays, tensors, or large ints
+    space = env.observation_space
+    if channel_axis(space) is None:
+        see, seen = vector_view(space, args, hidden)
+    else:
+        see, seen = image_view(space, args)
+    env = Checked(env, args.env_id, see, seen)
     return gym.wrappers.RecordEpisodeStatistics(env, stats_key=STATS)
 
 
@@ -1897,10 +2027,10 @@ def start(args: Args) -> tuple[Run, Agent, Optimizers, gym.vector.VectorEnv]:
     check_flags(args)  # again: a flag may have changed since
     set_up_process(args)
     check_compiler(args)
-    envs = make_envs(args)
+    envs, eval_env = open_environments(args)
     agent = make_agent(envs, args)
     optimizers = make_optimizers(agent, args)
-    return Run(args, agent, optimizers, envs), agent, optimizers, envs
+    return Run(args, agent, optimizers, envs, eval_env), agent, optimizers, envs
 
 
 def check_compiler(args: Args) -> None:
@@ -1915,23 +2045,39 @@ def check_compiler(args: Args) -> None:
 
 
 def set_up_process(args: Args) -> None:
-    """Set seeds, options of torch, and how gymnasium pickles environments.
-
-    Raises `UsageError` where nothing can be filmed.
-    """
-    if args.capture_video:
-        check_video(args)  # ahead of the seeds: a task may draw from any generator
+    """Set options of torch and the seeds of all generators."""
     if WORLD_SIZE > 1 and args.cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cudnn.allow_tf32 = False  # acting and training have the same precision
+    seed_generators(args)
+
+
+def seed_generators(args: Args) -> None:
+    """Set the seeds of the generators of Python, NumPy and torch."""
     for set_seed in (random.seed, np.random.seed):  # tasks may draw from these
         set_seed(derived_seed(args.seed, "tasks", RANK, bits=32))
     torch.manual_seed(derived_seed(args.seed, "weights", 0))
-    # EzPickle builds a fresh environment when it is read back; checkpoints keep it as it stands.
-    gym.utils.EzPickle.__getstate__ = object.__getstate__
-    gym.utils.EzPickle.__setstate__ = lambda env, state: vars(env).update(state)
+
+
+def open_environments(args: Args) -> tuple[gym.vector.VectorEnv, gym.Env | None]:
+    """Make the environments to train in, and one for evaluations, which stays open to the end.
+
+    Some libraries shut down for all environments when one is closed. The first process alone
+    evaluates.
+    """
+    eval_env = None
+    if RANK == 0 and args.eval_episodes:
+        eval_env = make_eval_env(args)
+        seed_generators(args)  # again: the task may have drawn numbers
+    try:
+        return make_envs(args), eval_env
+    except UsageError as error:
+        if eval_env is None:
+            raise
+        text = "evaluations have one environment more; --eval-episodes 0 does without"
+        raise UsageError(f"{error}; {text}") from error
 
 
 def make_agent(envs: gym.vector.VectorEnv, args: Args) -> Agent:
@@ -1939,25 +2085,27 @@ def make_agent(envs: gym.vector.VectorEnv, args: Args) -> Agent:
 
     Raises `UsageError` where the shapes or supports of `init_from` differ.
     """
+    spaces = (envs.single_observation_space, envs.single_action_space)
     if args.resume:
-        return load_agent(args.resume)[0]
-    agent = Agent(envs.single_observation_space, envs.single_action_space, args)
+        saved, stored = read_checkpoint(args.resume)
+        return restore_agent(saved, stored, *spaces)
+    agent = Agent(*spaces, args)
     if args.init_from:
-        earlier, _ = load_agent(args.init_from)
-        there = shapes(earlier)
-        here = shapes(agent)
+        saved, stored = read_checkpoint(args.init_from)
+        there = shapes(saved["agent"], stored)
+        here = shapes(agent.state_dict(), args)
         for name in there | here:
             differ = f"{name} is {there.get(name)} there, {here.get(name)} by these flags"
             require_flag(args, "init_from", there.get(name) == here.get(name), differ)
-        agent.load_state_dict(earlier.state_dict())
+        agent.load_state_dict(saved["agent"])
     return agent
 
 
-def shapes(agent: Agent) -> dict[str, tuple]:
-    """Return the shapes of all that a checkpoint holds, by name, and the ends of the support."""
-    ends = agent.value_dist.support[[0, -1]]
-    held = {name: tuple(x.shape) for name, x in agent.state_dict().items()}
-    return held | {"value_dist.support": tuple(ends.tolist())}
+def shapes(held: dict[str, Tensor], args: Args) -> dict[str, tuple]:
+    """Return the shapes of all that an agent holds, by name, and the ends of the support."""
+    ends = ValueDistribution(args).support[[0, -1]]
+    found = {name: tuple(x.shape) for name, x in held.items()}
+    return found | {"value_dist.support": tuple(ends.tolist())}
 
 
 class Optimizers(NamedTuple):
@@ -1992,7 +2140,42 @@ def close_quietly(env: gym.Env | gym.vector.VectorEnv) -> None:
     try:
         env.close()
     except Exception as error:  # from the task, of any kind
-        print(f"warning: the task's close() failed: {error!r}", file=sys.stderr, flush=True)
+        tell(f"warning: the task's close() failed: {error!r}", file=sys.stderr)
+
+
+def tell(line: str, end: str = "\n", file: Any = None) -> None:
+    """Print a line. A terminal that is gone and a pipe that nobody reads end no run."""
+    with contextlib.suppress(OSError, ValueError):
+        print(line, end=end, file=file, flush=True)
+
+
+class StatusLine:
+    """A terminal rewrites it in place. A file gets one every five seconds."""
+
+    def __init__(self) -> None:
+        self.shown_at = time.time()
+        self.notices: set[str] = set()
+
+    @property
+    def terminal(self) -> bool:
+        """Tell whether a terminal shows what is printed. Some replacements of stdout cannot say."""
+        return hasattr(sys.stdout, "isatty") and sys.stdout.isatty()
+
+    @property
+    def due(self) -> bool:
+        """Tell whether the last line is old enough."""
+        return time.time() - self.shown_at > (0.2 if self.terminal else 5)
+
+    def show(self, line: str, last: bool = False) -> None:
+        """Show a line. The last one stays."""
+        self.shown_at = time.time()
+        tell(line, end="   \r" if self.terminal and not last else "\n")
+
+    def notice(self, line: str) -> None:
+        """Print a line, but never the same one twice."""
+        if line not in self.notices:
+            self.notices.add(line)
+            tell(f"{line:<70}")  # hides a line in its place
 
 
 class Run:
@@ -2007,12 +2190,20 @@ class Run:
     )  # fmt: skip
 
     def __init__(
-        self, args: Args, agent: Agent, optimizers: Optimizers, envs: gym.vector.VectorEnv
+        self,
+        args: Args,
+        agent: Agent,
+        optimizers: Optimizers,
+        envs: gym.vector.VectorEnv,
+        eval_env: gym.Env | None,
     ) -> None:
         self.args = args
         self.agent = agent
         self.optimizers = optimizers
         self.envs = envs
+        self.eval_env = eval_env  # None in all processes but the first, and without evaluations
+        self.unused_envs: list[gym.Env] = []  # those that were read back have their place
+        self.proof: ReadBack | None = None  # that environments can be read back
         self.total_steps = args.num_iterations * args.batch_size
         self.step = 0  # environment steps taken
         self.seconds = 0.0  # spent on them, apart from evaluations and checkpoints
@@ -2027,11 +2218,13 @@ class Run:
         self.handlers: dict[int, Any] = {}  # of signals, as they were before
         self.times: dict[str, float] = {}  # seconds of the parts of this iteration
         self.lap_start = time.time()
-        self.last_shown = time.time()
+        self.status = StatusLine()
         self.warned = False
         if args.resume:
             self.directory = Path(args.resume).expanduser().resolve()
             self.take_up()
+            if RANK == 0:
+                write_origin(self.directory, args)
         else:
             self.directory = gather_objects(make_run_dir(args) if RANK == 0 else None)[0]
         size = " x ".join(map(str, agent.obs_shape))
@@ -2044,7 +2237,11 @@ class Run:
 
     def __enter__(self) -> Run:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            numbers = [signal.SIGINT, signal.SIGTERM]
+            hang_up = getattr(signal, "SIGHUP", None)  # of a closed terminal, where there are such
+            if hang_up and signal.getsignal(hang_up) != signal.SIG_IGN:  # nohup ignores it
+                numbers.append(hang_up)
+            for number in numbers:
                 self.handlers[number] = signal.signal(number, self.request_stop)
         return self
 
@@ -2057,12 +2254,21 @@ class Run:
             error.add_note(f"after {self.step:,} steps; {last}")
         if self.writer is not None:
             self.writer.close()
-        close_quietly(self.envs)
+        for env in (self.envs, self.eval_env, *self.unused_envs):
+            if env is not None:
+                close_quietly(env)
 
     def request_stop(self, number: int, frame: Any) -> None:
         """End the run after this iteration. A second signal has its default effect."""
         self.signals.append(number)
         signal.signal(number, signal.SIG_DFL)
+        if RANK == 0:
+            with contextlib.suppress(RuntimeError):  # the signal came while a line was printed
+                tell("stopping after this iteration; press again to kill", file=sys.stderr)
+
+    def stops(self) -> bool:
+        """Tell whether any process has received a signal. All of them ask at once."""
+        return bool(average(torch.tensor(float(len(self.signals)))) > 0)
 
     @property
     def results(self) -> dict[str, Any]:
@@ -2079,15 +2285,21 @@ class Run:
     # ---- iterations ----
     def iterations(self) -> Iterator[float]:
         """Yield the fraction of the run that is done. Finishes the run at its end."""
+        finished_before = self.step == self.total_steps
+        if RANK == 0 and self.args.save_envs == "proven" and not finished_before:
+            self.proof = ReadBack(self.envs)
         while self.step < self.total_steps:
             # Noise, samples and permutations depend on the run's seed and on the step alone. All
             # processes draw the same ones, and a resumed run draws what it would have drawn.
             torch.manual_seed(derived_seed(self.args.seed, "iterations", self.step))
             self.lap_start = time.time()
             yield self.step / self.total_steps
-        if self.evaluated_at != self.total_steps:  # otherwise the run had ended before
+        if self.args.eval_episodes and self.evaluated_at != self.total_steps:
             self.evaluate()
             self.save()
+        elif finished_before:
+            text = "a larger --total-timesteps goes on"
+            self.say(f"the run has all of its {self.step:,} steps behind it; {text}")
         if self.best_step:
             best = f"return {self.best_return:.1f} after {self.best_step:,} steps"
             self.say(f"best evaluation: {best}, {self.directory / 'best.pt'}")
@@ -2122,9 +2334,9 @@ class Run:
         self.log(metrics, self.step, histograms=last or iteration % 10 == 1)
         self.show_progress()
 
-        if not last and is_due(iteration, args.eval_every):
+        if not last and args.eval_episodes and is_due(iteration, args.eval_every):
             self.evaluate()
-        stop = bool(average(torch.tensor(float(len(self.signals)))) > 0)  # all processes agree
+        stop = self.stops()
         if last or stop or is_due(iteration, args.checkpoint_every):
             self.save()
         if stop:
@@ -2135,20 +2347,21 @@ class Run:
         """Evaluate and log. With `eval_every` the best agent so far is kept in `best.pt`.
 
         The first process plays. The others meet it after each episode, since a collective call
-        gives up after half an hour.
+        gives up after half an hour. A signal ends the last evaluation after its episode, since
+        training is saved; the others are part of an iteration.
         """
         args = self.args
-        metrics = None
+        episodes = []
+        playing = iter(range(args.eval_episodes))  # the others wait as often
         if RANK == 0:
-            episodes = []
-            for rewards in play(self.agent, args, self.directory / f"videos/step-{self.step}"):
-                episodes.append(rewards)
-                average(torch.zeros(()))
-            metrics = summarise(episodes, args)
-        else:
-            for _ in range(args.eval_episodes):
-                average(torch.zeros(()))
-        metrics = gather_objects(metrics)[0]
+            directory = self.directory / f"videos/step-{self.step}"
+            playing = play(self.eval_env, self.agent, args, directory)
+        for rewards in playing:
+            episodes.append(rewards)
+            if self.stops() and self.step == self.total_steps:
+                where = f"stopped in the last evaluation; --resume {self.directory}"
+                raise KeyboardInterrupt(where)
+        metrics = gather_objects(summarise(episodes, args) if RANK == 0 else None)[0]
 
         self.log(metrics, self.step)
         self.evaluated_at = self.step
@@ -2162,7 +2375,7 @@ class Run:
     def say(self, line: str) -> None:
         """Print a line, once for all processes."""
         if RANK == 0:
-            print(line, flush=True)
+            tell(line)
 
     def warn(self, line: str) -> None:
         """Print the first warning of the run."""
@@ -2171,20 +2384,17 @@ class Run:
             self.say(f"warning: {line}")
 
     def show_progress(self) -> None:
-        """Show a line that a terminal rewrites in place. A file gets a line every five seconds."""
-        terminal = sys.stdout.isatty()
+        """Show steps, speed and return on the status line."""
         last = self.step == self.total_steps
-        seconds = 0.2 if terminal else 5
-        if RANK > 0 or (not last and time.time() - self.last_shown <= seconds):
+        if RANK > 0 or not (last or self.status.due):
             return
-        self.last_shown = time.time()
         speed = self.step / self.seconds
         share = self.step / self.total_steps
         line = f"{self.step:,} of {self.total_steps:,} steps ({share:.0%})"
         line += f"  {speed:,.0f} steps/s  {(self.total_steps - self.step) / speed:,.0f} s left"
         if self.recent_returns:
             line += f"  return {np.mean(self.recent_returns):.1f}"
-        print(line, end="   \r" if terminal and not last else "\n", flush=True)
+        self.status.show(line, last)
 
     def log(self, metrics: dict, step: int, histograms: bool = True) -> None:
         """Write scalars, in one event, and tensors with axes as histograms."""
@@ -2222,37 +2432,53 @@ class Run:
         """Write `checkpoint.pt`, or one of another name, after all events.
 
         Flags, weights and statistics are readable without pickle. What else an exact resume needs
-        is pickled and serves --resume alone. The file is written beside the old one, synced and
-        renamed: a kill at any instant leaves one of the two.
+        is pickled and serves --resume alone; no other checkpoint has it. The file is written beside
+        the old one, synced and renamed: a kill at any instant leaves one of the two.
         """
-        part = {
-            "carried": self.carried,
-            "rngs": (random.getstate(), np.random.get_state()),
-            "envs": None,
-        }
-        with contextlib.suppress(Exception):  # each library raises its own, some when it is loaded
-            pickled = pickle.dumps(gym.vector.utils.CloudpickleWrapper(self.envs.envs))
-            pickle.loads(pickled)
-            part["envs"] = pickled
-        parts = gather_objects(part)
-        if self.writer is None:
-            return
-
-        self.writer.flush()
-        kept = {name: getattr(self, name) for name in self.SAVED}
-        kept |= {"optimizers": [x.state_dict() for x in self.optimizers], "parts": parts}
         content = {
+            "script": Args.exp_name,
             "args": {**asdict(self.args), "resume": ""},
             "agent": self.agent.state_dict(),
             "global_step": self.step,
-            "run": pickle.dumps(kept),
         }
+        if name == "checkpoint":
+            content["run"] = pickle.dumps(self.to_resume())
+        if self.writer is None:
+            return
+        self.writer.flush()
         path = self.directory / f"{name}.tmp"
         with path.open("wb") as file:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
         path.replace(path.with_suffix(".pt"))
+
+    def to_resume(self) -> dict[str, Any]:
+        """Return what --resume needs beside flags and weights."""
+        part = {
+            "carried": self.carried,
+            "rngs": (random.getstate(), np.random.get_state()),
+            "envs": self.pickled_envs(),
+        }
+        return {name: getattr(self, name) for name in self.SAVED} | {
+            "optimizers": [x.state_dict() for x in self.optimizers],
+            "parts": gather_objects(part),
+            "versions": loaded_versions(),
+        }
+
+    def pickled_envs(self) -> bytes | None:
+        """Return this process's environments, pickled as `save_envs` says, or None."""
+        fault = ""
+        pickled = None
+        if self.proof is not None:
+            fault = self.proof.fault()
+        fault = gather_objects(fault)[0]  # the first process proves it for all
+        if not fault and self.args.save_envs != "never":
+            pickled, fault = pickle_envs(self.envs)
+        if fault and RANK == 0:
+            text = f"environments are not saved, since {fault:.200}"
+            self.status.notice(f"{text}; a resume would open new episodes")
+        return pickled
 
     def take_up(self) -> None:
         """Go on where the checkpoint of the run to resume stands.
@@ -2264,28 +2490,136 @@ class Run:
         content = torch.load(self.directory / "checkpoint.pt", "cpu", weights_only=True)
         gpu_fits = args.cuda or not content["args"]["cuda"]
         require_flag(args, "resume", gpu_fits, "needs the GPU it was run on")
-        kept = pickle.loads(content["run"])
         try:
+            kept = pickle.loads(content["run"])
             parts = kept["parts"]
+            versions = kept["versions"]
             for optimizer, saved in zip(self.optimizers, kept["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
             for name in self.SAVED:
                 setattr(self, name, kept[name])
-        except (ValueError, KeyError) as error:  # another number of parameters, or other names
-            text = "is of another version of this script; start anew with --init-from"
-            raise UsageError(f"--resume {args.resume}: {text} (it lacks {error})") from error
+        except (ValueError, KeyError, ImportError, AttributeError, EOFError) as error:
+            text = "is of another version of this script or of a library; start anew"
+            raise UsageError(
+                f"--resume {args.resume}: {text} with --init-from ({error!r})"
+            ) from error
 
-        part = {"envs": None}
+        lost = f"{len(parts)} processes wrote the checkpoint, not {WORLD_SIZE}"
         if len(parts) == WORLD_SIZE:
             part = parts[RANK]
             python_rng, numpy_rng = part["rngs"]
             random.setstate(python_rng)
             np.random.set_state(numpy_rng)
-        if part["envs"] is not None:
-            self.envs.envs = pickle.loads(part["envs"]).fn
-            self.carried = part["carried"]
-        elif self.step < self.total_steps:
-            self.say("environments not saved, or by other processes: episodes start afresh")
+            lost = self.read_envs(part["envs"], versions)
+            if not lost:
+                self.carried = part["carried"]
+        if lost and self.step < self.total_steps:
+            self.say(f"episodes start afresh: {lost:.200}")
+
+    def read_envs(self, pickled: bytes | None, versions: dict[str, str]) -> str:
+        """Go on with the environments of a checkpoint. Returns why that is impossible, or ""."""
+        if pickled is None:
+            return "the checkpoint has no environments"
+        here = loaded_versions()
+        for name in versions.keys() & here.keys():
+            if versions[name] != here[name]:
+                return f"they were saved under {name} {versions[name]}, and this is {here[name]}"
+        try:
+            envs = pickle.loads(pickled)
+        except Exception as error:  # from the task, of any kind
+            return f"reading the environments back failed: {error!r}"
+        self.unused_envs = list(self.envs.envs)
+        self.envs.envs = envs
+        return ""
+
+
+class EnvPickler(cloudpickle.Pickler):
+    """It pickles environments as they stand. `EzPickle` alone would make fresh ones."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        """Return how to pickle a thing."""
+        ez = gym.utils.EzPickle
+        if isinstance(thing, ez) and type(thing).__getstate__ is ez.__getstate__:
+            make = (copyreg.__newobj__, (type(thing),))
+            return *make, vars(thing), None, None, set_attributes
+        return super().reducer_override(thing)
+
+
+def set_attributes(thing: Any, attributes: dict) -> None:
+    """Give a thing that is read back its attributes."""
+    vars(thing).update(attributes)
+
+
+def pickle_envs(envs: gym.vector.VectorEnv) -> tuple[bytes | None, str]:
+    """Pickle environments. Returns them, or None and why that is impossible."""
+    file = io.BytesIO()
+    try:
+        EnvPickler(file).dump(tuple(envs.envs))
+    except Exception as error:  # each library raises its own
+        return None, f"pickle says {error!r}"
+    return file.getvalue(), ""
+
+
+def loaded_versions() -> dict[str, str]:
+    """Return the versions of Python and of all packages that are loaded."""
+    found = {"Python": "{}.{}".format(*sys.version_info)}
+    for name, module in list(sys.modules.items()):
+        version = getattr(module, "__dict__", {}).get("__version__")
+        if isinstance(version, str) and "." not in name:
+            found[name] = version
+    return found
+
+
+class ReadBack:
+    """Another process reads the environments back, steps and closes them, while the run goes on.
+
+    In this process the copy might do harm: it may free what it shares with the original, or start
+    simulators that nobody stops.
+    """
+
+    SECONDS = 60
+    PROGRAM = """
+import contextlib, pickle, signal, sys
+if hasattr(signal, "alarm"):
+    signal.alarm(60)
+sys.path[:] = pickle.load(sys.stdin.buffer)
+for env in pickle.load(sys.stdin.buffer):
+    env.step(env.action_space.sample())
+    with contextlib.suppress(Exception):
+        env.close()
+"""
+
+    def __init__(self, envs: gym.vector.VectorEnv) -> None:
+        self.process = None
+        pickled, self.found = pickle_envs(envs)
+        if pickled is None:
+            return
+        with tempfile.TemporaryFile() as file:
+            file.write(pickle.dumps(sys.path) + pickled)
+            file.seek(0)
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", self.PROGRAM],
+                stdin=file,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for the run alone
+            )
+
+    def fault(self) -> str:
+        """Wait for the process. Returns "" or what went wrong."""
+        if self.process is None:
+            return self.found
+        try:
+            _, errors = self.process.communicate(timeout=self.SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            _, errors = self.process.communicate()
+        code = self.process.returncode
+        self.process = None
+        if code:
+            lines = errors.decode(errors="replace").strip().split("\n")
+            self.found = f"another process could not read them back: {lines[-1] or f'exit {code}'}"
+        return self.found
 
 
 def make_run_dir(args: Args) -> Path:
@@ -2293,18 +2627,25 @@ def make_run_dir(args: Args) -> Path:
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
     top = Path(args.run_dir).expanduser().resolve()  # a task may change the working directory
     path = top / name.replace("/", "_").replace(":", "_")
-    source = Path(__file__).resolve()
-    commit = commit_of(source.parent)
-    versions = {module.__name__: module.__version__ for module in (torch, gym, np, tyro)}
-    versions["python"] = sys.version
-    content = {"args": asdict(args), "versions": versions, "commit": commit}
     try:
         path.mkdir(parents=True)
-        (path / source.name).write_bytes(source.read_bytes())
-        (path / "args.json").write_text(json.dumps(content, indent=2))
+        write_origin(path, args)
     except OSError as error:
         raise UsageError(f"--run-dir {args.run_dir}: {error}; choose another directory") from error
     return path
+
+
+def write_origin(path: Path, args: Args) -> None:
+    """Write what makes the numbers of a run: flags, versions, commit, and the script's source."""
+    file = globals().get("__file__")  # a notebook has none
+    source = Path(file).resolve() if file else None
+    versions = {module.__name__: module.__version__ for module in (torch, gym, np, tyro)}
+    versions["python"] = sys.version
+    commit = commit_of(source.parent if source else Path.cwd())
+    content = {"args": asdict(args), "versions": versions, "commit": commit}
+    (path / "args.json").write_text(json.dumps(content, indent=2))
+    if source:
+        (path / source.name).write_bytes(source.read_bytes())
 
 
 def commit_of(folder: Path) -> str:
@@ -2333,22 +2674,47 @@ def load_agent(path: str | Path) -> tuple[Agent, Args]:
     No code of the file is run. Falls back to the CPU. Raises `UsageError` for files that this
     script did not write.
     """
+    saved, args = read_checkpoint(path)
+    env = make_env(args)
+    close_quietly(env)
+    return restore_agent(saved, args, env.observation_space, env.action_space), args
+
+
+def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], Args]:
+    """Read a checkpoint. Returns what it holds, and its flags."""
     path = checkpoint_path(path)
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(saved, dict):
             raise ValueError("not a dictionary")
-        cuda = saved["args"]["cuda"] and torch.cuda.is_available()
+        script = saved.get("script", Args.exp_name)
+        if script != Args.exp_name:
+            raise ValueError(f"{script}.py wrote it")
         check_version(saved["args"])
-        args = Args(**saved["args"] | {"cuda": cuda})
-        env = make_env(args)
-        close_quietly(env)
-        agent = Agent(env.observation_space, env.action_space, args)
-        agent.load_state_dict(saved["agent"])
+        cuda = saved["args"]["cuda"] and torch.cuda.is_available()
+        return saved, Args(**saved["args"] | {"cuda": cuda})
+    except UsageError:  # of flags that do not fit this machine, or the number of processes
+        raise
     except Exception as error:  # torch raises half a dozen kinds
-        reason = str(error).split(". ")[0]
-        raise UsageError(f"{path}: no run or checkpoint of this script: {reason:.200}") from error
-    return agent, args
+        raise not_of_this_script(path, error) from error
+
+
+def restore_agent(
+    saved: dict[str, Any], args: Args, observation_space: Box, action_space: gym.Space
+) -> Agent:
+    """Make the agent of a checkpoint."""
+    agent = Agent(observation_space, action_space, args)
+    try:
+        agent.load_state_dict(saved["agent"])
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise not_of_this_script(f"the checkpoint of {args.env_id}", error) from error
+    return agent
+
+
+def not_of_this_script(path: str | Path, error: Exception) -> UsageError:
+    """Return the error for a file that this script did not write, or not in this version."""
+    reason = str(error).split(". ")[0]
+    return UsageError(f"{path}: no run or checkpoint of this script: {reason:.200}")
 
 
 def check_version(flags: dict[str, Any]) -> None:
@@ -2370,30 +2736,38 @@ def checkpoint_path(path: str | Path) -> Path:
 # ------------------------------------------------------------------------------------- evaluation
 def evaluate(agent: Agent, args: Args, video_dir: Path | None = None) -> dict[str, float]:
     """Play `eval_episodes` fresh episodes and summarise them. Statistics stay as they are."""
-    return summarise(list(play(agent, args, video_dir)), args)
+    env = make_eval_env(args)
+    try:
+        return summarise(list(play(env, agent, args, video_dir)), args)
+    finally:
+        close_quietly(env)
 
 
-def play(agent: Agent, args: Args, video_dir: Path | None = None) -> Iterator[list[float]]:
+def play(
+    env: gym.Env, agent: Agent, args: Args, video_dir: Path | None = None
+) -> Iterator[list[float]]:
     """Play `eval_episodes` fresh episodes, and yield the rewards of each.
 
     Every evaluation of a run resets with the same seeds, one for each episode. Tasks without a time
     limit are cut at 10,000 steps. With `capture_video` the first 3 episodes are filmed into
     `video_dir`; each is kept in memory to its end. The state of torch's generator is the same
-    afterwards.
+    afterwards. The environment, one of `make_eval_env`, stays open.
     """
-    if args.capture_video and video_dir:
-        env = make_env(args, render_mode="rgb_array")
+    films = args.capture_video and video_dir
+    if films:
         env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: episode < 3)
-    else:
-        env = make_env(args)
+    status = StatusLine()
     with torch.random.fork_rng([agent.device] if args.cuda else []):
         torch.manual_seed(derived_seed(args.seed, "evaluations", 0))
         for episode in range(args.eval_episodes):
-            yield run_episode(env, agent, args, episode)
-    close_quietly(env)
+            yield run_episode(env, agent, args, episode, status)
+    if films and env.recording:
+        env.stop_recording()
 
 
-def run_episode(env: gym.Env, agent: Agent, args: Args, episode: int) -> list[float]:
+def run_episode(
+    env: gym.Env, agent: Agent, args: Args, episode: int, status: StatusLine
+) -> list[float]:
     """Play one episode of an evaluation. Returns its rewards."""
     obs, _ = env.reset(seed=derived_seed(args.seed, "evaluations", episode, bits=31))
     check_finite(obs[None], obs[None], np.zeros(1), f"reset of evaluation episode {episode}")
@@ -2407,6 +2781,11 @@ def run_episode(env: gym.Env, agent: Agent, args: Args, episode: int) -> list[fl
         check_finite(obs[None], obs[None], np.array([reward]), when)
         rewards.append(reward)
         ended = terminated or truncated
+        if status.due:
+            share = f"episode {episode} of {args.eval_episodes}"
+            status.show(f"evaluation: step {len(rewards):,} of {share}")
+    if not ended:
+        status.notice(f"evaluations cut this task, which has no time limit, at {limit:,} steps")
     return rewards
 
 
@@ -2417,7 +2796,7 @@ def summarise(episodes: list[list[float]], args: Args) -> dict[str, float]:
     std = float(returns.std(correction=0))
     tail = empirical_cvar(returns, args.cvar_alpha)
     line = f"return {mean:.1f} +- {std:.1f}, CVaR_{args.cvar_alpha:g} {tail:.1f}"
-    print(f"evaluation of {len(episodes)} episodes: {line:<50}", flush=True)  # hides the progress
+    tell(f"evaluation of {len(episodes)} episodes: {line:<50}")  # hides a line in its place
     return {
         "eval/return_mean": mean,
         "eval/return_std": std,
@@ -2426,27 +2805,34 @@ def summarise(episodes: list[list[float]], args: Args) -> dict[str, float]:
     }
 
 
-def check_video(args: Args) -> None:
-    """Raise `UsageError` where nothing can be filmed."""
-    close_quietly(make_env(args))  # its faults are not the film's
+def make_eval_env(args: Args) -> gym.Env:
+    """Make an environment for evaluations, which can be filmed with `capture_video`.
+
+    Raises `UsageError` where nothing can be filmed.
+    """
+    if not args.capture_video:
+        return make_env(args)
     try:
         import_module("moviepy")
         env = make_env(args, render_mode="rgb_array")
         env.reset(seed=0)
         frame = np.asarray(env.render())
-        close_quietly(env)
         if env.render_mode != "rgb_array":
             raise ValueError("the task forgets its render_mode")
         if frame.dtype != np.uint8:
             raise ValueError(f"frames are of {frame.dtype}, not bytes")
     except Exception as error:  # a renderer may raise anything
-        text = f"{str(error) or repr(error)}; needs moviepy and a task that renders rgb_array"
-        raise UsageError(f"--capture-video: {text}") from error
+        close_quietly(make_env(args))  # raises what is not the film's fault
+        remedy = "needs moviepy (pip install moviepy) and a task that renders rgb_array"
+        raise UsageError(f"--capture-video: {str(error) or repr(error)}; {remedy}") from error
+    return env
 
 
 # -------------------------------------------------------------------------------- many processes
-RANK = int(os.environ.get("RANK", "0"))  # number of this process, from torchrun
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))  # processes that share the environments
+# From torchrun: the number of processes that share the environments, and that of this one. Some
+# schedulers set RANK alone.
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE") or 1)
+RANK = int(os.environ.get("RANK") or 0) if WORLD_SIZE > 1 else 0
 
 
 class OtherProcessEnded(RuntimeError):
@@ -2545,6 +2931,9 @@ def check_flags(args: Args) -> None:
                 text = f"must be finite and {allowed}" if str(allowed) else "must be finite"
                 require_flag(args, name, value in allowed, text)
     check_sizes(args)
+    launched = WORLD_SIZE == 1 or "MASTER_ADDR" in os.environ
+    text = f"WORLD_SIZE is {WORLD_SIZE} without a launcher; start by torchrun, or unset it"
+    require_flag(args, "num_envs", launched, text)
     gpu = torch.cuda.is_available() or not args.cuda
     require_flag(args, "cuda", gpu, "torch sees no GPU; leave it out")
     found = not args.resume or Path(args.resume).expanduser().is_dir()
@@ -2616,8 +3005,8 @@ def refuse_idle_flags(args: Args, argv: list[str]) -> None:
             require_flag(args, name, found != need.other_than, text)
 
 
-def parse_args(argv: list[str]) -> tuple[Args, Agent | None]:
-    """Return the flags of the command line, and the agent of a stored run where one is named.
+def parse_args(argv: list[str]) -> Args:
+    """Return the flags of the command line.
 
     With --resume and --evaluate the flags of the stored run are the defaults. Raises `UsageError`
     where one changes that may not.
@@ -2628,13 +3017,13 @@ def parse_args(argv: list[str]) -> tuple[Args, Agent | None]:
     given, _ = finder.parse_known_args(argv)
     path = given.evaluate if given.resume is None else given.resume
     if path is None:
-        return parse_flags(argv), None
+        return parse_flags(argv)
 
-    agent, stored = load_agent(path)
+    _, stored = read_checkpoint(path)
     args = parse_flags(argv, stored)
     free = (
         "total_timesteps eval_episodes eval_every eval_sampled capture_video checkpoint_every "
-        "torch_threads resume evaluate"
+        "save_envs torch_threads resume evaluate"
     )
     before = asdict(stored)
     changed = {name for name, value in asdict(args).items() if value != before[name]}
@@ -2644,16 +3033,22 @@ def parse_args(argv: list[str]) -> tuple[Args, Agent | None]:
     least = stored.total_timesteps
     fewer = args.total_timesteps < least
     require_flag(args, "total_timesteps", not fewer, f"must not be below the run's, {least}")
-    return args, agent
+    none = bool(args.evaluate) and args.eval_episodes == 0
+    require_flag(args, "eval_episodes", not none, "must be at least 1 with --evaluate")
+    return args
 
 
-def evaluate_stored(args: Args, agent: Agent) -> None:
+def evaluate_stored(args: Args) -> None:
     """Evaluate the agent of --evaluate."""
     torch.set_num_threads(args.torch_threads)
-    if args.capture_video:
-        check_video(args)
     path = checkpoint_path(args.evaluate)
-    evaluate(agent, args, path.parent / "videos" / path.stem)
+    saved, _ = read_checkpoint(path)
+    env = make_eval_env(args)
+    try:
+        agent = restore_agent(saved, args, env.observation_space, env.action_space)
+        summarise(list(play(env, agent, args, path.parent / "videos" / path.stem)), args)
+    finally:
+        close_quietly(env)
 
 
 @contextlib.contextmanager
@@ -2676,10 +3071,10 @@ def main(argv: list[str]) -> None:
     """
     try:
         with silenced_unless_first():
-            args, agent = parse_args(argv)
+            args = parse_args(argv)
         if args.evaluate:
             if RANK == 0:
-                evaluate_stored(args, agent)
+                evaluate_stored(args)
             return
         train(args)
     except (UsageError, KeyboardInterrupt, OtherProcessEnded) as error:

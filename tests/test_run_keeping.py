@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import random
 import signal
 import time
@@ -216,15 +217,15 @@ def test_progress_in_a_file_comes_every_five_seconds_and_at_the_end(begin, capsy
     """Nothing after 4 s, a whole line after 6 s, and the last line whenever it comes."""
     run = begin_quarter(begin, capsys)
     run.recent_returns = [1.0, 4.0]
-    run.last_shown = time.time() - 4
+    run.status.shown_at = time.time() - 4
     run.show_progress()
     assert capsys.readouterr().out == ""
-    run.last_shown = time.time() - 6
+    run.status.shown_at = time.time() - 6
     run.show_progress()
     # 500 steps/s, 750 steps to go: 1.5 s, rounded to even
     line = "250 of 1,000 steps (25%)  500 steps/s  2 s left  return 2.5\n"
     assert capsys.readouterr().out == line
-    assert time.time() - run.last_shown < 3
+    assert time.time() - run.status.shown_at < 3
     run.recent_returns.clear()
     run.total_steps = 250
     run.show_progress()
@@ -235,10 +236,10 @@ def test_progress_on_a_terminal_is_rewritten_in_place(script, begin, capsys, mon
     """Five times a second; the last line stays."""
     run = begin_quarter(begin, capsys)
     monkeypatch.setattr(script.sys.stdout, "isatty", lambda: True)
-    run.last_shown = time.time() - 0.1
+    run.status.shown_at = time.time() - 0.1
     run.show_progress()
     assert capsys.readouterr().out == ""
-    run.last_shown = time.time() - 0.3
+    run.status.shown_at = time.time() - 0.3
     run.show_progress()
     assert capsys.readouterr().out.endswith("s left   \r")
     run.total_steps = 250
@@ -372,19 +373,34 @@ def test_a_process_is_set_up_by_its_flags(script):
     assert all(one != other for one, other in zip(draws[0], draws[2]))
 
 
+class Case(gym.utils.EzPickle):
+    """It is pickled as the arguments it was made with."""
+
+    def __init__(self, content):
+        super().__init__(content)
+        self.content = content
+
+
+class OwnCase(Case):
+    """It says itself how it is pickled."""
+
+    def __getstate__(self):
+        return {"content": "own"}
+
+    def __setstate__(self, held):
+        vars(self).update(held)
+
+
 def test_environments_are_pickled_as_they_stand(script):
-    """EzPickle alone would build a new object from the arguments of the old one."""
-
-    class Box(gym.utils.EzPickle):
-        def __init__(self, content):
-            super().__init__(content)
-            self.content = content
-
-    script.set_up_process(small_args(script, "Walk"))
-    box, copy = Box(1), Box(3)
-    box.content = 2
-    copy.__setstate__(box.__getstate__())
-    assert copy.content == 2
+    """EzPickle alone would build a new object from the arguments of the old one. What others do
+    with EzPickle stays as it is."""
+    cases = Case(1), OwnCase(1)
+    for case in cases:
+        case.content = 2
+    pickled, fault = script.pickle_envs(SimpleNamespace(envs=cases))
+    assert fault == ""
+    assert [case.content for case in pickle.loads(pickled)] == [2, "own"]
+    assert pickle.loads(pickle.dumps(cases[0])).content == 1
 
 
 @pytest.mark.parametrize("fault", [None, RuntimeError, KeyboardInterrupt])

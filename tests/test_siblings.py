@@ -161,7 +161,7 @@ FOREIGN = """
 state_dict load_state_dict
 getstate setstate get_state set_state __getstate__ __setstate__
 get_rng_state set_rng_state get_rng_state_all set_rng_state_all
-SeedSequence generate_state
+SeedSequence generate_state errstate
 """.split()  # names of torch, NumPy and Python
 SIBLING = re.compile(r"The\s+sibling,\s+distributional_ppo_lstm\.py,[^.]*\.")
 
@@ -174,7 +174,6 @@ def test_the_feed_forward_script_has_no_trace_of_recurrence():
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         allowed = token.string in FOREIGN
         allowed |= token.string == "chunk" and before == "."  # torch's method
-        allowed |= token.string == "state" and "__setstate__ = lambda" in token.line  # pickle's
         if token.type != tokenize.NAME:  # prose: the state s_t, understates
             allowed = not TRACES.search(re.sub(r"\b(under)?states?\b", "", token.string))
         if TRACES.search(token.string) and not allowed:
