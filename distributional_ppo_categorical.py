@@ -1527,6 +1527,7 @@ class Agent(nn.Module):
     def __init__(self, observation_space: Box, action_space: gym.Space, args: Args) -> None:
         super().__init__()
         self.args = args
+        self.observation_space = observation_space
         self.obs_shape = observation_space.shape
         self.sees_images = len(self.obs_shape) == 3
         self.action_dist = make_action_dist(action_space, args)
@@ -1589,10 +1590,10 @@ class Agent(nn.Module):
     def act(self, obs: np.ndarray, deterministic: bool = True) -> np.ndarray:
         """Give actions for `env.step`. obs are (D,) or (N, D), as `make_env` gives them.
 
-        The policy's mode is taken if `deterministic`, otherwise a sample.
+        The policy's mode is taken if `deterministic`, otherwise a sample. Raises ValueError for
+        observations of other shapes and for those that are not finite.
         """
-        alone = np.ndim(obs) == len(self.obs_shape)
-        rows = np.reshape(obs, (-1, *self.obs_shape))
+        rows, alone = as_rows(obs, self.observation_space)
         batch = torch.as_tensor(rows, device=self.device).float()
         params = self.policy_params(self.normalize_obs(batch))
         noise = 0.0 if deterministic else self.action_dist.noise(len(batch))
@@ -1735,6 +1736,24 @@ def misfit(space: gym.Space, value: Any, name: str = "observation") -> str:
             numbers = f"numbers from {array.min():g} to {array.max():g} of {array.dtype}"
             return f"{name} has {numbers}; {belongs}"
     return ""
+
+
+def as_rows(obs: np.ndarray, space: Box) -> tuple[np.ndarray, bool]:
+    """Return observations as rows (N, ...), and whether it was one alone.
+
+    Raises ValueError for one that does not fit the space, or is not finite.
+    """
+    rows = np.asarray(obs)
+    alone = rows.ndim <= len(space.shape)
+    if alone:
+        rows = rows[None]
+    for row in rows:
+        found = misfit(space, row)
+        if not found and not np.isfinite(row).all():
+            found = f"observation {row} is not finite"
+        if found:
+            raise ValueError(f"act: {found}")
+    return rows, alone
 
 
 def torch_settings() -> tuple[torch.dtype, bool]:

@@ -1592,6 +1592,7 @@ class Agent(nn.Module):
     def __init__(self, observation_space: Box, action_space: gym.Space, args: Args) -> None:
         super().__init__()
         self.args = args
+        self.observation_space = observation_space
         self.obs_shape = observation_space.shape
         self.sees_images = len(self.obs_shape) == 3
         self.action_dist = make_action_dist(action_space, args)
@@ -1666,10 +1667,10 @@ class Agent(nn.Module):
         """Give actions for `env.step`, and the state to hand back with the next observation.
 
         obs are (D,) or (N, D), as `make_env` gives them. State None opens an episode. The policy's
-        mode is taken if `deterministic`, otherwise a sample.
+        mode is taken if `deterministic`, otherwise a sample. Raises ValueError for observations
+        of other shapes and for those that are not finite.
         """
-        alone = np.ndim(obs) == len(self.obs_shape)
-        rows = np.reshape(obs, (-1, *self.obs_shape))
+        rows, alone = as_rows(obs, self.observation_space)
         batch = torch.as_tensor(rows, device=self.device).float()
         state = self.initial_state(len(batch)) if state is None else state
         params, state = self.policy_params_step(self.normalize_obs(batch), state)
@@ -1813,6 +1814,24 @@ def misfit(space: gym.Space, value: Any, name: str = "observation") -> str:
             numbers = f"numbers from {array.min():g} to {array.max():g} of {array.dtype}"
             return f"{name} has {numbers}; {belongs}"
     return ""
+
+
+def as_rows(obs: np.ndarray, space: Box) -> tuple[np.ndarray, bool]:
+    """Return observations as rows (N, ...), and whether it was one alone.
+
+    Raises ValueError for one that does not fit the space, or is not finite.
+    """
+    rows = np.asarray(obs)
+    alone = rows.ndim <= len(space.shape)
+    if alone:
+        rows = rows[None]
+    for row in rows:
+        found = misfit(space, row)
+        if not found and not np.isfinite(row).all():
+            found = f"observation {row} is not finite"
+        if found:
+            raise ValueError(f"act: {found}")
+    return rows, alone
 
 
 def torch_settings() -> tuple[torch.dtype, bool]:

@@ -5,14 +5,11 @@ Run one with `env_id="probes:ConstantReward-v0"`: gymnasium imports this module 
 
 from __future__ import annotations
 
-import os
-import tempfile
 import threading
 from typing import ClassVar
 
 import gymnasium as gym
 import numpy as np
-import torch
 from gymnasium.spaces import (
     Box,
     Dict,
@@ -468,42 +465,6 @@ class Faulty(Probe):
         return 0.1 * self.np_random.standard_normal()
 
 
-class Rude(gym.Env):
-    """Bytes (6, 5, 3) in one buffer, shown upside down; every pixel is the step, 50 after a reset.
-    It learns by itself in `step`, pays a tensor with a graph, changes the working directory when it
-    is reset, and cannot be closed. All its life it hands out one `info` with arrays of varying
-    length under gymnasium's own keys. Episodes of 5 steps end at a limit."""
-
-    observation_space = Box(0, 255, (6, 5, 3), np.uint8)
-    action_space = Discrete(2)
-
-    def __init__(self):
-        self.buffer = np.zeros((6, 5, 3), np.uint8)
-        self.weight = torch.ones((), requires_grad=True)
-        self.info = {}
-
-    def reset(self, *, seed=None, options=None):
-        """Open an episode somewhere else on the disk."""
-        super().reset(seed=seed)
-        os.chdir(tempfile.gettempdir())
-        self.t = 0
-        self.buffer[:] = 50
-        return self.buffer[::-1], self.info
-
-    def step(self, action):
-        """Advance by one, and take a step of gradient descent."""
-        self.t += 1
-        (self.weight - 3).square().backward()
-        self.buffer[:] = self.t
-        found = np.zeros(self.t) if self.t % 2 else "nothing"
-        self.info |= {"found": found, "final_obs": None, "episode": self.t}
-        return self.buffer[::-1], self.weight * int(action), False, self.t == 5, self.info
-
-    def close(self):
-        """Fail."""
-        raise OSError("the simulator hung up")
-
-
 class Spaces(gym.Env):
     """Any spaces: random observations, actions checked against the space, 7-step episodes."""
 
@@ -559,7 +520,6 @@ for side, letter in ((12, ""), (84, "Large")):
             name = f"{letter}Quadrant{dtype.title()}{order}-v0"
             gym.register(name, Quadrant, kwargs=spaces)
 gym.register("Flicker-v0", Flicker)
-gym.register("Rude-v0", Rude)
 graph = Graph(Box(-1, 1, (2,)), None)
 robot = {"joints": Box(-1, 1, (3,)), "camera": Box(0, 255, (8, 8, 3), np.uint8)}
 unusual = {

@@ -3,40 +3,62 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from command import run_main, words
-from helpers import make_run, roll, small_args
+from command import await_end, await_file, run_main, start, undisturbed, words
+from helpers import act, make_agent, make_run, roll, small_args
+from rude import MISFITS, Display, Rude, Single
+from test_resume import (
+    AFRESH,
+    assert_same,
+    change_run,
+    contents,
+    flags_for,
+    resumed,
+    stopped,
+    timeless,
+)
 
 
 @pytest.fixture(autouse=True)
 def somewhere(monkeypatch, tmp_path):
     """A working directory that the task leaves, and that the test comes back to."""
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    with undisturbed():
+        yield tmp_path
 
 
-def rude(script, **flags):
-    """Flags of a small run."""
-    flags = {"checkpoint_every": 1, "eval_every": 1, "eval_episodes": 2, "run_dir": "here"} | flags
-    return small_args(script, "Rude", **flags)
+def task(script, name, **flags):
+    """Flags of a small run on one of these tasks."""
+    flags = {"run_dir": "here", "env_id": f"rude:{name}-v0"} | flags
+    return small_args(script, "", **flags)
 
 
 def test_a_rude_task_is_trained_resumed_and_evaluated(script, somewhere, capsys):
-    """All of it lies in the directory that was named, as it was when the run began."""
-    code, _, err = run_main(script, capsys, words(rude(script)))
+    """All of it lies in the directory that was named, as it was when the run began. Its simulator
+    is in no other process, and so it is not saved."""
+    flags = {"checkpoint_every": 1, "eval_every": 1, "eval_episodes": 2, "save_envs": "proven"}
+    code, out, err = run_main(script, capsys, words(task(script, "Rude", **flags)))
     assert code == 0, err
     [directory] = (somewhere / "here").iterdir()
     assert (directory / "best.pt").exists()
     assert "close() failed" in err
     assert "the simulator hung up" in err
+    said = "environments are not saved, since another process could not read them back"
+    assert out.count(said) == 1
     os.chdir(somewhere)
     line = ["--resume", f"here/{directory.name}", "--total-timesteps", "192"]
-    code, _, err = run_main(script, capsys, line)
+    code, out, err = run_main(script, capsys, line)
     assert code == 0, err
+    assert out.count("the checkpoint has no environments") == 1
     os.chdir(somewhere)
     code, out, err = run_main(script, capsys, ["--evaluate", f"here/{directory.name}"])
     assert code == 0, err
@@ -44,10 +66,11 @@ def test_a_rude_task_is_trained_resumed_and_evaluated(script, somewhere, capsys)
     assert [path.name for path in (somewhere / "here").iterdir()] == [directory.name]
 
 
+# ------------------------------------------------------------------------ what comes out of a task
 def test_a_final_image_is_not_the_next_episode_s_first(script):
     """The buffer is overwritten by the reset within the same step. The successor at the limit shows
     5; what is acted on next shows 50."""
-    run = make_run(script, "Rude")
+    run = make_run(script, "", env_id="rude:Rude-v0")
     rollout = roll(run)
     assert rollout.truncated[4].all()
     assert (rollout.next_obs[4] == 5).all()
@@ -55,9 +78,21 @@ def test_a_final_image_is_not_the_next_episode_s_first(script):
     assert (rollout.next_obs[3] == 4).all()
 
 
+def test_a_film_shows_more_than_the_last_frame(script, somewhere):
+    """Frames are copies, too: the first one shows 50, the next ones 1 to 5."""
+    env = script.make_env(task(script, "Rude"), render_mode="rgb_array")
+    env.reset(seed=0)
+    frames = [env.render()]
+    for _ in range(5):
+        env.step(0)
+        frames.append(env.render())
+    assert [int(frame.mean()) for frame in frames] == [50, 1, 2, 3, 4, 5]
+    assert all(frame.flags.c_contiguous for frame in frames)
+
+
 def test_a_task_may_learn_by_itself(script):
     """`step` runs with gradients: what the task learns from is no inference tensor."""
-    run = make_run(script, "Rude")
+    run = make_run(script, "", env_id="rude:Rude-v0")
     roll(run)
     weight = run.envs.envs[0].unwrapped.weight
     assert not weight.is_inference()
@@ -65,6 +100,389 @@ def test_a_task_may_learn_by_itself(script):
     assert torch.is_grad_enabled()
 
 
+def test_a_task_has_torch_as_it_likes_it(script, somewhere):
+    """It finds float64 and no gradients in every step; the networks find their own settings."""
+    metrics = script.train(task(script, "Torch"))
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.is_grad_enabled()
+    assert metrics["grad/actor"] > 0
+    agent, _ = script.load_agent(metrics["run_dir"])
+    assert {p.dtype for p in agent.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(("name", "total"), [("Array", 9), ("Large", 9e20), ("Flag", 9)])
+def test_a_reward_is_a_number_however_it_is_paid(script, somewhere, name, total):
+    """An array of one, an integer beyond 64 bits, a flag: nine steps of each."""
+    assert script.train(task(script, f"Pays{name}"))["eval/return_mean"] == pytest.approx(total)
+
+
+@pytest.mark.parametrize("name", ["Nothing", "Two", "Huge"])
+def test_a_reward_that_is_no_number_is_named(script, capsys, name):
+    """None, two numbers, one beyond float64: one line."""
+    code, _, err = run_main(script, capsys, words(task(script, f"Pays{name}")))
+    assert code == 2
+    assert err.count("\n") == 1
+    assert f"--env-id rude:Pays{name}-v0: its reward must be a number, but it is" in err
+
+
+NAMED = {
+    "Fraction": ["numbers from 0.7 to 0.7 of float64", "Box(0, 255, (6, 5, 3), uint8)"],
+    "Negative": ["numbers from -5 to -5 of int64", "uint8"],
+    "Large": ["numbers from 300 to 300", "uint8"],
+    "Nan": ["numbers from nan to nan", "uint8"],
+    "Order": ["has the shape (6, 5, 3)", "Box(0, 255, (3, 6, 5), uint8)"],
+    "Short": ["has the shape (1,)", "Box(-1.0, 1.0, (4,), float32)"],
+    "Ragged": ["is no array"],
+    "Lacking": ["observation lacks 'doors'"],
+    "Part": ["observation['place'] has the shape (3,)"],
+    "Choice": ["observation is -1; its space is Discrete(4)"],
+    "Half": ["observation is 0.5; its space is Discrete(4)"],
+}
+
+
+@pytest.mark.parametrize("when", ["", "Later"])
+@pytest.mark.parametrize("kind", MISFITS)
+def test_what_does_not_belong_to_its_space_is_named(script, capsys, kind, when):
+    """In one line, at the first reset and at a later step: nothing is cast, broadcast, reshaped."""
+    code, _, err = run_main(script, capsys, words(task(script, when + kind)))
+    assert code == 2
+    assert err.count("\n") == 1
+    assert err.startswith(f"error: --env-id rude:{when}{kind}-v0: observation")
+    for text in NAMED[kind]:
+        assert text in err
+
+
+def test_an_agent_acts_on_what_belongs_to_its_space(script):
+    """Eight numbers are not two rows of four; nobody acts on NaN, nor on bytes that are none."""
+    agent = make_agent(script, small_args(script, "VectorBox"))
+    with pytest.raises(ValueError, match=r"act: observation has the shape \(8,\); its space"):
+        act(agent, np.zeros(8, np.float32))
+    with pytest.raises(ValueError, match="not finite"):
+        act(agent, np.full((2, 4), np.nan, np.float32))
+    agent = make_agent(script, task(script, "Rude"))
+    with pytest.raises(ValueError, match="of float64"):
+        act(agent, np.full((2, 3, 6, 5), 0.5))
+    assert act(agent, np.full((2, 3, 6, 5), 7.0))[0].shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("OldStep", "step() must return five values"),
+        ("OldReset", "reset() must return an observation and info"),
+        ("OldSeed", "reset() must take seed and options"),
+    ],
+)
+def test_the_interface_of_old_gym_is_named(script, capsys, name, named):
+    """Not what unpacking says of it."""
+    code, _, err = run_main(script, capsys, words(task(script, name)))
+    assert code == 2
+    assert err.count("\n") == 1
+    assert f"--env-id rude:{name}-v0: {named}, as gymnasium asks" in err
+
+
+def test_a_task_that_exits_ends_no_run_well(script, capsys):
+    """It is a fault like others: exit code 1, not the task's 0."""
+    code, _, err = run_main(script, capsys, words(task(script, "Exit")))
+    assert code == 1
+    assert "RuntimeError: the task called exit(0)\nafter 0 steps" in err
+
+
+# ----------------------------------------------------------- one environment more than it can bear
+def test_a_simulator_that_exists_once(script, capsys, monkeypatch):
+    """The evaluation's comes first; the line says how to do without. Then it trains."""
+    monkeypatch.setattr(Single, "alive", [])
+    flags = {"num_envs": 1, "num_minibatches": 1, "seq_len": 0, "num_steps": 24}
+    line = words(task(script, "Single", **flags))
+    code, _, err = run_main(script, capsys, line)
+    assert code == 2
+    assert err.count("\n") == 1
+    assert "the licence is for one simulator; evaluations have one environment more" in err
+    assert "--eval-episodes 0" in err
+    monkeypatch.setattr(Single, "alive", [])
+    code, out, err = run_main(script, capsys, [*line, "--eval-episodes", "0"])
+    assert code == 0, err
+    assert "evaluation" not in out
+    assert "96 of 96 steps" in out
+
+
+def test_a_run_closes_nothing_before_its_end(script, somewhere, monkeypatch):
+    """Closing one shuts the display for all. Four environments and one for all evaluations; a
+    resume and a start from other weights have no more."""
+    args = task(script, "Display", eval_every=1, checkpoint_every=1)
+    for name, flags in (("resume", {"total_timesteps": 192}), ("init_from", {})):
+        monkeypatch.setattr(Display, "shut", [])
+        monkeypatch.setattr(Display, "opened", [])
+        first = script.train(args)
+        assert len(Display.opened) == len({*map(id, Display.opened)}) == 5
+        monkeypatch.setattr(Display, "shut", [])
+        monkeypatch.setattr(Display, "opened", [])
+        script.train(replace(args, **flags | {name: first["run_dir"]}))
+        assert len(Display.opened) == 5
+
+
+def test_without_evaluations_their_flags_are_idle(script, capsys):
+    """And there is nothing that --evaluate could do."""
+    line = words(task(script, "Display", eval_episodes=0))
+    code, _, err = run_main(script, capsys, [*line, "--eval-every", "2"])
+    assert code == 2
+    assert "--eval-every 2: has no effect while --eval-episodes is 0" in err
+    directory = script.train(small_args(script, "Walk", eval_episodes=0))["run_dir"]
+    code, _, err = run_main(script, capsys, ["--evaluate", directory])
+    assert code == 2
+    assert "--eval-episodes 0: must be at least 1 with --evaluate" in err
+
+
+# --------------------------------------------------------------------- environments in checkpoints
+def test_environments_that_travel_are_saved(script, tmp_path, monkeypatch, capsys):
+    """Another process has read them back and stepped them: the resume changes no bit."""
+    args = flags_for(script, tmp_path, 3, env_id="probes:Walk-v0", save_envs="proven")
+    whole = script.train(args)
+    directory = stopped(script, monkeypatch, args, 1)
+    again = resumed(script, monkeypatch, directory)
+    assert_same(timeless(again), timeless(whole))
+    assert_same(contents(directory), contents(whole["run_dir"]))
+    assert AFRESH not in capsys.readouterr().out
+
+
+def test_nothing_is_read_back_in_the_run_itself(script, tmp_path, monkeypatch):
+    """A copy that is thrown away would free what it shares with the original."""
+    args = flags_for(
+        script, tmp_path, 3, env_id="rude:Rude-v0", checkpoint_every=1, save_envs="always"
+    )
+    before = len(Rude.simulators)
+    monkeypatch.setattr(script.pickle, "loads", None)
+    script.train(args)
+    assert len(Rude.simulators) <= before + 5
+
+
+def test_a_proof_that_takes_too_long_is_none(script, tmp_path, monkeypatch, capsys):
+    """The other process is killed; the run goes on without saved environments."""
+    monkeypatch.setattr(script.ReadBack, "SECONDS", 0.5)
+    args = flags_for(script, tmp_path, 2, env_id="rude:Sleeper-v0", save_envs="proven")
+    directory = script.train(args)["run_dir"]
+    assert "environments are not saved" in capsys.readouterr().out
+    saved = torch.load(f"{directory}/checkpoint.pt", weights_only=True)
+    assert script.pickle.loads(saved["run"])["parts"][0]["envs"] is None
+
+
+def test_environments_need_not_be_saved(script, tmp_path, monkeypatch, capsys):
+    """--save-envs never: nothing is proven or said, and the resume opens new episodes."""
+    args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0", save_envs="never")
+    monkeypatch.setattr(script, "pickle_envs", None)
+    directory = stopped(script, monkeypatch, args, 1)
+    assert "environments are" not in capsys.readouterr().out
+    resumed(script, monkeypatch, directory)
+    assert f"{AFRESH}: the checkpoint has no environments" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("library", ["Python", "numpy"])
+def test_other_versions_open_new_episodes(script, tmp_path, monkeypatch, capsys, library):
+    """One line; what was pickled under another Python might end the process without a message."""
+    args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0")
+    directory = stopped(script, monkeypatch, args, 1)
+
+    def age(kept):
+        assert kept["versions"]["Python"] == "{}.{}".format(*sys.version_info)
+        assert kept["versions"]["numpy"] == np.__version__
+        [part] = kept["parts"]
+        older = kept["versions"] | {library: "1.2"}
+        return kept | {"versions": older, "parts": [part | {"envs": b"a bomb"}]}
+
+    change_run(directory / "checkpoint.pt", age)
+    resumed(script, monkeypatch, directory)
+    out = capsys.readouterr().out
+    assert f"{AFRESH}: they were saved under {library} 1.2, and this is " in out
+    assert contents(directory)["step"] == args.total_timesteps
+
+
+def test_environments_that_cannot_be_read_back_open_new_episodes(
+    script, tmp_path, monkeypatch, capsys
+):
+    """One line in place of a traceback."""
+    args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0")
+    directory = stopped(script, monkeypatch, args, 1)
+    spoil = lambda kept: kept | {"parts": [kept["parts"][0] | {"envs": b"nothing"}]}  # noqa: E731
+    change_run(directory / "checkpoint.pt", spoil)
+    resumed(script, monkeypatch, directory)
+    assert f"{AFRESH}: reading the environments back failed: " in capsys.readouterr().out
+
+
+def test_the_best_agent_needs_no_environments(script, somewhere):
+    """Nor optimizers: `best.pt` has flags, weights and statistics."""
+    directory = script.train(small_args(script, "Walk", eval_every=1))["run_dir"]
+    saved = torch.load(f"{directory}/best.pt", weights_only=True)
+    assert saved.keys() == {"script", "args", "agent", "global_step"}
+
+
+# ------------------------------------------------------------------------- someone else's program
+def test_a_run_may_be_in_a_thread(script, somewhere):
+    """Where no signal can be handled."""
+    found = []
+    args = small_args(script, "Walk")
+    thread = threading.Thread(target=lambda: found.append(script.train(args)))
+    thread.start()
+    thread.join()
+    assert found[0]["eval/return_mean"] is not None
+
+
+class Mute:
+    """A replacement of stdout that can only write, as some programs have it."""
+
+    def write(self, text):
+        """Nothing."""
+
+    def flush(self):
+        """Nothing."""
+
+
+class Gone(Mute):
+    """A terminal that was closed."""
+
+    def write(self, text):
+        """Fail as the system does."""
+        raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize("kind", [Mute, Gone])
+def test_stdout_may_be_anything(script, somewhere, monkeypatch, kind):
+    """The run ends well, with a checkpoint."""
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", kind())
+        directory = script.train(small_args(script, "Walk"))["run_dir"]
+    assert contents(directory)["step"] == 96
+
+
+def test_a_notebook_has_no_file(script, somewhere, monkeypatch):
+    """The run has flags and versions, and no source."""
+    monkeypatch.delattr(script, "__file__")
+    directory = Path(script.train(small_args(script, "Walk"))["run_dir"])
+    assert (directory / "args.json").exists()
+    assert not list(directory.glob("*.py"))
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="the platform knows no SIGHUP")
+def test_a_closed_terminal_ends_the_run_with_a_checkpoint(tmp_path):
+    """SIGHUP is like SIGTERM, and it is confirmed."""
+    import distributional_ppo_categorical as script
+
+    flags = {"env_id": "probes:Walk-v0", "checkpoint_every": 1, "num_envs": 2}
+    process = start(script, tmp_path, words(flags_for(script, tmp_path, 100_000, **flags)))
+    path = await_file(process, tmp_path, "runs/*/checkpoint.pt")
+    os.kill(process.pid, signal.SIGHUP)
+    assert await_end(process) == 130
+    err = (tmp_path / "err").read_text()
+    assert err.startswith("stopping after this iteration; press again to kill\nerror: stopped")
+    assert f"--resume {path.parent}" in err
+
+
+def test_nohup_is_respected(script, tmp_path):
+    """A signal that is ignored stays ignored."""
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        run, *_ = script.start(small_args(script, "Walk", run_dir=str(tmp_path)))
+        with run:
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) == run.request_stop
+    finally:
+        signal.signal(signal.SIGHUP, handler)
+
+
+def test_a_signal_ends_the_last_evaluation(script, somewhere, monkeypatch, capsys):
+    """After its episode, with exit code 130. Training is saved; the resume evaluates alone."""
+    play = script.run_episode
+    episodes = []
+
+    def interrupt(*inputs):
+        episodes.append(inputs)
+        signal.raise_signal(signal.SIGINT)
+        return play(*inputs)
+
+    args = small_args(script, "Walk", run_dir=str(somewhere / "here"))
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "run_episode", interrupt)
+        code, _, err = run_main(script, capsys, words(args))
+    assert code == 130
+    assert len(episodes) == 1
+    assert "stopped in the last evaluation; --resume" in err
+    [directory] = (somewhere / "here").iterdir()
+    before = contents(directory)
+    code, out, _ = run_main(script, capsys, ["--resume", str(directory)])
+    assert code == 0
+    assert "evaluation of 3 episodes" in out
+    assert_same(contents(directory)["agent"], before["agent"])
+    code, out, _ = run_main(script, capsys, ["--resume", str(directory)])
+    assert "the run has all of its 96 steps behind it; a larger --total-timesteps goes on" in out
+
+
+def test_a_task_without_end_is_evaluated_with_words(script, monkeypatch, capsys):
+    """A line of progress, and one that says that it is cut; the second episode says no more."""
+    args = small_args(script, "Endless", eval_episodes=2, num_envs=1, num_minibatches=1)
+    agent = make_agent(script, args)
+    monkeypatch.setattr(script.StatusLine, "due", True)
+    script.evaluate(agent, args)
+    out = capsys.readouterr().out
+    assert "evaluation: step 17 of episode 0 of 2\n" in out
+    assert "evaluation: step 10,000 of episode 1 of 2\n" in out
+    cut = "evaluations cut this task, which has no time limit, at 10,000 steps"
+    assert out.count(cut) == 1
+
+
+def test_a_resume_is_written_down(script, somewhere):
+    """`args.json` has the flags of the last start."""
+    args = small_args(script, "Walk", run_dir="here")
+    directory = script.train(args)["run_dir"]
+    script.main(["--resume", directory, "--total-timesteps", "192"])
+    assert '"total_timesteps": 192' in Path(directory, "args.json").read_text()
+
+
+# ------------------------------------------------------------------------------------ what is said
+def test_a_checkpoint_of_the_sibling_is_named(script, somewhere, capsys):
+    """Not only refused."""
+    directory = script.train(small_args(script, "Walk"))["run_dir"]
+    path = Path(directory, "checkpoint.pt")
+    torch.save(torch.load(path, weights_only=True) | {"script": "the_other"}, path)
+    for command in ("--resume", "--evaluate", "--init-from"):
+        code, _, err = run_main(script, capsys, [command, directory])
+        assert code == 2
+        assert err.count("\n") == 1
+        assert "no run or checkpoint of this script: the_other.py wrote it" in err
+
+
+def test_a_run_whose_task_is_gone_is_a_run_all_the_same(script, somewhere, capsys):
+    """The missing package is named, not the checkpoint."""
+    directory = script.train(small_args(script, "Walk"))["run_dir"]
+    path = Path(directory, "checkpoint.pt")
+    saved = torch.load(path, weights_only=True)
+    torch.save(saved | {"args": saved["args"] | {"env_id": "nowhere:Walk-v0"}}, path)
+    for command in ("--resume", "--evaluate"):
+        code, _, err = run_main(script, capsys, [command, directory])
+        assert code == 2
+        assert "--env-id nowhere:Walk-v0" in err
+        assert "no run or checkpoint" not in err
+
+
+@pytest.mark.parametrize(
+    ("variables", "code", "said"),
+    [
+        ({"RANK": "1"}, 0, ""),
+        ({"RANK": "", "WORLD_SIZE": ""}, 0, ""),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, 2, "WORLD_SIZE is 2 without a launcher"),
+    ],
+)
+def test_variables_of_a_scheduler(tmp_path, variables, code, said):
+    """RANK without a launcher, or empty, is one process; a number of processes needs torchrun."""
+    import distributional_ppo_categorical as script
+
+    program = [sys.executable, script.__file__, "--total-timesteps", "512", "--eval-episodes", "0"]
+    environment = {name: x for name, x in os.environ.items() if name != "MASTER_ADDR"} | variables
+    done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == code
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# ------------------------------------------------------------------------------ files and folders
 def test_a_home_directory_is_found(script, monkeypatch, tmp_path):
     """`--run-dir=~/runs`, which no shell expands."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
