@@ -2712,8 +2712,8 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], Args]:
         check_version(saved["args"])
         cuda = saved["args"]["cuda"] and torch.cuda.is_available()
         return saved, Args(**saved["args"] | {"cuda": cuda})
-    except UsageError:  # of flags that do not fit this machine, or the number of processes
-        raise
+    except UsageError as error:  # flags that do not fit this machine, or the number of processes
+        raise UsageError(f"{path}: {error}") from error
     except Exception as error:  # torch raises half a dozen kinds
         raise not_of_this_script(path, error) from error
 

@@ -643,6 +643,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="*", type=int, default=[], help="seeds to run")
     parser.add_argument("--tune", help="flags to add to those of real tasks; give --seeds 10 ...")
     args = parser.parse_args()
+    common.require("matplotlib")
     if args.tune is not None:
         if min(args.seeds, default=0) < 10:
             parser.error(f"--tune: --seeds {args.seeds} must be 10 and up; others are reported")

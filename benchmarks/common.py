@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import csv
 import importlib
+import importlib.util
 import io
 import os
 import platform
@@ -298,6 +299,14 @@ def publish(path: Path, lines: Iterable[str]) -> None:
     text = "\n".join(lines)
     path.write_text(text + "\n")
     print(text + "\n")
+
+
+def require(*packages: str) -> None:
+    """End the program with a line where a package is missing, ahead of hours of work."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        found = f"{', '.join(missing)} not installed"
+        sys.exit(f"error: {found}; pip install -r {HERE.name}/requirements.txt")
 
 
 def pyplot() -> ModuleType:

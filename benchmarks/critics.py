@@ -326,6 +326,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="*", type=int, default=[], help="seeds to run")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     args = parser.parse_args()
+    common.require("matplotlib")
     if not args.report:
         missing = learning.missing(cells(), args.only, args.seeds)
         learning.run_missing(missing, args.processes)

@@ -184,6 +184,7 @@ def main() -> None:
         "--states", type=int, nargs=4, default=[], help="steps of the episode shown"
     )
     args = parser.parse_args()
+    common.require("matplotlib")
     if args.episodes < 1 or min(args.states, default=0) < 0:
         parser.error("--episodes must be 1 or more, --states 0 or more")
     try:

@@ -826,6 +826,7 @@ def main() -> None:
     parser.add_argument("--ablations", action="store_true", help="run these instead of the grid")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     args = parser.parse_args()
+    common.require("matplotlib", "sb3_contrib")
     if not args.report:
         cells = ABLATIONS if args.ablations else GRID
         run_missing(missing(cells, args.only, args.seeds), args.processes)

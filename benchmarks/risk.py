@@ -324,6 +324,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="tasks, scripts, variants to run")
     parser.add_argument("--seeds", nargs="*", type=int, default=[], help="seeds to run")
     args = parser.parse_args()
+    common.require("matplotlib")
     if not args.report:
         runs = common.runs_of(cells(), args.only, args.seeds)
         TABLE.record(run_one, TABLE.without_row(runs))

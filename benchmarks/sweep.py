@@ -48,10 +48,14 @@ from common import CATEGORICAL, LSTM, Row, Table
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
-import ray
-from ray import tune
-from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
-from ray.tune.search.basic_variant import BasicVariantGenerator
+try:
+    import ray
+    from ray import tune
+    from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
+    from ray.tune.search.basic_variant import BasicVariantGenerator
+except ModuleNotFoundError:
+    common.require("ray")
+    raise
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 SECONDS = 2  # between two looks at the runs of a sample

@@ -27,7 +27,6 @@ import common
 import numpy as np
 from common import CATEGORICAL, LSTM, RESULTS, Cell, Row, Run, Table
 from learning import MINATAR, MUJOCO, PENDULUM_NOVEL, THRESHOLDS, first_step
-from scipy import stats
 from tune import share_lost
 from unchanged import ROOT, copy_scripts
 
@@ -151,6 +150,8 @@ def seeds_of(version: str, task: str) -> set[str]:
 
 def interval(before: np.ndarray, after: np.ndarray) -> tuple[float, float]:
     """95 % interval of the difference of the means, by Welch's t."""
+    from scipy import stats
+
     found = stats.ttest_ind(after, before, equal_var=False).confidence_interval(0.95)
     return float(found.low), float(found.high)
 
@@ -193,6 +194,7 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="only tell what the rows say")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     args = parser.parse_args()
+    common.require("scipy")
     versions = [short(version) for version in args.versions]
     if args.variant:
         versions[-1] += f" {args.variant}"

@@ -4,11 +4,10 @@ import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-from xdist.remote import Producer
-from xdist.scheduler import WorkStealingScheduling
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 torch.set_num_threads(1)
@@ -22,8 +21,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = "not slow"
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> WorkStealingScheduling:
+@pytest.hookimpl(optionalhook=True)  # the suite runs without xdist as well
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """A process that has finished its half takes tests of the other's."""
+    from xdist.scheduler import WorkStealingScheduling
+
     return WorkStealingScheduling(config, log)
 
 

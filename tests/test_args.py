@@ -21,7 +21,7 @@ BAD = [
     ("--num-envs 0", "num-envs 0", "must be finite and >=1"),
     ("--num-steps -4", "num-steps -4", "must be finite and >=1"),
     ("--torch-threads 0", "torch-threads 0", "must be finite and >=1"),
-    ("--eval-episodes 0", "eval-episodes 0", "must be finite and >=1"),
+    ("--checkpoint-every -1", "checkpoint-every -1", "must be finite and >=0"),
     ("--hidden-size 0", "hidden-size 0", "must be finite and >=1"),
     ("--num-minibatches 0", "num-minibatches 0", "must be finite and >=1"),
     ("--update-epochs 0", "update-epochs 0", "must be finite and >=1"),
@@ -369,6 +369,9 @@ NEEDED = {  # what stands beside a flag: without effect by the first, with one b
     "cvar_weight": ("--cvar-alpha 1", "--cvar-alpha 0.5"),
     "torch_deterministic": ("--no-cuda", "--cuda"),
     "hl_gauss_sigma": ("--target-encoding two_hot", "--target-encoding hl_gauss"),
+    "eval_every": ("--eval-episodes 0", "--eval-episodes 5"),
+    "eval_sampled": ("--eval-episodes 0", "--eval-episodes 5"),
+    "capture_video": ("--eval-episodes 0", "--eval-episodes 5"),
 }
 OTHERS = {  # a value that is not the default
     "norm_adv_memory": 7,
@@ -379,6 +382,9 @@ OTHERS = {  # a value that is not the default
     "cvar_weight": 0.5,
     "torch_deterministic": False,
     "hl_gauss_sigma": 1.0,
+    "eval_every": 2,
+    "eval_sampled": True,
+    "capture_video": True,
 }
 
 
@@ -506,7 +512,7 @@ BAD_MORE = [
     ("--num-envs many", "num-envs", "int"),
     ("--num-steps 0", "num-steps 0", ">=1"),
     ("--torch-threads -2", "torch-threads -2", ">=1"),
-    ("--eval-episodes -1", "eval-episodes -1", ">=1"),
+    ("--eval-episodes -1", "eval-episodes -1", ">=0"),
     ("--checkpoint-every -1", "checkpoint-every -1", ">=0"),
     ("--hidden-size -64", "hidden-size -64", ">=1"),
     ("--seed 1.5", "seed", "int"),
@@ -671,7 +677,13 @@ def test_damaged_and_foreign_checkpoints_of_a_run(script, capsys, tmp_path, flag
     path.write_bytes(whole)
     names = ("distributional_ppo_lstm", "distributional_ppo_categorical")
     (sibling,) = (importlib.import_module(name) for name in names if name != script.__name__)
-    check_bad(sibling, capsys, tmp_path, [flag, str(path.parent)], ("is unknown", str(path)))
+    check_bad(
+        sibling,
+        capsys,
+        tmp_path,
+        [flag, str(path.parent)],
+        (f"{script.__name__}.py wrote it", str(path)),
+    )
 
 
 def test_resume_wants_a_run_directory(script, capsys, tmp_path):

@@ -78,7 +78,19 @@ def test_what_cannot_be_drawn_costs_one_line(inspect_run, script, tmp_path, monk
     run_dir = script.train(args)["run_dir"]
     words = [run_dir if word == "RUN" else word for word in line]
     monkeypatch.setattr(sys, "argv", ["inspect_run.py", *words])
+    monkeypatch.setattr(inspect_run.common, "require", lambda *_: None)  # nothing is drawn
     with pytest.raises(SystemExit, match=r"^error: .*(no run directory|has 1?[0-9]* steps)"):
+        inspect_run.main()
+
+
+def test_a_missing_package_is_named_ahead_of_all_work(inspect_run, monkeypatch):
+    """With the requirements that have it; the run directory is not even looked for."""
+    find = importlib.util.find_spec
+    hidden = lambda name, *rest: None if name == "matplotlib" else find(name, *rest)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", hidden)
+    monkeypatch.setattr(sys, "argv", ["inspect_run.py", "nowhere"])
+    said = "^error: matplotlib not installed; pip install -r benchmarks/requirements.txt$"
+    with pytest.raises(SystemExit, match=said):
         inspect_run.main()
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from command import await_end, await_file, run_main, start, undisturbed, words
 from helpers import act, make_agent, make_run, roll, small_args
-from rude import MISFITS, Display, Rude, Single
+from rude import MISFITS, Display, Single
 from test_resume import (
     AFRESH,
     assert_same,
@@ -250,10 +250,8 @@ def test_nothing_is_read_back_in_the_run_itself(script, tmp_path, monkeypatch):
     args = flags_for(
         script, tmp_path, 3, env_id="rude:Rude-v0", checkpoint_every=1, save_envs="always"
     )
-    before = len(Rude.simulators)
     monkeypatch.setattr(script.pickle, "loads", None)
     script.train(args)
-    assert len(Rude.simulators) <= before + 5
 
 
 def test_a_proof_that_takes_too_long_is_none(script, tmp_path, monkeypatch, capsys):
