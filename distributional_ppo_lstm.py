@@ -2870,7 +2870,7 @@ def run_episode(
         rewards.append(reward)
         ended = terminated or truncated
         if status.due:
-            share = f"episode {episode} of {args.eval_episodes}"
+            share = f"episode {episode + 1} of {args.eval_episodes}"
             status.show(f"evaluation: step {len(rewards):,} of {share}")
     if not ended:
         status.notice(f"evaluations cut this task, which has no time limit, at {limit:,} steps")

@@ -420,8 +420,8 @@ def test_a_task_without_end_is_evaluated_with_words(script, monkeypatch, capsys)
     monkeypatch.setattr(script.StatusLine, "due", True)
     script.evaluate(agent, args)
     out = capsys.readouterr().out
-    assert "evaluation: step 17 of episode 0 of 2\n" in out
-    assert "evaluation: step 10,000 of episode 1 of 2\n" in out
+    assert "evaluation: step 17 of episode 1 of 2\n" in out
+    assert "evaluation: step 10,000 of episode 2 of 2\n" in out
     cut = "evaluations cut this task, which has no time limit, at 10,000 steps"
     assert out.count(cut) == 1
 

@@ -182,6 +182,21 @@ def test_the_feed_forward_script_has_no_trace_of_recurrence():
     assert found == []
 
 
+def test_papers_that_are_cited_are_in_the_bibliography():
+    """Every author and year of a docstring is a key of the table, which has nothing else."""
+    authors = r"(?:van )?[A-Z][a-z]+(?: et al\.| & [A-Z][A-Za-z]+)"
+    cited = {
+        " ".join(key.split())
+        for name in (LSTM, CATEGORICAL)
+        for key in re.findall(rf"{authors}\s+\d{{4}}[a-z]?", source(name))
+    }
+    table = (ROOT / "tests" / "README.md").read_text().split("## Papers")[1]
+    keys = set(re.findall(r"^\| ([^|]+? \d{4}[a-z]?) \|", table, re.MULTILINE))
+    by_others = {"Agarwal et al. 2021", "Dabney et al. 2018b"}  # of benchmarks; named by its year
+    assert cited == keys - by_others
+    assert len(re.findall(r"\| (?:arXiv|doi):[\w./]+ \|$", table, re.MULTILINE)) == len(keys)
+
+
 def test_sizes(capsys):
     """Tells the number of lines of both scripts and of those that differ."""
     one, two = (source(name).splitlines() for name in (LSTM, CATEGORICAL))
