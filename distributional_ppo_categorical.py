@@ -65,7 +65,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, make_dataclass
 from functools import cache
 from importlib import import_module
@@ -153,6 +153,8 @@ class TaskArgs:
     """Steps of each environment in a rollout."""
     masked_obs: tuple[int, ...] = ()
     """Entries of the observation vector that the networks see as zero."""
+    preset: tuple[str, ...] = ()
+    """Names of sets of flags. They apply from left to right, and then the flags that are typed."""
 
 
 @dataclass
@@ -776,8 +778,123 @@ def compute_gradient(loss: Tensor, optimizer: optim.Adam, max_norm: float) -> fl
 
 
 # ------------------------------------------------------------------ formulas of policy and moments
-# Flags by the name of a kind of task. There are none so far.
-PRESETS: dict[str, dict[str, Any]] = {}
+class Preset(NamedTuple):
+    """Flags for a kind of task or for a purpose."""
+
+    about: str  # what it is for and where it comes from; --help shows it
+    flags: dict[str, Any]
+
+
+# The flags of the benchmarks: each was tuned on seeds from 1000 on. Those of Atari are CleanRL's.
+PRESETS = {
+    "cartpole": Preset("CartPole-v1: the defaults.", {}),
+    "pendulum": Preset(
+        "Pendulum-v1, with a floor for the entropy.",
+        {
+            "env_id": "Pendulum-v1",
+            "total_timesteps": 100_000,
+            "num_envs": 4,
+            "num_steps": 256,
+            "learning_rate": 1e-3,
+            "gamma": 0.9,
+            "num_minibatches": 16,
+            "update_epochs": 10,
+            "min_entropy": 1.4,
+            "min_entropy_penalty": 0.1,
+            "twin_reduce": "mean",
+        },
+    ),
+    "acrobot": Preset(
+        "Acrobot-v1.",
+        {
+            "env_id": "Acrobot-v1",
+            "total_timesteps": 500_000,
+            "num_envs": 16,
+            "num_steps": 128,
+            "learning_rate": 3e-4,
+            "num_minibatches": 32,
+            "update_epochs": 10,
+            "ent_coef": 0.01,
+        },
+    ),
+    "lunarlander": Preset(
+        'LunarLander-v3 (pip install "gymnasium[box2d]").',
+        {
+            "env_id": "LunarLander-v3",
+            "total_timesteps": 1_000_000,
+            "num_envs": 16,
+            "num_steps": 128,
+            "learning_rate": 2.5e-4,
+            "gamma": 0.999,
+            "gae_lambda": 0.98,
+            "num_minibatches": 8,
+            "update_epochs": 4,
+            "ent_coef": 0.01,
+        },
+    ),
+    "mujoco": Preset(
+        'Robots with --env-id Hopper-v5, Ant-v5 ... (pip install "gymnasium[mujoco]").',
+        {
+            "env_id": "HalfCheetah-v5",
+            "total_timesteps": 1_000_000,
+            "num_steps": 256,
+            "log_std_init": -0.5,
+            "learning_rate": 3e-4,
+            "num_minibatches": 32,
+            "update_epochs": 10,
+            "target_kl": 0.02,
+            "norm_returns_memory": 10,
+        },
+    ),
+    "minatar": Preset(
+        "Games with --env-id benchmarks.envs:MinAtar/Asterix-v1 ... (pip install MinAtar).",
+        {
+            "env_id": "benchmarks.envs:MinAtar/Breakout-v1",
+            "total_timesteps": 2_000_000,
+            "num_envs": 16,
+            "num_steps": 128,
+            "hidden_size": 128,
+            "learning_rate": 1e-3,
+            "num_minibatches": 16,
+            "update_epochs": 4,
+            "norm_adv_memory": 40,
+            "ent_coef": 0.01,
+            "norm_returns_memory": 10,
+        },
+    ),
+    "atari": Preset(
+        "Games with --env-id ale_py:ALE/Pong-v5 ... (pip install ale-py opencv-python-headless).",
+        {
+            "env_id": "ale_py:ALE/Breakout-v5",
+            "total_timesteps": 10_000_000,
+            "num_steps": 128,
+            "hidden_size": 512,
+            "learning_rate": 2.5e-4,
+            "num_minibatches": 4,
+            "update_epochs": 4,
+            "clip_coef": 0.1,
+            "ent_coef": 0.01,
+        },
+    ),
+    "calibrated": Preset(
+        "Predicts distributions of returns, not of lambda-returns. Combines with a task's.",
+        {
+            "value_target": "sr_lambda",
+            "twin_reduce": "mean",
+            "target_encoding": "two_hot",
+        },
+    ),
+    "averse": Preset(
+        "Learns from the worst tenth of the returns. Combines with a task's.",
+        {
+            "value_target": "sr_lambda",
+            "twin_reduce": "mean",
+            "target_encoding": "two_hot",
+            "cvar_alpha": 0.1,
+            "cvar_weight": 1.0,
+        },
+    ),
+}
 
 
 def schedules(args: Args, progress: float) -> tuple[float, float, float]:
@@ -1611,13 +1728,18 @@ class Agent(nn.Module):
 
 
 # ------------------------------------------------------------------------------------ environments
-VELOCITIES = {  # entries that are zero in the velocity-free tasks of rl-baselines3-zoo
+VELOCITIES = {  # entries that are zero in the velocity-free tasks, as rl-baselines3-zoo names them
     "CartPoleNoVel": (1, 3),
     "MountainCarNoVel": (1,),
     "MountainCarContinuousNoVel": (1,),
     "PendulumNoVel": (2,),
     "LunarLanderNoVel": (2, 3, 5),
     "LunarLanderContinuousNoVel": (2, 3, 5),
+    "HopperNoVel": range(5, 11),
+    "HalfCheetahNoVel": range(8, 17),
+    "Walker2dNoVel": range(8, 17),
+    "AntNoVel": range(13, 105),  # contact forces as well
+    "SwimmerNoVel": range(3, 8),
 }
 STATS = "episode_statistics"  # key of a finished episode's return and length; tasks use "episode"
 
@@ -2443,6 +2565,7 @@ class Run:
         if self.writer is None:
             return
         flags = asdict(self.args) | {"masked_obs": str(self.args.masked_obs)}
+        flags["preset"] = " ".join(self.args.preset)
         for entry in summary.hparams(flags, {"eval/return_mean": 0}):
             self.writer.file_writer.add_summary(entry)
 
@@ -2940,8 +3063,9 @@ def check_flags(args: Args) -> None:
             known = any(value == choice and type(value) is type(choice) for choice in choices)
             require_flag(args, name, known, f"must be one of {', '.join(map(str, choices))}")
         elif get_origin(kind) is tuple:
-            integers = isinstance(value, tuple) and all(type(entry) is int for entry in value)
-            require_flag(args, name, integers, "must be a tuple of integers")
+            entry_kind, _ = get_args(kind)
+            fits = isinstance(value, tuple) and all(type(entry) is entry_kind for entry in value)
+            require_flag(args, name, fits, f"must be a tuple of {entry_kind.__name__}")
         else:
             fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
             require_flag(args, name, fits, f"must be {getattr(kind, '__name__', kind)}")
@@ -2968,7 +3092,7 @@ def plain(value: Any, kind: Any) -> Any:
     if isinstance(value, list):
         value = tuple(value)
     if isinstance(value, tuple):
-        value = tuple(plain(entry, int) for entry in value)
+        value = tuple(plain(entry, type(entry)) for entry in value)
     if type(value) is int and kind in (float, float | None):
         value = float(value)
     return value
@@ -2987,19 +3111,36 @@ def check_sizes(args: Args) -> None:
     require_flag(args, "num_minibatches", whole, f"must divide the rollout, {size} / processes")
 
 
-def parse_flags(argv: list[str], default: Args | None = None) -> Args:
+def preset_flags(names: Iterable[str]) -> dict[str, Any]:
+    """Return the flags of presets, applied from left to right. Raises `UsageError` for a name."""
+    flags = {"preset": tuple(names)}
+    for name in flags["preset"]:
+        if name not in PRESETS:
+            raise UsageError(f"--preset {name}: is unknown; known are {', '.join(PRESETS)}")
+        if flags["preset"].count(name) > 1:
+            raise UsageError(f"--preset {name}: is given twice")
+        flags |= PRESETS[name].flags
+    return flags
+
+
+def preset_args(*names: str, **flags: Any) -> Args:
+    """Return the flags of presets, and then others. `preset_args("calibrated", gamma=0.9)`."""
+    return Args(**preset_flags(names) | flags)
+
+
+def parse_flags(argv: list[str], defaults: dict[str, Any]) -> Args:
     """Parse the flags of a command line. tyro shows each group of them in a box of its own."""
-    values = {} if default is None else asdict(default)
     groups = {}
     for title, group in GROUPS.items():
-        known = {one.name: values[one.name] for one in fields(group) if one.name in values}
+        known = {one.name: defaults[one.name] for one in fields(group) if one.name in defaults}
         groups[title] = group(**known)
     flags_class = make_dataclass("Flags", list(GROUPS.items()))
+    presets = [f"  {name:<18} {preset.about}" for name, preset in PRESETS.items()]
     parsed = tyro.cli(
         tyro.conf.OmitArgPrefixes[flags_class],
         args=argv,
         default=flags_class(**groups),
-        description=__doc__.splitlines()[0],
+        description="\n".join([__doc__.splitlines()[0], "", "presets:", *presets]),
     )
     flat = {}
     for title in GROUPS:
@@ -3033,13 +3174,19 @@ def parse_args(argv: list[str]) -> Args:
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--resume", nargs="?")
     finder.add_argument("--evaluate", nargs="?")
+    finder.add_argument("--preset", nargs="*", action="append", default=[])
     given, _ = finder.parse_known_args(argv)
+    if len(given.preset) > 1:
+        raise UsageError(f"--preset {given.preset[1]}: is given twice; name all after one --preset")
+    names = [name for names in given.preset for name in names]
     path = given.evaluate if given.resume is None else given.resume
     if path is None:
-        return parse_flags(argv)
+        return parse_flags(argv, preset_flags(names))
+    if names:
+        raise UsageError(f"--preset {' '.join(names)}: a stored run has flags of its own")
 
     _, stored = read_checkpoint(path)
-    args = parse_flags(argv, stored)
+    args = parse_flags(argv, asdict(stored))
     free = (
         "total_timesteps eval_episodes eval_every eval_sampled capture_video checkpoint_every "
         "save_envs torch_threads resume evaluate"

@@ -144,7 +144,7 @@ def trained(script: ModuleType, task: str, seed: int, flags: str) -> Iterator[Tr
         line = ["--env-id", task, "--seed", str(seed), "--run-dir", top, *flags.split()]
         began = time.time()
         with contextlib.redirect_stdout(io.StringIO()):
-            metrics = script.train(script.parse_flags(line))
+            metrics = script.train(script.parse_args(line))
         yield Trained(metrics, Path(metrics["run_dir"]), round(time.time() - began, 1))
 
 

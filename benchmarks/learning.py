@@ -433,7 +433,7 @@ def run_peer(run: Run) -> Result:
     task = run.cell.task
     contrib = run.cell.script == CONTRIB
     ours = common.load_script(LSTM if contrib else CATEGORICAL)
-    args = ours.parse_flags(["--env-id", task, *run.cell.flags.split()])
+    args = ours.parse_args(["--env-id", task, *run.cell.flags.split()])
     torch.set_num_threads(1)
     limit = math.inf
     if run.cell.variant == "equal_time":

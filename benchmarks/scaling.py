@@ -193,7 +193,7 @@ def demand(cell: Cell) -> tuple[int, int]:
     """All-reduces of gradients in an iteration, and their parameters."""
     script = common.load_script(cell.script)
     flags = ["--env-id", cell.env_id, "--num-envs", str(cell.num_envs), "--num-steps", "128"]
-    args = script.parse_flags(flags)
+    args = script.parse_args(flags)
     agent = script.make_agent(script.make_envs(args), args)
     parameters = sum(p.numel() for p in agent.parameters())
     return args.update_epochs * args.num_minibatches, parameters

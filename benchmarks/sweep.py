@@ -143,7 +143,7 @@ def args_of(script: ModuleType, line: list[str]) -> Any:
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            return script.parse_flags(line)
+            return script.parse_args(line)
     except SystemExit:
         told = " ".join(re.sub("-{3,}|[─-╿]", " ", said.getvalue()).split())  # without its frame
         raise ValueError(told.split(" For full helptext")[0]) from None

@@ -253,7 +253,7 @@ def run_peer(run: Run) -> dict[str, float]:
 
     ours = common.load_script(CATEGORICAL)
     line = ["--env-id", "truth:bad-arm-v0", "--seed", str(1000 * run.seed)]
-    args = ours.parse_flags([*line, *run.cell.flags.split()])
+    args = ours.parse_args([*line, *run.cell.flags.split()])
     torch.set_num_threads(1)
 
     def make():

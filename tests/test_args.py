@@ -7,13 +7,14 @@ import importlib
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
 import torch
-from command import run_main, undisturbed
+from command import run_main, undisturbed, words
 from helpers import small_args
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -277,8 +278,8 @@ def test_the_readme_lists_every_flag(script):
     for row in table.splitlines()[2:]:
         _, group, cell, _ = row.split("|")
         listed[group.strip().replace(" ", "_")] = names = []
-        for words, mark in re.findall(r"`([^`]*)`(\([12]\))?", cell):
-            *shared, last = words.split()
+        for text, mark in re.findall(r"`([^`]*)`(\([12]\))?", cell):
+            *shared, last = text.split()
             names += shared + [last] * (mark != foreign)
     groups = {
         title: [field.name for field in dataclasses.fields(group)]
@@ -443,7 +444,7 @@ def test_a_typed_flag_with_an_effect_is_taken(script, monkeypatch, name, form):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     need = extras_of(script, script.Needs)[name]
     word, value = typed(script, name, form)
-    args = script.parse_flags(f"{NEEDED[name][1]} {word}".split())
+    args = script.parse_args(f"{NEEDED[name][1]} {word}".split())
     assert getattr(args, need.flag) != need.other_than
     assert getattr(args, name) == value
     idle = script.Args(**{need.flag: need.other_than, name: value})
@@ -453,7 +454,7 @@ def test_a_typed_flag_with_an_effect_is_taken(script, monkeypatch, name, form):
 def test_a_flag_that_is_not_typed_may_be_without_effect(script):
     """Each needed flag alone at its idle value: the other one keeps its default."""
     for name in extras_of(script, script.Needs):
-        args = script.parse_flags(NEEDED[name][0].split())
+        args = script.parse_args(NEEDED[name][0].split())
         assert getattr(args, name) == script.Args.__dataclass_fields__[name].default
 
 
@@ -700,3 +701,92 @@ def test_resume_and_evaluate_exclude_each_other(script, capsys, tmp_path):
     capsys.readouterr()
     line = ["--resume", path, "--evaluate", path]
     check_bad(script, capsys, tmp_path, line, ("--evaluate", "excludes --resume"))
+
+
+# ------------------------------------------------------------------------------------------ presets
+def test_presets_apply_from_left_to_right_and_typed_flags_win(script):
+    """`averse` over `calibrated`, a typed gamma over both. From Python alike."""
+    line = "--preset calibrated averse --gamma 0.5 --cvar-weight 0.3"
+    args = script.parse_args(line.split())
+    assert args.preset == ("calibrated", "averse")
+    assert (args.value_target, args.cvar_alpha) == ("sr_lambda", 0.1)
+    assert (args.gamma, args.cvar_weight) == (0.5, 0.3)
+    assert args == script.preset_args("calibrated", "averse", gamma=0.5, cvar_weight=0.3)
+    assert script.parse_args([]) == script.Args()
+
+
+def test_every_preset_makes_a_run(script):
+    """Its flags are the script's, differ from the defaults, and are none of the machine's."""
+    machine = {*script.MachineArgs.__dataclass_fields__, *script.RunArgs.__dataclass_fields__}
+    for name, preset in script.PRESETS.items():
+        args = script.preset_args(name)
+        assert preset.about.endswith(".")
+        assert not (machine - {"eval_sampled"}) & preset.flags.keys()
+        defaults = script.Args()
+        for flag, value in preset.flags.items():
+            assert getattr(args, flag) == value
+            assert getattr(defaults, flag) != value, (name, flag)
+
+
+@pytest.mark.parametrize("name", ["mujoco", "minatar", "memory"])
+def test_a_preset_is_its_long_line(script, tmp_path, name):
+    """The first iterations are the same bit for bit."""
+    if name not in script.PRESETS:
+        pytest.skip("a preset of the other script")
+    module = {"mujoco": "mujoco", "minatar": "minatar", "memory": "popgym"}[name]
+    pytest.importorskip(module)
+    typed = replace(script.preset_args(name), preset=())
+    short = ["--preset", name, "--seed", "3"]
+    metrics = []
+    for line in (short, [*words(typed), "--seed", "3"]):
+        args = script.parse_args(line)
+        steps = {"total_timesteps": 2 * args.batch_size, "run_dir": str(tmp_path)}
+        metrics.append(script.train(replace(args, **steps, save_envs="never", eval_episodes=1)))
+    clocks = ("time/", "charts/SPS", "run_dir")
+    one, two = ({k: v for k, v in x.items() if not k.startswith(clocks)} for x in metrics)
+    assert one == two
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("--preset nonsense", "--preset nonsense: is unknown; known are "),
+        ("--preset averse averse", "--preset averse: is given twice"),
+        ("--preset averse --preset calibrated", "is given twice; name all after one --preset"),
+        ("--preset averse --resume RUN", "--preset averse: a stored run has flags of its own"),
+        ("--preset averse --evaluate RUN", "--preset averse: a stored run has flags of its own"),
+    ],
+)
+def test_presets_that_cannot_be(script, capsys, tmp_path, line, named):
+    """One line with the name; for an unknown one with those that there are."""
+    path = str(train_tiny(script, tmp_path).parent) if "RUN" in line else ""
+    capsys.readouterr()
+    check_bad(script, capsys, tmp_path, line.replace("RUN", path).split(), (named,))
+
+
+def test_a_run_tells_its_presets(script, tmp_path):
+    """`args.json` and the checkpoint name them."""
+    steps = {"total_timesteps": 512, "eval_episodes": 1, "save_envs": "never"}
+    args = script.preset_args("averse", run_dir=str(tmp_path), **steps)
+    directory = Path(script.train(args)["run_dir"])
+    assert json.loads((directory / "args.json").read_text())["args"]["preset"] == ["averse"]
+    assert script.load_agent(directory)[1] == args
+
+
+def test_velocities_of_robots_are_hidden(script):
+    """The positions of gymnasium's documentation stay, all velocities are zeros, and so are the
+    ant's contact forces."""
+    pytest.importorskip("mujoco")
+    seen = {"Hopper": (5, 11), "HalfCheetah": (8, 17), "Walker2d": (8, 17), "Swimmer": (3, 8)}
+    for name, (positions, size) in (seen | {"Ant": (13, 105)}).items():
+        env = script.make_env(script.Args(env_id=f"{name}NoVel-v5"))
+        obs, _ = env.reset(seed=0)
+        env.action_space.seed(0)
+        for _ in range(5):
+            obs = obs + np.abs(env.step(env.action_space.sample())[0])
+        assert obs.shape == (size,)
+        assert (obs[positions:] == 0).all()
+        inner = env.unwrapped
+        skipped = inner.data.qpos.size - positions
+        assert len(inner.data.qpos[skipped:]) == positions
+        assert (obs[:positions] != 0).all()

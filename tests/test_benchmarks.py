@@ -179,7 +179,7 @@ def test_mean_of_a_run_counts_steps_not_episodes(critics, tmp_path, monkeypatch)
 def test_the_scalar_critic_is_the_usual_one(critics):
     """kappa times the loss of its one output is a quarter of (V - R)^2, its V is that output."""
     quantile = importlib.import_module("distributional_ppo_lstm")
-    args = quantile.parse_flags(critics.SCALAR.split())
+    args = quantile.parse_args(critics.SCALAR.split())
     dist = quantile.ValueDistribution(args)
     values = quantile.torch.tensor([[-3.0], [0.0], [2.5]])
     returns = quantile.torch.tensor([1.0, 0.5, 2.0])
@@ -570,7 +570,7 @@ def test_every_cell_has_flags_that_its_script_takes():
     lines = {(cell.script, cell.flags) for cell in cells if cell.variant not in gone}
     for script, flags in sorted(lines):
         module = common.load_script(ours.get(script, script))
-        assert module.parse_flags(flags.split()).num_iterations > 0
+        assert module.parse_args(flags.split()).num_iterations > 0
     speed = importlib.import_module("speed")
     for work in (speed.GRID | speed.GROWTH).values():
         assert common.load_script(work.script).Args(**work.flags).num_iterations > 0

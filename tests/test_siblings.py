@@ -40,6 +40,7 @@ SEAMS = {  # defined in both, different on purpose
     "layer_init": "the recurrent one initialises LSTM layers, too",
     "make_encoder": "an LSTM comes after it, or a second layer",
     "Agent": "an LSTM's methods take and give states, others look at one observation",
+    "PRESETS": "other tasks, and flags of quantiles or of atoms",
     "open_episodes": "gives the carry and the critics' state, or the observations to act on",
     "start": "the feed-forward one looks for a compiler",
     "run_episode": "the agent remembers, or not",
