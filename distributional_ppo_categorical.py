@@ -1284,6 +1284,10 @@ class ValueDistribution(nn.Module):
             value = value + self.gain * outputs[..., -1]
         return self.decode(value)
 
+    def quantile(self, outputs: Tensor, level: float) -> Tensor:
+        """Return the quantile of the distribution at a level, (...), in the task's units."""
+        return self.decode(categorical_quantile(self.probs(outputs), self.support, level))
+
     def reduce_twins(self, outputs: Tensor) -> Tensor:
         """Reduce the outputs of C critics, (C, ..., K or K + 1), to those of one, by `twin_reduce`.
 
@@ -1427,9 +1431,8 @@ class ValueDistribution(nn.Module):
         """Describe the outputs (T, N, K or K + 1) for s_t, beside samples of the return."""
         z = self.support
         probs = self.probs(outputs)
-        levels = (0.1, 0.5, 0.9)
-        deciles = torch.stack([self.decode(categorical_quantile(probs, z, p)) for p in levels])
-        value_at_alpha = self.decode(categorical_quantile(probs, z, self.args.cvar_alpha))
+        deciles = torch.stack([self.quantile(outputs, level) for level in (0.1, 0.5, 0.9)])
+        value_at_alpha = self.quantile(outputs, self.args.cvar_alpha)
         squares = (z - (probs @ z)[..., None]).square()
         std = (probs * squares).sum(-1).sqrt().double() * self.moments.std
         below = samples.returns < value_at_alpha[..., None]
@@ -1710,12 +1713,39 @@ class Agent(nn.Module):
         The policy's mode is taken if `deterministic`, otherwise a sample. Raises ValueError for
         observations of other shapes and for those that are not finite.
         """
-        rows, alone = as_rows(obs, self.observation_space)
-        batch = torch.as_tensor(rows, device=self.device).float()
-        params = self.policy_params(self.normalize_obs(batch))
+        batch, alone = self.as_batch(obs)
+        params = self.policy_params(batch)
         noise = 0.0 if deterministic else self.action_dist.noise(len(batch))
         actions = self.action_dist.to_env(self.action_dist.sample(params, noise))
         return actions[0] if alone else actions
+
+    def as_batch(self, obs: np.ndarray) -> tuple[Tensor, bool]:
+        """Return what networks see of raw observations, (N, D), and whether it was one alone."""
+        rows, alone = as_rows(obs, self.observation_space)
+        batch = torch.as_tensor(rows, device=self.device).float()
+        return self.normalize_obs(batch), alone
+
+    @torch.no_grad()
+    def predict_returns(self, obs: np.ndarray, levels: tuple[float, ...]) -> np.ndarray:
+        """Predict quantiles of the discounted return, (len(levels),) or (N, len(levels)).
+
+        obs are those of `act`, levels lie in [0.001, 1]. The quantiles are in the task's units, but
+        rewards of Atari games count as clipped. Without the preset `calibrated` they are those of
+        lambda-returns, which vary less than returns do. Raises ValueError like `act`.
+        """
+        if not all(1e-3 <= level <= 1 for level in levels):
+            raise ValueError(f"predict_returns: levels {levels} must be in [0.001, 1]")
+        batch, alone = self.as_batch(obs)
+        outputs = self.value_dist.reduce_twins(self.value_outputs(batch))
+        quantiles = [self.value_dist.quantile(outputs, level) for level in levels]
+        return one_or_all(torch.stack(quantiles, -1), alone)
+
+    @torch.no_grad()
+    def value(self, obs: np.ndarray) -> np.ndarray:
+        """Predict V, the mean discounted return, () or (N,). obs are those of `act`."""
+        batch, alone = self.as_batch(obs)
+        outputs = self.value_dist.reduce_twins(self.value_outputs(batch))
+        return one_or_all(self.value_dist.value(outputs), alone)
 
 
 # ==================================================================================================
@@ -1876,6 +1906,12 @@ def as_rows(obs: np.ndarray, space: Box) -> tuple[np.ndarray, bool]:
         if found:
             raise ValueError(f"act: {found}")
     return rows, alone
+
+
+def one_or_all(rows: Tensor, alone: bool) -> np.ndarray:
+    """Return rows (N, ...), or the only one of them, as an array."""
+    array = rows.cpu().numpy()
+    return array[0] if alone else array
 
 
 def torch_settings() -> tuple[torch.dtype, bool]:

@@ -1294,6 +1294,10 @@ class ValueDistribution(nn.Module):
             return self.mean(outputs)
         return self.decode(outputs[..., -1])
 
+    def quantile(self, outputs: Tensor, level: float) -> Tensor:
+        """Return the quantile of the distribution at a level, (...), in the task's units."""
+        return self.decode(value_at_risk(self.split(outputs)[0], level))
+
     def reduce_twins(self, outputs: Tensor) -> Tensor:
         """Reduce the outputs of C critics, (C, ..., K or K + 1), to those of one, by `twin_reduce`.
 
@@ -1403,9 +1407,8 @@ class ValueDistribution(nn.Module):
     def describe(self, outputs: Tensor, samples: Tensor) -> dict:
         """Describe the outputs (T, N, K or K + 1) for s_t, beside samples of the return."""
         quantiles = self.split(outputs)[0].sort(-1).values
-        levels = (0.1, 0.5, 0.9)
-        deciles = torch.stack([self.decode(value_at_risk(quantiles, level)) for level in levels])
-        value_at_alpha = self.decode(value_at_risk(quantiles, self.args.cvar_alpha))
+        deciles = torch.stack([self.quantile(outputs, level) for level in (0.1, 0.5, 0.9)])
+        value_at_alpha = self.quantile(outputs, self.args.cvar_alpha)
         std = quantiles.std(-1, correction=0).double() * self.moments.std
         return {
             "value/p10": deciles[0].mean(),
@@ -1773,13 +1776,52 @@ class Agent(nn.Module):
         mode is taken if `deterministic`, otherwise a sample. Raises ValueError for observations
         of other shapes and for those that are not finite.
         """
-        rows, alone = as_rows(obs, self.observation_space)
-        batch = torch.as_tensor(rows, device=self.device).float()
+        batch, alone = self.as_batch(obs)
         state = self.initial_state(len(batch)) if state is None else state
-        params, state = self.policy_params_step(self.normalize_obs(batch), state)
+        params, state = self.policy_params_step(batch, state)
         noise = 0.0 if deterministic else self.action_dist.noise(len(batch))
         actions = self.action_dist.to_env(self.action_dist.sample(params, noise))
         return (actions[0] if alone else actions), state
+
+    def as_batch(self, obs: np.ndarray) -> tuple[Tensor, bool]:
+        """Return what networks see of raw observations, (N, D), and whether it was one alone."""
+        rows, alone = as_rows(obs, self.observation_space)
+        batch = torch.as_tensor(rows, device=self.device).float()
+        return self.normalize_obs(batch), alone
+
+    @torch.no_grad()
+    def predict_returns(
+        self, obs: np.ndarray, levels: tuple[float, ...], state: Tensor | None = None
+    ) -> tuple[np.ndarray, Tensor]:
+        """Predict quantiles of the discounted return, (len(levels),) or (N, len(levels)).
+
+        Returns them and the critics' state, to hand back with the next observation; it is another
+        one than that of `act`. State None opens an episode. obs are those of `act`, levels lie in
+        [0.001, 1]. The quantiles are in the task's units, but rewards of Atari games count as
+        clipped. Without the preset `calibrated` they are those of lambda-returns, which vary less
+        than returns do. Raises ValueError like `act`.
+        """
+        if not all(1e-3 <= level <= 1 for level in levels):
+            raise ValueError(f"predict_returns: levels {levels} must be in [0.001, 1]")
+        outputs, state, alone = self.critics_step(obs, state)
+        quantiles = [self.value_dist.quantile(outputs, level) for level in levels]
+        return one_or_all(torch.stack(quantiles, -1), alone), state
+
+    @torch.no_grad()
+    def value(self, obs: np.ndarray, state: Tensor | None = None) -> tuple[np.ndarray, Tensor]:
+        """Predict V, the mean discounted return, () or (N,), and give the critics' next state.
+
+        obs are those of `act`, the state is that of `predict_returns`.
+        """
+        outputs, state, alone = self.critics_step(obs, state)
+        return one_or_all(self.value_dist.value(outputs), alone), state
+
+    def critics_step(self, obs: np.ndarray, state: Tensor | None) -> tuple[Tensor, Tensor, bool]:
+        """Return the critics' outputs (N, K or K + 1), their state, and whether obs was one."""
+        batch, alone = self.as_batch(obs)
+        state = self.initial_state(len(batch)) if state is None else state
+        features, state = self.critic_body.step(batch, state)
+        return self.value_dist.reduce_twins(self.value_outputs(features)), state, alone
 
 
 # ==================================================================================================
@@ -1940,6 +1982,12 @@ def as_rows(obs: np.ndarray, space: Box) -> tuple[np.ndarray, bool]:
         if found:
             raise ValueError(f"act: {found}")
     return rows, alone
+
+
+def one_or_all(rows: Tensor, alone: bool) -> np.ndarray:
+    """Return rows (N, ...), or the only one of them, as an array."""
+    array = rows.cpu().numpy()
+    return array[0] if alone else array
 
 
 def torch_settings() -> tuple[torch.dtype, bool]:

@@ -1,0 +1,132 @@
+"""The predicted distribution of returns, as it is had from Python."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from helpers import is_recurrent, make_run, prepare, roll, small_args
+
+LEVELS = (0.1, 0.25, 0.5, 0.9)
+
+
+def predict(agent, obs, levels, state=None):
+    """Quantiles, and the critics' state, or None."""
+    if hasattr(agent, "initial_state"):
+        return agent.predict_returns(obs, levels, state)
+    return agent.predict_returns(obs, levels), None
+
+
+def value(agent, obs, state=None):
+    """V, and the critics' state, or None."""
+    return agent.value(obs, state) if hasattr(agent, "initial_state") else (agent.value(obs), None)
+
+
+def say_the_same(script, agent, numbers):
+    """All critics give these numbers for every observation."""
+    for head in agent.critic_heads:
+        torch.nn.init.zeros_(head[-1].weight)
+        head[-1].bias.data = torch.tensor(numbers, dtype=torch.float32)
+
+
+def returns_of(agent, mean, std):
+    """Statistics of returns with this mean and std."""
+    moments = agent.value_dist.moments
+    moments.mean = torch.tensor(mean, dtype=torch.float64)
+    moments.var = torch.tensor(std, dtype=torch.float64).square()
+
+
+def test_quantiles_of_a_known_distribution():
+    """Five quantiles at 0.1, 0.3, ... 0.9 are -2, -1, 0, 1, 2 normalised, so 8 to 12 at mean 10 and
+    std 1: level 0.1 is the first one, 0.5 the third, 0.25 three quarters of the way to the second.
+    """
+    import distributional_ppo_lstm as script
+
+    args = small_args(script, "VectorBox", num_quantiles=5, value_from="distribution")
+    agent = script.Agent(script.Box(-1, 1, (4,)), script.Discrete(2), args)
+    say_the_same(script, agent, [-2.0, -1.0, 0.0, 1.0, 2.0])
+    returns_of(agent, 10.0, 1.0)
+    found, _ = agent.predict_returns(np.zeros(4), LEVELS)
+    assert found == pytest.approx([8.0, 8.75, 10.0, 12.0], abs=1e-5)
+    assert agent.value(np.zeros(4))[0] == pytest.approx(10.0, abs=1e-5)
+
+
+def test_quantiles_of_known_atoms():
+    """Five equally likely atoms from -2 to 2: each atom's mass is spread over a bin of width 1, so
+    the distribution function is straight from -2.5 to 2.5. At mean 10 and std 2 level p is
+    10 + 2 (5 p - 2.5)."""
+    import distributional_ppo_categorical as script
+
+    flags = {"num_atoms": 5, "v_min": -2.0, "v_max": 2.0, "value_from": "distribution"}
+    args = small_args(script, "VectorBox", **flags)
+    agent = script.Agent(script.Box(-1, 1, (4,)), script.Discrete(2), args)
+    say_the_same(script, agent, [0.0] * 5)
+    returns_of(agent, 10.0, 2.0)
+    found = agent.predict_returns(np.zeros(4), LEVELS)
+    assert found == pytest.approx([10 + 2 * (5 * p - 2.5) for p in LEVELS], abs=1e-5)
+    assert agent.value(np.zeros(4)) == pytest.approx(10.0, abs=1e-5)
+
+
+def test_step_by_step_is_what_the_rollout_was_valued_with(script):
+    """Along three environments, states go from step to step and are zero where an episode opens:
+    the deciles of the log and V are those of one pass over the rollout."""
+    run = make_run(script, "Staggered", num_envs=2)
+    agent = run.agent
+    rollout = roll(run)
+    first = rollout.obs[0].numpy()
+    length = 3 if not is_recurrent(script) else int((~rollout.episode_start[1:].any(1)).sum())
+    length = max(1, min(length, 3))
+    state = None
+    opened = None
+    if is_recurrent(script):
+        opened = rollout.episode_start.numpy()
+    found = []
+    for t in range(length):
+        if opened is not None and t and opened[t].any():
+            break
+        quantiles, after = predict(agent, rollout.obs[t].numpy(), LEVELS, state)
+        v, again = value(agent, rollout.obs[t].numpy(), state)
+        if is_recurrent(script):
+            assert torch.equal(after, again)
+        found.append((quantiles, v))
+        state = after
+    obs = agent.normalize_obs(rollout.obs[: len(found)])
+    with torch.no_grad():
+        if is_recurrent(script):
+            starts = rollout.episode_start[: len(found)]
+            features = agent.critic_body(obs, agent.initial_state(len(first)), starts)
+            outputs = agent.value_outputs(features)
+        else:
+            outputs = agent.value_outputs(obs)
+        outputs = agent.value_dist.reduce_twins(outputs)
+    for t, (quantiles, v) in enumerate(found):
+        expected = [agent.value_dist.quantile(outputs[t], level) for level in LEVELS]
+        assert quantiles == pytest.approx(torch.stack(expected, -1).numpy(), rel=1e-4)
+        assert v == pytest.approx(agent.value_dist.value(outputs[t]).numpy(), rel=1e-4)
+        assert quantiles.shape == (2, 4)
+        assert v.shape == (2,)
+
+
+def test_one_observation_or_many(script):
+    """The axis of rows goes where there is one alone; quantiles ascend."""
+    run = make_run(script, "VectorBox")
+    rows = run.rollout if hasattr(run, "rollout") else prepare(run) and run.rollout
+    rows = rows.obs[0].numpy()
+    many, _ = predict(run.agent, rows, LEVELS)
+    one, _ = predict(run.agent, rows[1], LEVELS)
+    assert many.shape == (4, 4)
+    assert one == pytest.approx(many[1], rel=1e-5)
+    assert (np.diff(many) >= 0).all()
+    assert value(run.agent, rows[1])[0] == pytest.approx(value(run.agent, rows)[0][1], rel=1e-5)
+
+
+@pytest.mark.parametrize("levels", [(0.5, 1.2), (0.0,), (-0.1,)])
+def test_levels_are_shares(script, levels):
+    """A level beyond [0.001, 1] is refused; so is an observation of another shape."""
+    agent = make_run(script, "VectorBox").agent
+    with pytest.raises(ValueError, match="levels"):
+        predict(agent, np.zeros(4), levels)
+    with pytest.raises(ValueError, match="has the shape"):
+        predict(agent, np.zeros(5), (0.5,))
+    with pytest.raises(ValueError, match="has the shape"):
+        value(agent, np.zeros(5))
