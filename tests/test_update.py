@@ -238,6 +238,7 @@ def test_losses_and_metrics_against_float64(script, value_from, env, vf_clip):
     found = {"loss": loss} | metrics | critic_metrics
     assert float(of_critics.detach()) == float(critic_metrics["losses/value_loss"])
     assert float(kl) == float(metrics["policy/kl_exact"])
+    assert not kl.requires_grad
     assert found.keys() == expected.keys() - {"policy/ratio_mean", "policy/ratio_std"}
     for key, x in found.items():
         value = float(expected[key].detach())
@@ -425,7 +426,15 @@ def test_metrics_are_means_over_the_minibatches(run, vf_clip):
     assert metrics["policy/kl_max"] < 1e-6
 
 
-def test_metrics_move_with_the_policy(run):
+@pytest.fixture
+def warn_always():
+    """Every warning of torch is given; without this each is given once in a process."""
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(False)
+
+
+def test_metrics_move_with_the_policy(run, warn_always):
     """While the policy moves, ratios spread, KL grows, and its maximum exceeds its mean.
     No warning: torch gives one where a metric still holds the graph of its minibatch."""
     with warnings.catch_warnings():
