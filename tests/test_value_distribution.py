@@ -374,6 +374,18 @@ def test_description_of_a_rollout_is_taken_one_by_one(script, value_from):
     assert_close(predicted, torch.stack(deciles).view(3, 3, 4))
 
 
+def test_the_gap_between_mean_and_value_has_no_sign(script):
+    """Ours: of two states, V is 1 std of 2 above the mean and 2 below it: (2 + 4) / 2. V of atoms
+    has a tenth of the mean output."""
+    dist = of(script, **MEAN_HEAD)
+    set_units(dist, 10, 2)
+    outputs = torch.zeros(1, 2, dist.num_outputs)
+    outputs[0, :, -1] = torch.tensor([1.0, -2.0])
+    samples = targets_of(dist, torch.zeros(1, 2, 1), torch.ones(1, 2, 1))
+    gap = dist.describe(outputs, samples)["value/distribution_gap"]
+    assert float(gap) == pytest.approx(3 if script is lstm else 0.3, rel=1e-5)
+
+
 @pytest.mark.parametrize("value_from", VALUE_FROM)
 @pytest.mark.parametrize(("outcome", "expected"), [(12.0, 2.4), (8.0, -5.6)])
 def test_risk_advantages_are_in_the_units_of_the_task(script, outcome, expected, value_from):
