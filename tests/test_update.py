@@ -527,6 +527,19 @@ def test_gradient_norms_are_those_of_the_loss(script, value_from):
     assert min(norm.values()) > 0.05
 
 
+def test_tiny_gradients_are_clipped_as_torch_clips_them(script):
+    """A gradient (3, 4) millionths of norm 5e-6 and a limit of 1e-6: torch divides by the norm and
+    1e-6 more, which leaves a sixth."""
+    x = torch.nn.Parameter(torch.zeros(2))
+    loss = (torch.tensor([3e-6, 4e-6]) * x).sum()
+    norm = script.compute_gradient(loss, torch.optim.Adam([x]), 1e-6)
+    assert norm == pytest.approx(5e-6, rel=1e-5)
+    assert_close(x.grad, torch.tensor([0.5e-6, 4e-6 / 6]), rtol=1e-5, atol=0)
+    loss = (torch.tensor([3e-6, 4e-6]) * x).sum()
+    script.compute_gradient(loss, torch.optim.Adam([x]), 1.0)  # below the limit it stays
+    assert_close(x.grad, torch.tensor([3e-6, 4e-6]), rtol=1e-5, atol=0)
+
+
 def test_kl_stop_comes_ahead_of_the_step(run):
     """A limit below 0 stops in the first minibatch: the actor stays, and every metric is there."""
     metrics, agent = run_update(run, target_kl=-1.0)
@@ -739,6 +752,20 @@ def test_the_policy_learns_from_normalised_advantages(script, monkeypatch, norm_
     assert metrics["adv/mean_raw"] == pytest.approx(float(raw.mean()))
     assert metrics["adv/std_raw"] == pytest.approx(float(raw.std(correction=0)))
     assert metrics["adv/abs_max"] == pytest.approx(float(expected.abs().max()))
+
+
+def test_advantages_are_normalised_over_the_rollout_and_not_a_minibatch(script, monkeypatch):
+    """Four minibatches have mean 0 and std 1 together; none of them has by itself."""
+    run = make_run(script, "VectorDiscrete", num_minibatches=4, update_epochs=1)
+    prepare_raw(run)
+    given = watch_losses(monkeypatch, script)
+    script.update(run.agent, run.optimizers, run.batch, run.args, 0.0)
+    assert len(given) == 4
+    whole = torch.stack(given).double()
+    assert float(whole.mean()) == pytest.approx(0, abs=1e-6)
+    assert float(whole.std(correction=0)) == pytest.approx(1, rel=1e-6)
+    assert all(abs(float(x.mean())) > 1e-3 for x in given)
+    assert all(abs(float(x.std(correction=0)) - 1) > 1e-3 for x in given)
 
 
 @pytest.mark.parametrize(("memory", "factor"), [(10, 1e-6), (0, 1.0)])
