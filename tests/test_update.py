@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -33,7 +35,7 @@ def prepare(run):
     return run.batch
 
 
-def run_update(run, ent_coef=0.0, algorithm=torch.optim.Adam, **flags):
+def run_update(run, ent_coef=0.0, algorithm=torch.optim.Adam, batch=None, **flags):
     """One update of a copy of the run's agent, with some flags changed: metrics and the agent."""
     agent = copy.deepcopy(run.agent)
     args = copy.copy(run.args)
@@ -44,7 +46,7 @@ def run_update(run, ent_coef=0.0, algorithm=torch.optim.Adam, **flags):
     optimizers = run.script.Optimizers(*adams)
     torch.manual_seed(5)
     args.ent_coef = ent_coef
-    metrics = run.script.update(agent, optimizers, run.batch, args, progress=0.0)
+    metrics = run.script.update(agent, optimizers, batch or run.batch, args, progress=0.0)
     return metrics, agent
 
 
@@ -844,3 +846,76 @@ def test_what_is_not_finite_is_raised_ahead_of_the_kl_stop(script, monkeypatch):
     monkeypatch.setattr(script, "policy_loss", broken)
     with pytest.raises(script.NotFinite, match="not finite"):
         script.update(run.agent, run.optimizers, run.batch, run.args, 0.0)
+
+
+# ---- two processes
+def in_two_processes(monkeypatch, script, work):
+    """What `work(0)` and `work(1)` give. Threads stand for processes: they meet in `average`."""
+    meeting, handed, rank = threading.Barrier(2, timeout=20), {}, threading.local()
+
+    def average(x):
+        handed[rank.number] = x
+        meeting.wait()
+        mean = (handed[0] + handed[1]) / 2
+        meeting.wait()  # both have the mean before either hands in the next
+        return mean
+
+    def start(number):
+        rank.number = number
+        return work(number)
+
+    monkeypatch.setattr(script, "average", average)
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(start, range(2)))
+
+
+def halves_of(run):
+    """The rows or sequences of the run's batch in two parts."""
+    axis = int(is_recurrent(run.script))
+    return [type(run.batch)(*part) for part in zip(*(x.chunk(2, axis) for x in run.batch))]
+
+
+@pytest.mark.parametrize(("share", "steps"), [(0.25, 0), (0.75, 2)])
+def test_two_processes_step_and_stop_as_one(run, monkeypatch, share, steps):
+    """The first has all of the divergence d and large advantages. The mean KL is d / 2: a limit of
+    d / 4 stops both, one of 3 d / 4 neither. Weights are those of one process with all rows."""
+    script, axis = run.script, int(is_recurrent(run.script))
+    one, two = halves_of(run)
+    shift = torch.linspace(0, 2, one.params.shape[-1])
+    one = one._replace(params=one.params + shift, advantages=100 * one.advantages + 30)
+    whole = type(one)(*(torch.cat(pair, axis) for pair in zip(one, two)))
+    run.agent.adv_moments.merge(torch.zeros(()), torch.tensor(1e6), weight=1)
+    flags = {"norm_adv": True, "num_minibatches": 1, "update_epochs": 2, "learning_rate": 0.1}
+    flags["algorithm"] = torch.optim.SGD
+    d = run_update(run, batch=one, **flags | {"target_kl": 1e-9})[0]["policy/kl_exact"]
+    flags["target_kl"] = share * d
+    expected, same = run_update(run, batch=whole, **flags)
+    assert expected["policy/epochs_done"] == steps
+    assert 0.01 < expected["policy/rate_factor"] < 0.5
+    for metrics, agent in in_two_processes(
+        monkeypatch, script, lambda number: run_update(run, batch=(one, two)[number], **flags)
+    ):
+        for tag in ("policy/epochs_done", "policy/rate_factor", "grad/actor", "grad/critic"):
+            assert metrics[tag] == pytest.approx(expected[tag], rel=1e-4), tag
+        for a, b in zip(agent.parameters(), same.parameters(), strict=True):
+            assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["policy_loss", "value_loss"])
+def test_both_processes_end_where_one_has_no_finite_loss(run, monkeypatch, name):
+    """The loss of the first is infinite, with a finite gradient. Neither may go on without it."""
+    script, loss_of = run.script, getattr(run.script, name)
+    one, two = halves_of(run)
+    one = one._replace(old_values=one.old_values + 1e6)  # a mark; no value clipping reads it
+
+    def broken(agent, mb, *rest):
+        loss, *more = loss_of(agent, mb, *rest)
+        return (loss + (torch.inf if mb.old_values.max() > 1e5 else 0), *more)
+
+    def work(number):
+        with pytest.raises(script.NotFinite, match="loss inf"):
+            run_update(run, batch=(one, two)[number], num_minibatches=1)
+        return True
+
+    monkeypatch.setattr(script, name, broken)
+    assert in_two_processes(monkeypatch, script, work) == [True, True]
