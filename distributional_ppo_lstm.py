@@ -58,6 +58,7 @@ import copyreg
 import io
 import json
 import math
+import multiprocessing
 import os
 import pickle
 import random
@@ -69,6 +70,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, make_dataclass
+from functools import partial
 from importlib import import_module
 from itertools import islice, pairwise
 from pathlib import Path
@@ -305,6 +307,8 @@ class MachineArgs:
     """Run the networks on the GPU. Small networks are faster on the CPU."""
     torch_deterministic: Annotated[bool, Needs("cuda", False)] = True
     """Use deterministic cuDNN kernels. Runs on the CPU repeat exactly in any case."""
+    async_envs: bool = False
+    """Step each environment in a process of its own. It pays for slow simulators."""
     torch_threads: Count = 1
     """CPU threads of torch. One is the fastest for small networks."""
 
@@ -2083,9 +2087,15 @@ class Checked(gym.Wrapper):
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise self.refusal(f"its reward must be a number, but it is {reward!r:.100}") from error
 
-    def refusal(self, text: str) -> UsageError:
-        """Return an error that names the task."""
-        return UsageError(f"--env-id {self.env_id}: {text}; mend the task")
+    def refusal(self, text: str) -> ValueError:
+        """Return an error that names the task.
+
+        It is `UsageError`, which cannot travel from one process to another. `Run` makes it of what
+        arrives.
+        """
+        apart = multiprocessing.parent_process() is not None
+        kind = ValueError if apart else UsageError
+        return kind(f"--env-id {self.env_id}: {text}; mend the task")
 
 
 def refuse_old_atari(env: gym.Env, args: Args) -> None:
@@ -2137,8 +2147,24 @@ def make_env(args: Args, **options: Any) -> gym.Env:
 def make_envs(args: Args) -> gym.vector.VectorEnv:
     """Make this process's environments. One that ends is reset in the same step."""
     mode = gym.vector.AutoresetMode.SAME_STEP  # `collect_rollout` relies on it
-    makers = [lambda: make_env(args)] * (args.num_envs // WORLD_SIZE)
-    return gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=mode)
+    own_envs = args.num_envs // WORLD_SIZE
+    if not args.async_envs:
+        makers = [lambda: make_env(args)] * own_envs
+        return gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=mode)
+    close_quietly(make_env(args))  # a mistake is told here, not by a process of many
+    makers = [partial(make_env_apart, args, 1 + RANK * own_envs + i) for i in range(own_envs)]
+    context = "forkserver"  # a fork of this process would take torch's threads and locks along
+    multiprocessing.set_forkserver_preload(["gymnasium", "torch.utils.tensorboard", "tyro"])
+    return gym.vector.AsyncVectorEnv(makers, copy=False, context=context, autoreset_mode=mode)
+
+
+def make_env_apart(args: Args, index: int) -> gym.Env:
+    """Make an environment in a process of its own, which has generators of its own."""
+    if multiprocessing.parent_process() is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which then ends it
+        torch.set_num_threads(1)
+        seed_generators(args, WORLD_SIZE + index)
+    return make_env(args)
 
 
 def open_episodes(envs: gym.vector.VectorEnv, agent: Agent, run: Run) -> tuple[Carry, Tensor]:
@@ -2294,13 +2320,13 @@ def set_up_process(args: Args) -> None:
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cudnn.allow_tf32 = False  # acting and training have the same precision
-    seed_generators(args)
+    seed_generators(args, RANK)
 
 
-def seed_generators(args: Args) -> None:
-    """Set the seeds of the generators of Python, NumPy and torch."""
+def seed_generators(args: Args, index: int) -> None:
+    """Set the seeds of the generators of Python, NumPy and torch. Processes have indices."""
     for set_seed in (random.seed, np.random.seed):  # tasks may draw from these
-        set_seed(derived_seed(args.seed, "tasks", RANK, bits=32))
+        set_seed(derived_seed(args.seed, "tasks", index, bits=32))
     torch.manual_seed(derived_seed(args.seed, "weights", 0))
 
 
@@ -2313,7 +2339,7 @@ def open_environments(args: Args) -> tuple[gym.vector.VectorEnv, gym.Env | None]
     eval_env = None
     if RANK == 0 and args.eval_episodes:
         eval_env = make_eval_env(args)
-        seed_generators(args)  # again: the task may have drawn numbers
+        seed_generators(args, RANK)  # again: the task may have drawn numbers
     try:
         return make_envs(args), eval_env
     except UsageError as error:
@@ -2500,6 +2526,8 @@ class Run:
         for env in (self.envs, self.eval_env, *self.unused_envs):
             if env is not None:
                 close_quietly(env)
+        if type(error) is ValueError and str(error).startswith("--env-id"):  # see `Checked`
+            raise UsageError("; ".join([str(error), *error.__notes__])) from error
 
     def request_stop(self, number: int, frame: Any) -> None:
         """End the run after this iteration. A second signal has its default effect."""
@@ -2796,6 +2824,8 @@ def set_attributes(thing: Any, attributes: dict) -> None:
 
 def pickle_envs(envs: gym.vector.VectorEnv) -> tuple[bytes | None, str]:
     """Pickle environments. Returns them, or None and why that is impossible."""
+    if not hasattr(envs, "envs"):
+        return None, "they are in processes of their own"
     file = io.BytesIO()
     try:
         EnvPickler(file).dump(tuple(envs.envs))

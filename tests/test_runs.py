@@ -13,6 +13,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from command import run_main
 from helpers import act, carried_obs, is_recurrent, make_agent, make_run, prepare, small_args
 from probes import ACTIONS, OBSERVATIONS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -134,6 +135,31 @@ def test_processes_give_what_one_process_gives(script, tmp_path, monkeypatch):
     monkeypatch.setattr(gym.vector, "SyncVectorEnv", gym.vector.AsyncVectorEnv)
     many, _ = run(script, tmp_path, "VectorDiscrete")
     assert one == many
+
+
+def test_environments_in_processes_of_their_own_change_no_number(tmp_path, capsys):
+    """`--async-envs`. Checkpoints cannot hold them, and a line says so; a resume opens episodes."""
+    import distributional_ppo_categorical as script
+
+    flags = {"num_envs": 2, "save_envs": "always"}
+    one, _ = run(script, tmp_path, "VectorDiscrete", **flags)
+    many, directory = run(script, tmp_path, "VectorDiscrete", async_envs=True, **flags)
+    assert one == many
+    assert "not saved, since they are in processes of their own" in capsys.readouterr().out
+    script.main(["--resume", str(directory), "--total-timesteps", "144"])
+    assert "episodes start afresh: the checkpoint has no env" in capsys.readouterr().out
+
+
+def test_a_mistake_in_a_process_of_its_own_costs_one_line(tmp_path, capsys):
+    """The error of the script cannot travel; what arrives is made into one again."""
+    import distributional_ppo_categorical as script
+
+    line = ["--env-id", "rude:LaterShort-v0", "--async-envs", "--num-envs", "2"]
+    line += ["--num-steps", "24", "--eval-episodes", "0", "--run-dir", str(tmp_path)]
+    code, _, err = run_main(script, capsys, line)
+    assert code == 2
+    assert err.splitlines()[-1].startswith("error: --env-id rude:LaterShort-v0: observation has")
+    assert "Traceback" not in err.splitlines()[-1]
 
 
 def test_a_loaded_agent_scores_like_the_saved_one(script, tmp_path):
