@@ -72,7 +72,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, make_dataclass
 from functools import partial
 from importlib import import_module
-from itertools import islice, pairwise
+from itertools import count, islice, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -83,10 +83,12 @@ import torch
 import tyro
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch import Tensor, distributed, nn, optim
 from torch.utils.tensorboard import SummaryWriter, summary
 
 Tensors = tuple[Tensor, ...]
+SCRIPT = "distributional_ppo_lstm"  # checkpoints remember it
 
 
 # ------------------------------------------------------------------------------------------- flags
@@ -255,6 +257,9 @@ class ValueDistributionArgs:
     the mean of the quantiles, or their mean and their spread."""
 
 
+CALIBRATED = {"kappa": 0.0, "num_quantiles": 51}  # in the presets of that name and of averse ones
+
+
 # ---- end of value distribution -------------------------------------------------------------------
 
 
@@ -272,7 +277,7 @@ class RiskArgs:
 class RunArgs:
     """What a run is called, when it is saved, and how it is evaluated."""
 
-    exp_name: str = "distributional_ppo_lstm"
+    exp_name: str = "dppo_lstm"
     """Name of the experiment, a part of the run directory's name."""
     seed: Seed = 1
     """Seed of environments, weights and sampling."""
@@ -925,19 +930,17 @@ PRESETS = {
     "calibrated": Preset(
         "Predicts distributions of returns, not of lambda-returns. Combines with a task's.",
         {
-            "num_quantiles": 51,
-            "kappa": 0.0,
             "value_target": "sr_lambda",
             "twin_reduce": "mean",
+            **CALIBRATED,
         },
     ),
     "averse": Preset(
         "Learns from the worst tenth of the returns. Combines with a task's.",
         {
-            "num_quantiles": 51,
-            "kappa": 0.0,
             "value_target": "sr_lambda",
             "twin_reduce": "mean",
+            **CALIBRATED,
             "cvar_alpha": 0.1,
             "cvar_weight": 1.0,
         },
@@ -2278,6 +2281,103 @@ def empirical_cvar(returns: Tensor, alpha: float) -> float:
     return float((mass * returns.sort().values).sum() / size)
 
 
+# ------------------------------------------------------------------------------ tags of TensorBoard
+DESCRIPTIONS = {
+    "adv/abs_max": "The largest advantage that the policy's loss takes.",
+    "adv/mean_raw": "Mean of the advantages, in the task's units.",
+    "adv/std_raw": "Standard deviation of the advantages, in the task's units.",
+    "charts/SPS": "Steps per second, without evaluations and checkpoints.",
+    "charts/critic_learning_rate": "Learning rate of the critics' Adam.",
+    "charts/episodic_length": "Length of each training episode.",
+    "charts/episodic_return": "Return of each training episode, undiscounted.",
+    "charts/learning_rate": "Learning rate of the actor's Adam, ahead of policy/rate_factor.",
+    "charts/recent_returns": "Returns of the last 100 training episodes.",
+    "cvar/coverage": "Share of returns, bootstrapped where cut, below the predicted quantile "
+    "cvar_alpha. It equals cvar_alpha where the tail is right.",
+    "cvar/empirical": "CVaR of the last 100 training returns, undiscounted.",
+    "cvar/predicted": "CVaR of the predicted distributions, discounted, the mean over states.",
+    "cvar/weight": "Weight of the CVaR advantage.",
+    "data/truncated_fraction": "Share of steps at which a time limit cut an episode.",
+    "eval/length_mean": "Mean length of the evaluation's episodes.",
+    "eval/return_cvar": "Mean return of the worst episodes, the share cvar_alpha of them.",
+    "eval/return_mean": "Mean return of the evaluation's episodes.",
+    "eval/return_std": "Standard deviation of the returns of the evaluation's episodes.",
+    "grad/actor": "Norm of the actor's gradient before it is clipped.",
+    "grad/critic": "Norm of the critics' gradient before it is clipped.",
+    "losses/approx_kl": "Estimate k3 of the KL divergence from the policy that acted, in nats.",
+    "losses/clipfrac": "Share of probability ratios beyond the clipping range.",
+    "losses/entropy": "Entropy of the policy, in nats.",
+    "losses/explained_variance": "Share of the variance of lambda-returns that V explained before "
+    "the update. 1 is perfect, 0 is no better than a constant.",
+    "losses/policy_loss": "Clipped surrogate of the policy.",
+    "losses/value_loss": "Mean loss of the critics.",
+    "norm/return_mean": "Mean by which returns are normalised.",
+    "norm/return_std": "Scale by which returns are normalised.",
+    "norm/value_shift": "How far predicted values jumped when the return statistics moved.",
+    "policy/entropy_coef": "Weight of the entropy bonus.",
+    "policy/epochs_done": "Epochs of the actor's steps. Less than update_epochs after a KL stop.",
+    "policy/kl_exact": "KL divergence from the policy that acted, in nats, the mean.",
+    "policy/kl_max": "KL divergence from the policy that acted, the largest of a minibatch.",
+    "policy/rate_factor": "Factor of the actor's learning rate: below 1 where advantages vary less "
+    "than they did.",
+    "policy/ratio_first_minibatch_error": "Largest distance of a probability ratio from 1 before "
+    "any step. It is rounding, or a bug.",
+    "policy/ratio_mean": "Mean of the probability ratios.",
+    "policy/ratio_std": "Standard deviation of the probability ratios.",
+    "policy/stopped_early": "1 where the KL stop ended the actor's loop.",
+    "time/rollout": "Seconds of the rollout.",
+    "time/update": "Seconds of the update.",
+    "time/values": "Seconds of the critics' pass over the rollout.",
+    "twin/abs_difference": "Mean distance between the values of the two critics.",
+    "twin/critic1_is_min": "How often the first critic has the smaller value.",
+    "twin/loss_1": "Loss of the first critic.",
+    "twin/loss_2": "Loss of the second critic.",
+    "value/bias": "Mean of the value minus the lambda-return.",
+    "value/clip_fraction": "Share of predictions that value clipping changed.",
+    "value/crossing_fraction": "Share of neighbouring quantiles that are out of order.",
+    "value/distribution_gap": "Mean distance of the distribution's mean from the value.",
+    "value/outside_support": "Share of the targets' mass beyond the atoms.",
+    "value/p10": "Predicted first decile of the return, the mean over states.",
+    "value/p50": "Predicted median of the return, the mean over states.",
+    "value/p90": "Predicted ninth decile of the return, the mean over states.",
+    "value/predicted_returns": "Predicted first, fifth and ninth deciles of all states.",
+    "value/realised_returns": "Discounted returns that followed, bootstrapped where cut.",
+    "value/std_predicted": "Standard deviation of the predicted distribution, mean over states.",
+    "value/std_target": "Standard deviation of lambda-returns over states.",
+}
+IN_THE_TABLE = ("eval/return_mean", "eval/return_cvar", "charts/SPS")  # of runs, in TensorBoard
+
+
+def describe_run(args: Args) -> dict[str, str | float]:
+    """Return the flags of a run for TensorBoard's table: those that make a difference.
+
+    `flags` has those that are not at their default in one text. Flags of one script alone have no
+    column in a table that lists runs of both.
+    """
+    values = asdict(args)
+    for name in RunArgs.__dataclass_fields__.keys() - {"exp_name", "seed"}:
+        del values[name]
+    for name in ("async_envs", "torch_threads"):
+        del values[name]
+    changed = [
+        f"{one.name}={values[one.name]}"
+        for one in fields(args)
+        if one.name in values and one.name not in FIRST and values[one.name] != one.default
+    ]
+    values |= {"flags": " ".join(changed), "preset": " ".join(args.preset)}
+    return {name: table_value(value) for name, value in values.items()}
+
+
+FIRST = ("env_id", "exp_name", "flags", "preset", "seed")  # columns of that table
+
+
+def table_value(value: Any) -> str | float:
+    """Return a flag as a number or as text: booleans are words, None is none."""
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    return value if isinstance(value, int | float | str) else " ".join(map(str, value))
+
+
 # ------------------------------------------------------------------------------------ run keeping
 class NotFinite(RuntimeError):
     """A loss or a gradient is not finite. All processes of a run find it at once."""
@@ -2498,11 +2598,15 @@ class Run:
             self.directory = gather_objects(make_run_dir(args) if RANK == 0 else None)[0]
         size = " x ".join(map(str, agent.obs_shape))
         seen = f"images, {size}" if agent.sees_images else f"vectors of {size}"
-        self.say(f"{args.env_id}: networks see {seen}; logging to {self.directory}")
+        facts = [f"{args.env_id}: networks see {seen}", f"actions {agent.action_dist.space!s:.100}"]
+        if args.preset:
+            facts.append(f"preset {' '.join(args.preset)}")
+        self.say("; ".join([*facts, f"logging to {self.directory}"]))
         self.writer = None
         if RANK == 0:  # what a resumed run wrote beyond its checkpoint is dropped
             purge_step = self.step + 1 if args.resume else None
             self.writer = SummaryWriter(str(self.directory), purge_step=purge_step)
+            self.log_flags()
 
     def __enter__(self) -> Run:
         if threading.current_thread() is threading.main_thread():
@@ -2574,7 +2678,8 @@ class Run:
         if self.best_step:
             best = f"return {self.best_return:.1f} after {self.best_step:,} steps"
             self.say(f"best evaluation: {best}, {self.directory / 'best.pt'}")
-        self.log_flags()
+        self.say(f"watch it by tensorboard --logdir {self.directory.parent}")
+        self.say(f"go on by --resume {self.directory} --total-timesteps {2 * self.step}")
 
     def lap(self, part: str) -> None:
         """Take the time of a part of the iteration, which ends here."""
@@ -2668,17 +2773,23 @@ class Run:
         self.status.show(line, last)
 
     def log(self, metrics: dict, step: int, histograms: bool = True) -> None:
-        """Write scalars, in one event, and tensors with axes as histograms."""
+        """Write scalars, in one event, and tensors with axes as histograms, with descriptions."""
         if self.writer is None:
             return
-        scalars = Summary()
+        entries = Summary()
         for tag, value in metrics.items():
             if is_scalar(value):
                 self.logged[tag] = float(value)
-                scalars.value.add(tag=tag, simple_value=self.logged[tag])
+                entry = entries.value.add(tag=tag, simple_value=self.logged[tag])
             elif histograms:  # torch's bins end at 1e20
-                self.writer.add_histogram(tag, value.clamp(-9e19, 9e19), step)
-        self.writer.file_writer.add_summary(scalars, step)
+                array = value.clamp(-9e19, 9e19).cpu().numpy()
+                entry = summary.histogram(tag, array, self.writer.default_bins).value[0]
+                entries.value.append(entry)
+                entry = entries.value[-1]
+            else:
+                continue
+            entry.metadata.summary_description = DESCRIPTIONS.get(tag, "")
+        self.writer.file_writer.add_summary(entries, step)
 
     def log_episodes(self, rollout: Rollout) -> None:
         """Write return and length of the episodes of all processes at the steps they ended."""
@@ -2692,11 +2803,14 @@ class Run:
 
     def log_flags(self) -> None:
         """Write the flags for TensorBoard's table of runs."""
-        if self.writer is None:
-            return
-        flags = asdict(self.args) | {"masked_obs": str(self.args.masked_obs)}
-        flags["preset"] = " ".join(self.args.preset)
-        for entry in summary.hparams(flags, {"eval/return_mean": 0}):
+        described = describe_run(self.args)
+        table, started, _ = summary.hparams(described, dict.fromkeys(IN_THE_TABLE, 0))
+        plugin = table.value[0].metadata.plugin_data
+        content = HParamsPluginData.FromString(plugin.content)
+        for column in content.experiment.hparam_infos:
+            column.differs = column.name in FIRST  # TensorBoard shows these ahead of the others
+        plugin.content = content.SerializeToString()
+        for entry in (table, started):
             self.writer.file_writer.add_summary(entry)
 
     # ---- checkpoints ----
@@ -2708,7 +2822,7 @@ class Run:
         the old one, synced and renamed: a kill at any instant leaves one of the two.
         """
         content = {
-            "script": Args.exp_name,
+            "script": SCRIPT,
             "args": {**asdict(self.args), "resume": ""},
             "agent": self.agent.state_dict(),
             "global_step": self.step,
@@ -2897,16 +3011,22 @@ for env in pickle.load(sys.stdin.buffer):
 
 
 def make_run_dir(args: Args) -> Path:
-    """Create <run_dir>/<env_id>__<exp_name>__<seed>__<time> with flags, versions and source."""
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1000}"
+    """Create <run_dir>/<task>__<exp_name>__s<seed>__<MMDD-HHMMSS>, and write the run's origin.
+
+    The task is `env_id` without its module. A name that is taken gets a number.
+    """
+    task = args.env_id.split(":")[-1].replace("/", "_")
+    name = f"{task}__{args.exp_name}__s{args.seed}__{time.strftime('%m%d-%H%M%S')}"
     top = Path(args.run_dir).expanduser().resolve()  # a task may change the working directory
-    path = top / name.replace("/", "_").replace(":", "_")
     try:
-        path.mkdir(parents=True)
-        write_origin(path, args)
+        for number in count(1):
+            path = top / (name if number == 1 else f"{name}-{number}")
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(parents=True)
+                write_origin(path, args)
+                return path
     except OSError as error:
         raise UsageError(f"--run-dir {args.run_dir}: {error}; choose another directory") from error
-    return path
 
 
 def write_origin(path: Path, args: Args) -> None:
@@ -2961,8 +3081,8 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], Args]:
         saved = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(saved, dict):
             raise ValueError("not a dictionary")
-        script = saved.get("script", Args.exp_name)
-        if script != Args.exp_name:
+        script = saved.get("script", SCRIPT)
+        if script != SCRIPT:
             raise ValueError(f"{script}.py wrote it")
         check_version(saved["args"])
         cuda = saved["args"]["cuda"] and torch.cuda.is_available()
@@ -3341,16 +3461,26 @@ def parse_args(argv: list[str]) -> Args:
 
 
 def evaluate_stored(args: Args) -> None:
-    """Evaluate the agent of --evaluate."""
+    """Evaluate the agent of --evaluate, and keep the result in `evaluation.json` beside it."""
     torch.set_num_threads(args.torch_threads)
     path = checkpoint_path(args.evaluate)
     saved, _ = read_checkpoint(path)
+    step = saved["global_step"]
+    tell(f"{args.env_id}: {path} after {step:,} steps")
     env = make_eval_env(args)
     try:
         agent = restore_agent(saved, args, env.observation_space, env.action_space)
-        summarise(list(play(env, agent, args, path.parent / "videos" / path.stem)), args)
+        played = list(play(env, agent, args, path.parent / "videos" / path.stem))
     finally:
         close_quietly(env)
+    result = {"step": step, "episodes": args.eval_episodes, "sampled": args.eval_sampled}
+    result |= summarise(played, args)
+    file = path.parent / "evaluation.json"
+    kept = json.loads(file.read_text()) if file.exists() else {}
+    try:
+        file.write_text(json.dumps(kept | {path.name: result}, indent=2))
+    except OSError as error:
+        tell(f"warning: the result is not kept: {error}", file=sys.stderr)
 
 
 @contextlib.contextmanager

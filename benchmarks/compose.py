@@ -61,6 +61,8 @@ def retell(script: str, own: dict[str, str], new: dict[str, str], names: tuple[s
     for topic, sentence in own.items():
         script = replace_once(script, sentence, new[topic])
     script = SIBLING.sub("\n", script)
+    short = re.search(r'exp_name: str = "(\w+)"', script)[1]
+    script = replace_once(script, f'exp_name: str = "{short}"', f'exp_name: str = "{names[1]}"')
     return script.replace(*names)
 
 

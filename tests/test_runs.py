@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,12 +77,82 @@ def test_events_hold_every_documented_tag(script, tmp_path):
     tags = [*SCALARS, *OF_ITS_OWN[script.__name__]]
     assert set(found.Tags()["scalars"]) >= set(tags)
     assert set(found.Tags()["histograms"]) >= set(HISTOGRAMS)
-    assert "_hparams_/experiment" in found.summary_metadata
+    described = {tag: script.DESCRIPTIONS[tag] for tag in [*tags, *HISTOGRAMS]}
+    shown = {tag: found.summary_metadata[tag].summary_description for tag in described}
+    assert shown == described
     assert metrics.keys() == set(tags) - TIMED
     for tag in metrics:
         assert found.Scalars(tag)[-1].value == pytest.approx(metrics[tag], rel=1e-5, abs=1e-6)
     readme = (Path(__file__).resolve().parents[1] / "README.md").read_text()
     assert [tag for tag in [*tags, *HISTOGRAMS] if f"`{tag}`" not in readme] == []
+
+
+def table_of_runs(directory):
+    """What TensorBoard's HParams tab makes of a directory of runs: columns, and values by run."""
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    columns, values = [], {}
+    for path in sorted(directory.iterdir()):
+        found = events(path).summary_metadata
+        content = found["_hparams_/experiment"].plugin_data.content
+        experiment = HParamsPluginData.FromString(content).experiment
+        columns = columns or [x.name for x in experiment.hparam_infos if x.differs]
+        metrics = [x.name.tag for x in experiment.metric_infos]
+        content = found["_hparams_/session_start_info"].plugin_data.content
+        started = HParamsPluginData.FromString(content).session_start_info.hparams
+        values[path.name] = {k: x.string_value or x.number_value for k, x in started.items()}
+    return columns, metrics, values
+
+
+def test_the_table_of_runs_tells_them_apart(script, tmp_path):
+    """What comes first, and what is not at its default; None and booleans are words; where and how
+    often a run is saved makes no difference and has no column."""
+    run(script, tmp_path, "VectorDiscrete", seed=7, gamma=0.5, anneal_lr=False)
+    columns, metrics, values = table_of_runs(tmp_path)
+    assert {*columns} == {"env_id", "exp_name", "flags", "preset", "seed"}
+    assert metrics == ["eval/return_mean", "eval/return_cvar", "charts/SPS"]
+    [found] = values.values()
+    assert (found["env_id"], found["seed"], found["gamma"]) == ("probes:VectorDiscrete-v0", 7, 0.5)
+    assert "gamma=0.5" in found["flags"]
+    assert "anneal_lr=False" in found["flags"]
+    assert "clip_coef" not in found["flags"]
+    assert found["anneal_lr"] == "false"
+    assert found["target_kl"] == "none"
+    assert {"run_dir", "resume", "checkpoint_every", "torch_threads"} & found.keys() == set()
+
+
+def test_runs_of_one_second_have_names_of_their_own(script, tmp_path, monkeypatch):
+    """A name that is taken gets a number."""
+    monkeypatch.setattr(script.time, "strftime", lambda _: "0102-030405")
+    args = small_args(script, "Walk", run_dir=str(tmp_path))
+    names = [script.make_run_dir(args).name for _ in range(3)]
+    name = f"Walk-v0__{script.Args.exp_name}__s1__0102-030405"
+    assert names == [name, f"{name}-2", f"{name}-3"]
+
+
+def test_an_evaluation_is_kept_beside_its_checkpoint(script, tmp_path, capsys):
+    """One entry for each checkpoint: step, how it was evaluated, and the result."""
+    metrics, directory = run(script, tmp_path, "Walk", eval_every=1)
+    capsys.readouterr()
+    for name in ("checkpoint.pt", "best.pt"):
+        script.main(["--evaluate", str(directory / name)])
+    out = capsys.readouterr().out
+    assert f"probes:Walk-v0: {directory}/checkpoint.pt after 96 steps" in out
+    kept = json.loads((directory / "evaluation.json").read_text())
+    assert kept.keys() == {"checkpoint.pt", "best.pt"}
+    one = kept["checkpoint.pt"]
+    assert (one["step"], one["episodes"], one["sampled"]) == (96, 3, False)
+    assert one["eval/return_mean"] == metrics["eval/return_mean"]
+
+
+def test_a_run_says_where_it_stands(script, tmp_path, capsys):
+    """Ahead: task, what is seen, actions, directory. At the end: how to watch, how to go on."""
+    _, directory = run(script, tmp_path, "VectorDiscrete")
+    lines = capsys.readouterr().out.splitlines()
+    first = "probes:VectorDiscrete-v0: networks see vectors of 4; actions Discrete(4, start=3)"
+    assert lines[0] == f"{first}; logging to {directory}"
+    assert lines[-2] == f"watch it by tensorboard --logdir {tmp_path}"
+    assert lines[-1] == f"go on by --resume {directory} --total-timesteps 192"
 
 
 def test_episodes_are_logged_at_the_step_they_ended(script, tmp_path):
@@ -216,7 +287,8 @@ def test_evaluation_statistics(script):
 def test_the_run_directory_tells_what_was_run(script, tmp_path):
     """Flags, versions, commit and source; names that would break a path are made safe."""
     _, directory = run(script, tmp_path, "VectorDiscrete", seed=7)
-    assert directory.name.startswith(f"probes_VectorDiscrete-v0__{script.__name__}__7__")
+    name = rf"VectorDiscrete-v0__{script.Args.exp_name}__s7__\d{{4}}-\d{{6}}(-\d+)?"
+    assert re.fullmatch(name, directory.name)
     told = json.loads((directory / "args.json").read_text())
     assert told["args"]["seed"] == 7
     assert "batch_size" not in told["args"]

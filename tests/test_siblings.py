@@ -18,6 +18,8 @@ from helpers import small_args
 ROOT = Path(__file__).resolve().parents[1]
 LSTM, CATEGORICAL = "distributional_ppo_lstm.py", "distributional_ppo_categorical.py"
 SEAMS = {  # defined in both, different on purpose
+    "SCRIPT": "its name",
+    "CALIBRATED": "flags of quantiles or of atoms",
     "TaskArgs": "the default task",
     "NetworkArgs": "the width of the LSTM",
     "PPOArgs": "the length of training sequences, other defaults",
