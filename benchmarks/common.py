@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import csv
+import fcntl
 import importlib
 import importlib.util
 import io
@@ -242,11 +243,14 @@ class Table:
             return list(csv.DictReader(file))
 
     def append(self, row: dict[str, Any]) -> None:
-        """One row at the end, below a header if the file is new."""
-        new = not self.path.exists()
+        """Write one row at the end, below a header if the file is new.
+
+        Programs that append at the same time wait for each other.
+        """
         with self.path.open("a", newline="") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # until all is written and the file closed
             writer = csv.DictWriter(file, self.columns, lineterminator=self.end)
-            if new:
+            if os.fstat(file.fileno()).st_size == 0:
                 writer.writeheader()
             writer.writerow(row)
 

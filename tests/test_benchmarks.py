@@ -7,6 +7,7 @@ import importlib
 import io
 import json
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -299,6 +300,49 @@ def test_scores_beside_published_ones():
     told = learning.over_published(scores)
     assert "that it reports 3.00; mean of score over the zoo's 2.65" in told
     assert told.endswith("(HalfCheetah-v5 0.37, Hopper-v5 2.97, Walker2d-v5 4.60)")
+
+
+# ---------------------------------------------------------------------------- what is kept of a run
+APPENDING = """
+for i in range(300):
+    table = common.Table(folder / f"table{i}.csv", ("number", "text"))
+    table.append({"number": number, "text": "x" * 20_000})
+"""
+
+
+def start_together(text, folder):
+    """Three programs, numbers 0 to 2, which begin with this text when all of them have started."""
+    head = (
+        "import sys, pathlib, common\nfolder, number = pathlib.Path(sys.argv[1]), int(sys.argv[2])"
+    )
+    text = f"{head}\nprint(flush=True)\nsys.stdin.readline()\n{text}"
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", text, str(folder), str(number)],
+            cwd=ROOT / "benchmarks",
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(3)
+    ]
+    for program in programs:
+        program.stdout.readline()
+    for program in programs:
+        program.stdin.write("\n")
+        program.stdin.flush()
+    return programs
+
+
+def test_programs_that_append_at_once_lose_nothing(tmp_path):
+    """Each of 300 new tables has one header and three whole lines."""
+    for program in start_together(APPENDING, tmp_path):
+        program.communicate()
+        assert program.returncode == 0
+    lines = [f"{number},{'x' * 20_000}" for number in range(3)]
+    for i in range(300):
+        header, *rows = (tmp_path / f"table{i}.csv").read_text().split()
+        assert (header, sorted(rows)) == ("number,text", lines)
 
 
 # ------------------------------------------------------------------------------ programs that train
