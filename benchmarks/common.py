@@ -1,4 +1,4 @@
-"""What the programs of this folder share: settings, runs in processes, CSV rows, reports."""
+"""What the programs of this folder share: settings, runs in processes, kept rows, reports."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import csv
 import fcntl
+import gzip
 import importlib
 import importlib.util
 import io
@@ -21,13 +22,14 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import compose
+import numpy as np
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -284,6 +286,183 @@ def by_setting(rows: Iterable[Row]) -> dict[Setting, list[Row]]:
     for row in rows:
         groups.setdefault(setting_of(row), []).append(row)
     return groups
+
+
+# --------------------------------------------------------------------------- runs and their curves
+SMOOTHED = 20  # training episodes in the mean that is compared with a threshold
+BINS = 100  # of a curve
+FOLLOWED = ("norm/return_std", "norm/value_shift", "value/outside_support")  # metrics of the update
+
+
+def over_run(tag: str, kind: str) -> str:
+    """The column that has the mean or the largest value of a metric over all iterations."""
+    return f"{tag.replace('/', '_')}_{kind}"
+
+
+RUN_COLUMNS = (
+    "script",
+    "task",
+    "variant",
+    "flags",  # beyond task and seed, as the script takes them at `commit`
+    "seed",
+    "steps",
+    "return_mean",  # of the final evaluation, as are the next three
+    "return_std",
+    "return_cvar",
+    "length_mean",
+    "mean_over_run",  # of the training returns, over all steps
+    "steps_to_threshold",  # of the training returns: inf if never, empty without a threshold
+    "last_returns",  # mean training return of the last twentieth of the steps
+    "seconds",  # from start to end
+    "steps_per_second",  # of training, evaluations apart
+    "cores",
+    "machine",
+    "commit",
+    "versions",
+    *(over_run(tag, kind) for tag in FOLLOWED for kind in ("mean", "max")),
+)
+OF_A_RUN = ("script", "task", "variant", "seed")  # what tells runs apart
+CURVE_COLUMNS = (*OF_A_RUN, "step", "return", "episodes", "last_20")  # the fields of Bin
+
+
+class Bin(NamedTuple):
+    """A hundredth of a run's steps."""
+
+    step: int  # its last one
+    mean: float  # return of the training episodes that ended in it
+    episodes: int
+    last_20: float  # mean return of the last 20 episodes up to its end, from this bin or before
+
+
+def smoothed(points: np.ndarray, grid: np.ndarray) -> np.ndarray:
+    """Mean return of the 20 episodes, (step, return), before each step of `grid`."""
+    steps, returns = points.T
+    ends = np.searchsorted(steps, grid, side="right")
+    windows = [returns[max(0, end - SMOOTHED) : end] for end in ends]
+    return np.array([window.mean() if len(window) else np.nan for window in windows])
+
+
+def thinned(points: np.ndarray, steps: int) -> list[Bin]:
+    """Training episodes, (step, return), in a hundred bins of as many steps each.
+
+    A bin in which no episode ends is left out. Weighted by their episodes the bins have the mean of
+    all episodes.
+    """
+    if not len(points):
+        return []
+    last = max(steps, int(points[-1, 0]))  # Stable-Baselines3 ends a rollout beyond its steps
+    grid = last * np.arange(1, BINS + 1) // BINS
+    ends = np.searchsorted(points[:, 0], grid, side="right")
+    bins = []
+    for step, begin, end, latest in zip(grid, [0, *ends], ends, smoothed(points, grid)):
+        if end > begin:
+            mean = points[begin:end, 1].mean()
+            bins.append(Bin(int(step), float(mean), int(end - begin), float(latest)))
+    return bins
+
+
+@dataclass(frozen=True)
+class Archive:
+    """The runs in a folder: runs.csv has a row a run, curves.csv.gz a hundred bins a run."""
+
+    folder: Path
+
+    @property
+    def table(self) -> Table:
+        """A row a run."""
+        return Table(self.folder / "runs.csv", RUN_COLUMNS, end="\n")
+
+    @property
+    def curves(self) -> Path:
+        """The compressed CSV with the bins of all runs."""
+        return self.folder / "curves.csv.gz"
+
+    def rows_of(self, cell: Cell) -> list[Row]:
+        """The rows of a cell's runs, whatever their seeds are, in the order of these."""
+        path = self.table.path
+        changed = path.stat().st_mtime_ns if path.exists() else 0
+        return rows_by_setting(self.table, changed).get(cell.setting, [])
+
+    def curve_rows(self) -> list[Row]:
+        """All bins of all runs, as text."""
+        if not self.curves.exists():
+            return []
+        with gzip.open(self.curves, "rt", newline="") as file:
+            return list(csv.DictReader(file))
+
+    def curves_of(self, cell: Cell) -> list[list[Bin]]:
+        """The bins of each of a cell's runs, in the order of their seeds."""
+        runs: dict[int, list[Bin]] = {int(row["seed"]): [] for row in self.rows_of(cell)}
+        for row in self.curve_rows():
+            if setting_of(row) == cell.setting:
+                mean, latest = float(row["return"]), float(row["last_20"])
+                one = Bin(int(row["step"]), mean, int(row["episodes"]), latest)
+                runs[int(row["seed"])].append(one)
+        return list(runs.values())
+
+    def keep(self, row: dict[str, Any], bins: Iterable[Bin]) -> None:
+        """Put a run, its row and its curve, into the two files."""
+        same = {column: row[column] for column in OF_A_RUN}
+        curve = []
+        for step, mean, episodes, latest in bins:
+            figures = {"return": f"{mean:.6g}", "episodes": episodes, "last_20": f"{latest:.6g}"}
+            curve.append(same | {"step": step} | figures)
+        self.merge([row], curve)
+
+    def merge(self, rows: Iterable[dict[str, Any]], curve_rows: Iterable[dict[str, Any]]) -> None:
+        """Put runs into the two files: each in place of one with its setting and seed, or at the
+        end.
+
+        This alone writes the files. Programs that call it at the same time wait for each other, and
+        each reads what the others have written. Files are exchanged as a whole, so that whoever
+        reads meanwhile finds the old or the new one. The rows come last: a run with a row has a
+        curve.
+        """
+        rows, curve_rows = list(rows), list(curve_rows)
+        with (self.folder / "runs.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+            curves = csv_bytes(CURVE_COLUMNS, merged(self.curve_rows(), curve_rows))
+            exchange(self.curves, gzip.compress(curves, mtime=0))
+            runs = csv_bytes(RUN_COLUMNS, merged(self.table.rows(), rows))
+            exchange(self.table.path, runs)
+
+
+@lru_cache(maxsize=4)
+def rows_by_setting(table: Table, changed: int) -> dict[Setting, list[Row]]:
+    """Rows of each setting in the order of their seeds. `changed`: when the file was written, so
+    that a newer one is read anew."""
+    return by_setting(sorted(table.rows(), key=lambda row: int(row["seed"])))
+
+
+def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of runs, or of their bins: the new ones instead of the old ones of the same runs."""
+
+    def run_of(row: dict[str, Any]) -> tuple[str, ...]:
+        return tuple(str(row[column]) for column in OF_A_RUN)
+
+    by_run: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for rows in (old, new):
+        groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+        for row in rows:
+            groups.setdefault(run_of(row), []).append(row)
+        by_run |= groups
+    return [row for rows in by_run.values() for row in rows]
+
+
+def csv_bytes(columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> bytes:
+    """A CSV with a header, as it lies in a file."""
+    file = io.StringIO()
+    writer = csv.DictWriter(file, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue().encode()
+
+
+def exchange(path: Path, content: bytes) -> None:
+    """Put a file in the place of another, at once."""
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_bytes(content)
+    unfinished.replace(path)
 
 
 # ------------------------------------------------------------------------------------------ reports

@@ -24,15 +24,13 @@ that end below 0.9 minus the row's. (Their library, rliable 1.2.0, does not impo
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import common
 import learning
 import numpy as np
-from common import CATEGORICAL, LSTM, LSTM_ATOMS, QUANTILE, RESULTS, Cell
+from common import CATEGORICAL, LSTM, LSTM_ATOMS, QUANTILE, RESULTS, Cell, Row
 
 SCALAR = "--num-quantiles 1 --kappa 10 --value-from distribution"
 REPEATS = 2_000  # of the bootstrap
@@ -43,7 +41,7 @@ class Critic(NamedTuple):
     """One row of a family: how a script is run to have it."""
 
     script: str
-    variant: str  # of the runs' folder
+    variant: str  # in the rows of its runs
     flags: str
     rival: str  # the row of the scalar critic with as many heads
 
@@ -139,26 +137,19 @@ def cells() -> list[Cell]:
 
 
 # ------------------------------------------------------------------------------------------- report
-def files_of(cell: Cell, suffix: str) -> list[Path]:
-    """One file of each of the cell's seeds that have run, in their order."""
-    seeds = [seed for seed in cell.seeds if learning.done(common.Run(cell, seed))]
-    return [learning.folder(cell) / f"seed{seed}.{suffix}" for seed in seeds]
+def rows_of(cell: Cell) -> list[Row]:
+    """The row of each of the cell's seeds that have run, in their order."""
+    return [row for row in learning.rows_of(cell) if int(row["seed"]) in cell.seeds]
 
 
 def at_the_end(cell: Cell) -> list[float]:
     """Final evaluations."""
-    told = [json.loads(path.read_text()) for path in files_of(cell, "json")]
-    return [facts["result"]["eval/return_mean"] for facts in told]
+    return learning.numbers(rows_of(cell), "return_mean")
 
 
 def over_the_run(cell: Cell) -> list[float]:
     """Training returns, means over all steps: larger where a run learns sooner or ends higher."""
-    means = []
-    for path in files_of(cell, "csv"):
-        points = np.loadtxt(path, delimiter=",", skiprows=1, ndmin=2)
-        grid = np.linspace(points[0, 0], points[-1, 0], 200)
-        means.append(float(learning.smoothed(points, grid).mean()))
-    return means
+    return learning.numbers(rows_of(cell), "mean_over_run")
 
 
 def raw_scores(

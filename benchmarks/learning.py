@@ -4,18 +4,19 @@
     python benchmarks/learning.py --report    # tables and figure from the committed files alone
     python benchmarks/learning.py --only CartPoleNoVel-v1 --seeds 1 2 3
     python benchmarks/learning.py --ablations           # one thing changed at a time
+    python benchmarks/learning.py --merge FOLDER        # take in the runs of another results/
 
-A run leaves results/<script>/<task>/<variant>/seed<k>.csv (step, return of every training episode,
-or means of neighbours where there are thousands) and seed<k>.json (final evaluation, flags,
-versions, commit, wall time). Interrupted at any point, the next call continues. Reported seeds are
-1 and up; whatever was tuned was tuned on 1000 and up.
+A run leaves a row in results/runs.csv (final evaluation, what the training returns came to, flags,
+versions, commit, wall time) and a hundred bins of its training returns in results/curves.csv.gz.
+What a row says of the training returns is computed from every episode, ahead of the binning.
+Interrupted at any point, the next call continues. Reported seeds are 1 and up; whatever was tuned
+was tuned on 1000 and up.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import csv
 import dataclasses
 import json
 import math
@@ -28,11 +29,11 @@ from typing import Any, NamedTuple
 import common
 import gymnasium as gym
 import numpy as np
-from common import CATEGORICAL, LSTM, QUANTILE, RESULTS, Cell, Point, Run
+from common import CATEGORICAL, LSTM, QUANTILE, RESULTS, Archive, Bin, Cell, Point, Row, Run
 
 SB3 = "stable_baselines3_ppo"
 CONTRIB = "sb3_contrib_recurrent_ppo"
-FOLLOWED = ("norm/return_std", "norm/value_shift", "value/outside_support")
+ARCHIVE = Archive(RESULTS)
 # keeps the std at 1 or above: a mean beyond the limits of the action is not left with little noise
 FLOOR = " --min-entropy 1.4 --min-entropy-penalty 0.1"
 RETURNS_OVER_10, RETURNS_OVER_100 = " --norm-returns-memory 10", " --norm-returns-memory 100"
@@ -116,7 +117,8 @@ ZOO = {
         "policy_kwargs": {"lstm_hidden_size": 32, "activation_fn": "Tanh"},
     },
 }
-# training return, mean of 20 episodes, at which a task counts as learnt
+# training return, mean of 20 episodes, at which a task counts as learnt; a kept row says when its
+# run reached the number that stood here then
 THRESHOLDS = {
     "CartPoleNoVel-v1": 475,
     "CartPole-v1": 475,
@@ -251,13 +253,8 @@ def ablations() -> list[Cell]:
 ABLATIONS = ablations()
 
 
-def folder(cell: Cell) -> Path:
-    """Where the runs of one cell of the grid are kept."""
-    return RESULTS / cell.script / name_of(cell) / cell.variant
-
-
 def name_of(cell: Cell) -> str:
-    """The task without the module that registers it, fit for a path."""
+    """The task without the module that registers it."""
     return cell.task.split(":")[-1].replace("/", "-")
 
 
@@ -266,7 +263,7 @@ class Result(NamedTuple):
     """What is kept of a run."""
 
     points: list[Point]  # step and return of every training episode
-    facts: dict[str, Any]  # evaluation, flags, versions
+    row: dict[str, Any]  # of common.RUN_COLUMNS
 
 
 def forget(module: ModuleType) -> None:
@@ -326,39 +323,29 @@ def run_ours(run: Run) -> Result:
 
     with common.trained(module, cell.task, run.seed, cell.flags) as done:
         metrics = done.metrics
-        followed = [tag for tag in FOLLOWED if tag in metrics]
-        tags = ("charts/episodic_return", "eval/return_mean", *followed)
-        curves = common.scalars(done.directory, tags)
+        followed = [tag for tag in common.FOLLOWED if tag in metrics]
+        curves = common.scalars(done.directory, ("charts/episodic_return", *followed))
         told = json.loads((done.directory / "args.json").read_text())
 
-    told["args"]["run_dir"] = "runs"
-    told["commit"] = common.commit()  # `compose` writes outside of the repository
-    kept = [tag for tag in metrics if tag.startswith(("eval/", "charts/SPS"))]
-    over_run = {}
+    row = {
+        "steps": told["args"]["total_timesteps"],
+        "return_mean": round(metrics["eval/return_mean"], 4),
+        "return_std": round(metrics["eval/return_std"], 4),
+        "return_cvar": round(metrics["eval/return_cvar"], 4),
+        "length_mean": round(metrics["eval/length_mean"], 4),
+        "steps_per_second": round(metrics["charts/SPS"], 4),
+        "versions": versions_text(told["versions"]),
+    }
     for tag in followed:
         values = [point.value for point in curves[tag]]
-        over_run[tag] = {"mean": np.mean(values), "max": np.max(values)}
-    facts = {
-        "result": {tag: round(metrics[tag], 4) for tag in kept},
-        "evaluations": rounded(curves["eval/return_mean"]),
-        "over_run": over_run,
-        **told,
-    }
-    return Result(curves["charts/episodic_return"], facts)
+        row[common.over_run(tag, "mean")] = float(np.mean(values))
+        row[common.over_run(tag, "max")] = float(np.max(values))
+    return Result(curves["charts/episodic_return"], row)
 
 
-def thinned(points: list[Point]) -> list[Point]:
-    """Of more than 5,000 episodes at most 2,500 points: means of as many neighbours each."""
-    if len(points) <= 5_000:
-        return points
-    size = -(-len(points) // 2_500)
-    groups = [points[i : i + size] for i in range(0, len(points), size)]
-    return [Point(group[-1].step, np.mean([p.value for p in group])) for group in groups]
-
-
-def rounded(points: list[Point]) -> list[Point]:
-    """Four digits are enough of a return."""
-    return [Point(point.step, round(point.value, 4)) for point in points]
+def versions_text(versions: dict[str, str]) -> str:
+    """Names and versions of packages in one line."""
+    return " ".join(f"{name} {version.split()[0]}" for name, version in versions.items())
 
 
 def zoo_options(task: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -461,43 +448,52 @@ def run_peer(run: Run) -> Result:
     mode = not args.eval_sampled
     returns, _ = evaluate_policy(model, fresh, 50, deterministic=mode, return_episode_rewards=True)
 
-    published = ZOO[task] | {"net": NET} if run.cell.variant == "zoo" else {}
-    facts = {
-        "result": {"eval/return_mean": np.mean(returns), "eval/return_std": np.std(returns)},
-        "args": {"total_timesteps": model.num_timesteps, "flags": run.cell.flags, **published},
-        "versions": {m.__name__: m.__version__ for m in (sb3, sb3_contrib, torch)},
+    versions = {module.__name__: module.__version__ for module in (sb3, sb3_contrib, torch)}
+    row = {
+        "steps": model.num_timesteps,
+        "return_mean": float(np.mean(returns)),
+        "return_std": float(np.std(returns)),
+        "versions": versions_text(versions),
     }
-    return Result(points, facts)
+    return Result(points, row)
 
 
 def run_one(run: Run) -> Result:
     """Train one seed in this process."""
     began = time.time()
     work = run_peer if run.cell.script in (SB3, CONTRIB) else run_ours
-    points, facts = work(run)
-    seconds = {"wall_seconds": round(time.time() - began, 1)}
-    return Result(points, {**seconds, **common.machine(), **facts})
+    points, row = work(run)
+    seconds = {"seconds": round(time.time() - began, 1)}
+    origin = {"commit": common.commit()[:7], **common.machine()}
+    same = {**run.cell.setting._asdict(), "seed": run.seed, "flags": flags_text(run.cell)}
+    return Result(points, {**same, **row, **learnt(run.cell, points), **seconds, **origin})
 
 
-def keep(run: Run, result: Result) -> None:
-    """Write the two files of a run."""
-    path = folder(run.cell)
-    path.mkdir(parents=True, exist_ok=True)
-    (path / f"seed{run.seed}.json").write_text(json.dumps(result.facts, indent=1))
-    unfinished = path / f"seed{run.seed}.tmp"
-    with unfinished.open("w", newline="") as file:
-        csv.writer(file).writerows([("step", "return"), *rounded(thinned(result.points))])
-    unfinished.rename(unfinished.with_suffix(".csv"))  # last: it marks the run as done
+def flags_text(cell: Cell) -> str:
+    """Flags with one blank between them."""
+    return " ".join(cell.flags.split())
 
 
-def done(run: Run) -> bool:
-    """Its curve is there."""
-    return (folder(run.cell) / f"seed{run.seed}.csv").exists()
+def learnt(cell: Cell, points: list[Point]) -> dict[str, float]:
+    """What a row says of the training returns, from every episode; nothing where none has ended."""
+    if not len(points):
+        return {}
+    episodes = np.array(points)
+    columns = {"mean_over_run": mean_over_run(episodes), "last_returns": last_returns(episodes)}
+    threshold = THRESHOLDS.get(name_of(cell))
+    if threshold is not None:
+        columns["steps_to_threshold"] = first_step(episodes, threshold)
+    return columns
+
+
+def keep(result: Result) -> None:
+    """Put the run into the two files."""
+    ARCHIVE.keep(result.row, common.thinned(np.array(result.points), result.row["steps"]))
 
 
 def missing(cells: list[Cell], only: list[str], seeds: list[int]) -> list[Run]:
-    """Runs that match and are not done, of these seeds if any; seed 1 of everything first."""
-    runs = [run for run in common.runs_of(cells, only) if not done(run)]
+    """Runs that match and have no row, of these seeds if any; seed 1 of everything first."""
+    runs = ARCHIVE.table.without_row(common.runs_of(cells, only))
     if seeds:
         runs = [run for run in runs if run.seed in seeds]
     return sorted(runs, key=lambda run: run.seed)
@@ -506,45 +502,35 @@ def missing(cells: list[Cell], only: list[str], seeds: list[int]) -> list[Run]:
 def run_missing(runs: list[Run], processes: int) -> None:
     """Train them and keep what they give."""
     for run, result in common.run_all(run_one, runs, processes):
-        keep(run, result)
-        print(run, "|", result.facts["result"], flush=True)
+        keep(result)
+        print(run, "|", result.row["return_mean"], flush=True)
 
 
 # ------------------------------------------------------------------------------------------ reading
-def kept_files(cell: Cell, suffix: str) -> list[Path]:
-    """One file of every run of a cell, in the order of their seeds."""
-    paths = folder(cell).glob(f"seed*.{suffix}")
-    return sorted(paths, key=lambda path: int(path.stem.removeprefix("seed")))
+def rows_of(cell: Cell) -> list[Row]:
+    """The row of every run of a cell, in the order of their seeds."""
+    return ARCHIVE.rows_of(cell)
 
 
-def facts_of(cell: Cell) -> list[dict[str, Any]]:
-    """What is kept beside the curves of a cell's runs."""
-    return [json.loads(path.read_text()) for path in kept_files(cell, "json")]
+def numbers(rows: list[Row], column: str) -> list[float]:
+    """A column of rows; nan where it is not known."""
+    return [float(row[column] or "nan") for row in rows]
 
 
 def scores_of(cell: Cell) -> list[float]:
     """Final evaluation of every run of a cell."""
-    return [facts["result"]["eval/return_mean"] for facts in facts_of(cell)]
+    return numbers(rows_of(cell), "return_mean")
 
 
-def curves_of(cell: Cell) -> list[np.ndarray]:
-    """Training episodes of every run of a cell, (episodes, 2): step and return."""
-    paths = kept_files(cell, "csv")
-    return [np.loadtxt(path, delimiter=",", skiprows=1, ndmin=2) for path in paths]
+def last_returns_of(cell: Cell) -> list[float]:
+    """Mean training return of the last twentieth of the steps of every run of a cell."""
+    return numbers(rows_of(cell), "last_returns")
 
 
 def cell_of(script: str, task: str, variant: str) -> Cell:
     """One cell of the grid."""
     wanted = (task, script, variant)
     return next(cell for cell in GRID if cell.setting == wanted)
-
-
-def smoothed(points: np.ndarray, grid: np.ndarray) -> np.ndarray:
-    """Mean return of the 20 episodes before each step of `grid`."""
-    steps, returns = points.T
-    ends = np.searchsorted(steps, grid, side="right")
-    windows = [returns[max(0, end - 20) : end] for end in ends]
-    return np.array([window.mean() if len(window) else np.nan for window in windows])
 
 
 def iqm(scores: np.ndarray) -> float:
@@ -569,6 +555,13 @@ def first_step(points: np.ndarray, threshold: float | None) -> float:
     return steps[19 + good.argmax()] if good.any() else np.inf
 
 
+def mean_over_run(points: np.ndarray) -> float:
+    """Training returns, (step, return), in the mean over all steps: larger where a run learns
+    sooner or ends higher."""
+    grid = np.linspace(points[0, 0], points[-1, 0], 200)
+    return float(common.smoothed(points, grid).mean())
+
+
 def last_returns(points: np.ndarray) -> float:
     """Mean training return, (step, return), of the last twentieth of the steps."""
     steps, returns = points.T
@@ -578,8 +571,8 @@ def last_returns(points: np.ndarray) -> float:
 # ------------------------------------------------------------------------------------------ reports
 def training_seconds(cell: Cell) -> float:
     """Median time that the cell's runs spent on training, evaluations apart."""
-    runs = facts_of(cell)
-    seconds = [run["args"]["total_timesteps"] / run["result"]["charts/SPS"] for run in runs]
+    runs = rows_of(cell)
+    seconds = [float(run["steps"]) / float(run["steps_per_second"]) for run in runs]
     if not seconds:
         raise ValueError(f"{cell.task}: run {cell.script} first; its time is the limit")
     return float(np.median(seconds))
@@ -587,10 +580,9 @@ def training_seconds(cell: Cell) -> float:
 
 def steps_needed(cell: Cell) -> str:
     """Median steps to the threshold, in words."""
-    threshold = THRESHOLDS.get(name_of(cell))
-    if threshold is None:
+    if name_of(cell) not in THRESHOLDS:
         return "-"
-    steps = np.median([first_step(points, threshold) for points in curves_of(cell)])
+    steps = np.median(numbers(rows_of(cell), "steps_to_threshold"))
     return f"{steps:,.0f}" if np.isfinite(steps) else "not reached"
 
 
@@ -601,7 +593,7 @@ def table(cells: list[Cell]) -> list[str]:
         "| steps to threshold | seconds"
     )
     for cell in cells:
-        runs = facts_of(cell)
+        runs = rows_of(cell)
         if not runs:
             continue
         scores = np.array(scores_of(cell))
@@ -614,7 +606,7 @@ def table(cells: list[Cell]) -> list[str]:
                     cell.script,
                     name_of(cell),
                     cell.variant,
-                    f"{runs[0]['args']['total_timesteps']:,}",
+                    f"{int(runs[0]['steps']):,}",
                     len(runs),
                     f"{scores.mean():.{digits}f}",
                     f"{iqm(scores):.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
@@ -622,7 +614,7 @@ def table(cells: list[Cell]) -> list[str]:
                     else "-",
                     f"{scores.min():.{digits}f}, {scores.max():.{digits}f}",
                     steps_needed(cell),
-                    f"{np.median([run['wall_seconds'] for run in runs]):.0f}",
+                    f"{np.median(numbers(runs, 'seconds')):.0f}",
                 ]
             )
         )
@@ -636,13 +628,13 @@ def every_run(cells: list[Cell]) -> list[str]:
         "| commit"
     )
     for cell in cells:
-        runs = facts_of(cell)
+        runs = rows_of(cell)
         if not runs:
             continue
-        steps = sorted({run["args"]["total_timesteps"] for run in runs})
+        steps = sorted({int(run["steps"]) for run in runs})
         scores = sorted(scores_of(cell))
         digits = 1 if max(map(abs, scores)) > 10 else 3
-        last = np.mean([last_returns(points) for points in curves_of(cell)])
+        last = np.mean(last_returns_of(cell))
         lines.append(
             common.markdown_row(
                 [
@@ -652,7 +644,7 @@ def every_run(cells: list[Cell]) -> list[str]:
                     f"{steps[0]:,} to {steps[-1]:,}" if len(steps) > 1 else f"{steps[0]:,}",
                     " ".join(f"{score:.{digits}f}" for score in scores),
                     f"{last:.{digits}f}",
-                    " ".join(sorted({(run.get("commit") or "-")[:7] for run in runs})),
+                    " ".join(sorted({run["commit"] or "-" for run in runs})),
                 ]
             )
         )
@@ -667,8 +659,7 @@ def beside_published() -> list[str]:
         known = PUBLISHED.get(cell.task)
         if known is None or cell.variant != "default" or not cell.script.startswith("dist"):
             continue
-        last = np.mean([last_returns(points) for points in curves_of(cell)])
-        mine = (np.mean(scores_of(cell)), last)
+        mine = (np.mean(scores_of(cell)), np.mean(last_returns_of(cell)))
         theirs = ((known.zoo, known.zoo_steps), (known.cleanrl, known.cleanrl_steps))
         cells = [cell.task]
         for own, (score, steps) in zip(mine, theirs):
@@ -708,7 +699,7 @@ def mujoco(title: str, script: str, variant: str) -> str:
     for task, cell in cells.items():
         cleanrl = PUBLISHED[task].cleanrl
         if not math.isnan(cleanrl):
-            like_for_like += [last_returns(x) / cleanrl for x in curves_of(cell)[:fewest]]
+            like_for_like += [last / cleanrl for last in last_returns_of(cell)[:fewest]]
     return (
         f"{title}: {over_published(scores)}; IQM of the last training returns, "
         f"which CleanRL reports, over CleanRL's {iqm(np.array(like_for_like)):.2f}."
@@ -720,7 +711,7 @@ def beside(title: str, pairs: list[tuple[Cell, Cell]]) -> str:
     means = {
         name_of(ours): (np.mean(scores_of(ours)), np.mean(scores_of(peer)))
         for ours, peer in pairs
-        if facts_of(ours) and facts_of(peer)
+        if rows_of(ours) and rows_of(peer)
     }
     behind = [task for task, (mine, theirs) in means.items() if mine < theirs]
     return (
@@ -773,6 +764,13 @@ def draw_ablations(cells: list[Cell]) -> None:
     figure.savefig(RESULTS / "ablations.png", dpi=110)
 
 
+def latest(bins: list[Bin], grid: np.ndarray) -> np.ndarray:
+    """Mean return of the 20 episodes before each step of `grid`, which has ends of bins."""
+    steps = np.array([one.step for one in bins])
+    means = np.array([np.nan, *[one.last_20 for one in bins]])
+    return means[np.searchsorted(steps, grid, side="right")]
+
+
 def draw_learning() -> None:
     """Training curves with memory and without."""
     plt = common.pyplot()
@@ -781,10 +779,10 @@ def draw_learning() -> None:
     figure, axes = plt.subplots(figsize=(7, 3.6), constrained_layout=True)
     with_memory, without = (cell_of(LSTM, task, name) for name in ("default", "no_memory"))
     for cell, colour, name in ((with_memory, "C0", "LSTM"), (without, "C3", "state zeroed")):
-        runs = curves_of(cell)
+        runs = ARCHIVE.curves_of(cell)
         if not runs:
             continue
-        curves = np.array([smoothed(points, grid) for points in runs])
+        curves = np.array([latest(bins, grid) for bins in runs])
         label = f"{name}, median of {len(runs)} seeds"
         axes.plot(grid, curves.T, color=colour, lw=0.6, alpha=0.5)
         axes.plot(grid, np.median(curves, 0), color=colour, lw=2.2, label=label)
@@ -825,7 +823,12 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="*", type=int, default=[], help="seeds to run")
     parser.add_argument("--ablations", action="store_true", help="run these instead of the grid")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
+    parser.add_argument("--merge", type=Path, metavar="FOLDER", help="only take in its runs")
     args = parser.parse_args()
+    if args.merge:
+        other = Archive(args.merge)
+        ARCHIVE.merge(other.table.rows(), other.curve_rows())
+        return
     common.require("matplotlib", "sb3_contrib")
     if not args.report:
         cells = ABLATIONS if args.ablations else GRID

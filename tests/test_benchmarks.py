@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import importlib
 import io
-import json
 import shutil
 import subprocess
 import sys
@@ -166,15 +166,21 @@ def test_runs_below_the_reference_are_told(critics, monkeypatch):
     assert told[2:] == ["* ours: none", "* theirs: a-v0 1.70; b 5.00"]
 
 
-def test_mean_of_a_run_counts_steps_not_episodes(critics, tmp_path, monkeypatch):
+def test_mean_of_a_run_counts_steps_not_episodes():
     """Return 0 at every step until 1,000, then 100 every 100 steps until 2,000: half of the steps
     each. A mean of 20 episodes rises by 5 every 100 steps of the second half, 0 to 45: 22.5, and
     11.25 over all. A mean of episodes would be 1."""
     points = [(step, 0) for step in range(1, 1001)] + [(1000 + 100 * i, 100) for i in range(1, 11)]
-    path = tmp_path / "seed1.csv"
-    path.write_text("step,return\n" + "".join(f"{step},{value}\n" for step, value in points))
-    monkeypatch.setattr(critics, "files_of", lambda cell, suffix: [path])
-    assert critics.over_the_run(None) == [pytest.approx(11.25, abs=0.3)]
+    learning = importlib.import_module("learning")
+    assert learning.mean_over_run(np.array(points, float)) == pytest.approx(11.25, abs=0.3)
+
+
+def test_a_family_has_rows_of_its_own_seeds(critics, tmp_path, monkeypatch):
+    """The grid of `learning` may have run more of them."""
+    archive = keep_scores(tmp_path, monkeypatch, {1: 5.0, 2: 6.0, 3: 7.0})
+    assert critics.at_the_end(made_up_cell([2, 3, 4])) == [6, 7]
+    assert critics.over_the_run(made_up_cell([3])) == [0.5]
+    assert len(archive.rows_of(made_up_cell([]))) == 3
 
 
 def test_the_scalar_critic_is_the_usual_one(critics):
@@ -241,17 +247,6 @@ def test_last_returns_are_of_the_last_twentieth_of_the_steps():
     assert learning.last_returns(points) == 6
 
 
-def test_long_curves_are_thinned_by_means_of_neighbours():
-    """5,001 episodes in groups of three: means, at the step of each group's last."""
-    learning = importlib.import_module("learning")
-    points = [learning.Point(i, 2.0 * i) for i in range(5_001)]
-    thin = learning.thinned(points)
-    assert len(thin) == 1_667
-    assert thin[0] == (2, 2)
-    assert thin[-1] == (5_000, 2 * 4_999)
-    assert learning.thinned(points[:-1]) == points[:-1]
-
-
 def test_tasks_on_which_the_peer_is_ahead_are_named(monkeypatch):
     """Means 2, 1 and 0.5 beside 1, 1 and 0.6: a tie counts as at least the peer's. A task that
     only one of the two has run does not count."""
@@ -267,24 +262,11 @@ def test_tasks_on_which_the_peer_is_ahead_are_named(monkeypatch):
         "D": [],
     }
     monkeypatch.setattr(learning, "scores_of", lambda cell: scores[cell.script])
-    monkeypatch.setattr(learning, "facts_of", lambda cell: scores[cell.script])
+    monkeypatch.setattr(learning, "rows_of", lambda cell: scores[cell.script])
     cells = {name: learning.Cell(f"task-{name.lower()}", name, "", "", ()) for name in scores}
     pairs = [(cells[name], cells[name.upper()]) for name in "abcd"]
     told = learning.beside("Title", pairs)
     assert told == "Title: at least the peer's mean on 2 of 3 tasks; behind on task-c."
-
-
-def test_files_of_runs_come_in_the_order_of_their_seeds(monkeypatch, tmp_path):
-    """Seed 10 behind seed 2."""
-    learning = importlib.import_module("learning")
-    monkeypatch.setattr(learning, "RESULTS", tmp_path)
-    cell = learning.Cell("task", "script", "default", "", range(1, 11))
-    learning.folder(cell).mkdir(parents=True)
-    for seed in (10, 2, 1):
-        (learning.folder(cell) / f"seed{seed}.json").write_text("{}")
-    names = [path.stem for path in learning.kept_files(cell, "json")]
-    assert names == ["seed1", "seed2", "seed10"]
-    assert learning.kept_files(cell, "csv") == []
 
 
 def test_scores_beside_published_ones():
@@ -303,22 +285,125 @@ def test_scores_beside_published_ones():
 
 
 # ---------------------------------------------------------------------------- what is kept of a run
+def made_up_cell(seeds):
+    """A task without a threshold."""
+    return importlib.import_module("common").Cell("pkg:Walk-v0", "script", "default", "", seeds)
+
+
+def keep_scores(folder, monkeypatch, scores):
+    """An archive for `learning`, with a run of two episodes for each seed's final evaluation."""
+    common = importlib.import_module("common")
+    learning = importlib.import_module("learning")
+    archive = common.Archive(folder)
+    monkeypatch.setattr(learning, "ARCHIVE", archive)
+    for seed, score in scores.items():
+        same = {**made_up_cell([]).setting._asdict(), "seed": seed, "steps": 1000}
+        row = {"return_mean": score, "mean_over_run": 0.5, "last_returns": seed, "seconds": 9}
+        bins = common.thinned(np.array([[10, 1.0], [1000, 2]]), 1000)
+        archive.keep(same | row | {"commit": "abcdef0"}, bins)
+    return archive
+
+
+def test_thinning_keeps_the_mean_and_the_returns_at_the_ends_of_bins():
+    """Episodes of 7 steps until step 500, then of 100: 71 of return 1 and 5 of return 3. Bins of 10
+    steps in which none ends are left out, the others have one or two. The mean of the last 20 does
+    not stop at the border of a bin."""
+    common = importlib.import_module("common")
+    steps = [*range(7, 500, 7), *range(600, 1001, 100)]
+    points = np.array([(step, 1.0 if step < 500 else 3.0) for step in steps])
+    bins = common.thinned(points, 1000)
+    assert [one.step for one in bins] == [*range(10, 501, 10), *range(600, 1001, 100)]
+    assert {one.episodes for one in bins} == {1, 2}
+    assert sum(one.episodes for one in bins) == len(points)
+    mean = sum(one.mean * one.episodes for one in bins) / len(points)
+    assert mean == pytest.approx(points[:, 1].mean(), rel=1e-12)
+    assert [one.last_20 for one in bins[-5:]] == pytest.approx([1.1, 1.2, 1.3, 1.4, 1.5])
+
+
+def test_a_hundred_bins_whose_ends_are_of_the_runs_steps():
+    """One episode a step, 1,000 of them; and a peer's, which ends beyond its steps."""
+    common = importlib.import_module("common")
+    points = np.stack([np.arange(1, 1001), np.arange(1000)], 1).astype(float)
+    bins = common.thinned(points, 1000)
+    assert bins[0] == (10, 4.5, 10, 4.5)
+    assert bins[-1] == (1000, 994.5, 10, 989.5)
+    assert len(bins) == 100
+    assert len(common.thinned(points, 2000)) == 50
+    assert common.thinned(points, 500) == bins
+
+
+def test_what_a_row_says_is_computed_before_thinning():
+    """The return is 500 in episodes of one step from step 101 to 120, else 0 in episodes of 100
+    steps. The threshold is reached at step 119 (19 of 20 are 475), the bins of 1,000 steps have
+    nothing above 360, and the last twentieth is 0."""
+    learning = importlib.import_module("learning")
+    common = importlib.import_module("common")
+    good = [learning.Point(step, 500.0) for step in range(101, 121)]
+    later = [learning.Point(step, 0.0) for step in range(200, 100_001, 100)]
+    cell = common.Cell("CartPole-v1", NAMES[1], "default", "", [1])
+    points = [learning.Point(100, 0.0), *good, *later]
+    row = learning.learnt(cell, points)
+    assert row["steps_to_threshold"] == 119
+    assert row["last_returns"] == 0
+    assert row["mean_over_run"] > 0
+    assert max(one.mean for one in common.thinned(np.array(points), 100_000)) < 360
+    assert learning.learnt(cell, later)["steps_to_threshold"] == np.inf
+    assert "steps_to_threshold" not in learning.learnt(made_up_cell([1]), points)
+    assert learning.learnt(cell, []) == {}
+    assert common.thinned(np.array([]), 1000) == []
+
+
+def test_rows_of_runs_come_in_the_order_of_their_seeds(tmp_path, monkeypatch):
+    """Seed 10 behind seed 2; so do curves, and a run that is kept later is seen."""
+    archive = keep_scores(tmp_path, monkeypatch, {10: 1.0, 2: 2.0})
+    cell = made_up_cell([])
+    assert [row["seed"] for row in archive.rows_of(cell)] == ["2", "10"]
+    keep_scores(tmp_path, monkeypatch, {1: 3.0})
+    assert [row["return_mean"] for row in archive.rows_of(cell)] == ["3.0", "2.0", "1.0"]
+    assert [[one.step for one in bins] for bins in archive.curves_of(cell)] == [[10, 1000]] * 3
+
+
+def test_a_run_replaces_the_same_run_and_archives_are_merged(tmp_path, monkeypatch):
+    """Seed 2 stays in its place. Of another archive, by the command line, 2 is taken, 3 added."""
+    learning = importlib.import_module("learning")
+    (tmp_path / "other").mkdir()
+    keep_scores(tmp_path / "other", monkeypatch, {2: 7.0, 3: 8.0})
+    archive = keep_scores(tmp_path, monkeypatch, {1: 1.0, 2: 2.0, 4: 4.0})
+    keep_scores(tmp_path, monkeypatch, {2: 5.0})
+
+    def kept():
+        return [(row["seed"], row["return_mean"]) for row in archive.table.rows()]
+
+    assert kept() == [("1", "1.0"), ("2", "5.0"), ("4", "4.0")]
+    monkeypatch.setattr(sys, "argv", ["learning.py", "--merge", str(tmp_path / "other")])
+    learning.main()
+    assert kept() == [("1", "1.0"), ("2", "7.0"), ("4", "4.0"), ("3", "8.0")]
+    assert [row["seed"] for row in archive.curve_rows()] == list("11224433")
+
+
+START = """
+import sys, pathlib, common
+folder, number = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+print(flush=True)
+sys.stdin.readline()
+"""
 APPENDING = """
 for i in range(300):
     table = common.Table(folder / f"table{i}.csv", ("number", "text"))
     table.append({"number": number, "text": "x" * 20_000})
 """
+KEEPING = """
+for seed in range(40 * number, 40 * number + 40):
+    row = {"script": "s", "task": "t", "variant": "v", "seed": seed}
+    common.Archive(folder).keep(row, [common.Bin(step, seed, 1, seed) for step in (5, 10)])
+"""
 
 
 def start_together(text, folder):
     """Three programs, numbers 0 to 2, which begin with this text when all of them have started."""
-    head = (
-        "import sys, pathlib, common\nfolder, number = pathlib.Path(sys.argv[1]), int(sys.argv[2])"
-    )
-    text = f"{head}\nprint(flush=True)\nsys.stdin.readline()\n{text}"
     programs = [
         subprocess.Popen(
-            [sys.executable, "-c", text, str(folder), str(number)],
+            [sys.executable, "-c", START + text, str(folder), str(number)],
             cwd=ROOT / "benchmarks",
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -343,6 +428,61 @@ def test_programs_that_append_at_once_lose_nothing(tmp_path):
     for i in range(300):
         header, *rows = (tmp_path / f"table{i}.csv").read_text().split()
         assert (header, sorted(rows)) == ("number,text", lines)
+
+
+def test_programs_that_keep_runs_at_once_lose_none(tmp_path):
+    """Each of 120 runs has its row and its bins. What is read meanwhile is whole, and each run that
+    has a row has a curve."""
+    archive = importlib.import_module("common").Archive(tmp_path)
+    programs = start_together(KEEPING, tmp_path)
+    while any(program.poll() is None for program in programs):
+        rows = {row["seed"] for row in archive.table.rows()}
+        assert rows <= {row["seed"] for row in archive.curve_rows()}
+    for program in programs:
+        program.communicate()
+        assert program.returncode == 0
+    assert sorted(int(row["seed"]) for row in archive.table.rows()) == [*range(120)]
+    bins = sorted((int(row["seed"]), int(row["step"])) for row in archive.curve_rows())
+    assert bins == [(seed, step) for seed in range(120) for step in (5, 10)]
+
+
+RUNS = """\
+script,task,variant,seed,steps,return_mean,steps_to_threshold,last_returns,seconds,commit
+script,pkg:Walk-v0,default,2,200000,2.25,,1.5,30,abcdef0
+script,pkg:Walk-v0,default,1,200000,-1.75,,0.5,10,abcdef0
+script,CartPole-v1,default,1,50000,500.0,20000.0,480.25,8,
+script,CartPole-v1,default,2,50000,499.0,inf,420.25,9,
+"""
+TABLE = """\
+| script | Walk-v0 | default | 200,000 | 2 | 0.25 | - | -1.75, 2.25 | - | 20 |
+| script | CartPole-v1 | default | 50,000 | 2 | 499.5 | - | 499.0, 500.0 | not reached | 8 |
+"""
+EVERY_RUN = """\
+| script | Walk-v0 | default | 200,000 | -1.750 2.250 | 1.000 | abcdef0 |
+| script | CartPole-v1 | default | 50,000 | 499.0 500.0 | 450.2 | - |
+"""
+
+
+def test_tables_are_made_from_the_two_files(tmp_path, monkeypatch):
+    """Two tasks of two runs each, one of them with a threshold that one run does not reach. A curve
+    is the mean of the last 20 episodes at the end of the bin before, not a number before them."""
+    common = importlib.import_module("common")
+    learning = importlib.import_module("learning")
+    archive = common.Archive(tmp_path)
+    archive.table.path.write_text(RUNS)
+    head = "script,task,variant,seed,step,return,episodes,last_20\n"
+    archive.curves.write_bytes(
+        gzip.compress(f"{head}script,pkg:Walk-v0,default,1,4000,7,3,5.5\n".encode())
+    )
+    monkeypatch.setattr(learning, "ARCHIVE", archive)
+    walk = made_up_cell([1, 2])
+    cells = [walk, replace(walk, task="CartPole-v1"), replace(walk, variant="not run")]
+    assert learning.table(cells)[2:] == TABLE.splitlines()
+    assert learning.every_run(cells)[2:] == EVERY_RUN.splitlines()
+    [first, second] = archive.curves_of(walk)
+    assert second == []
+    curve = learning.latest(first, np.array([2000, 4000, 6000]))
+    np.testing.assert_array_equal(curve, [np.nan, 5.5, 5.5])
 
 
 # ------------------------------------------------------------------------------ programs that train
@@ -519,22 +659,29 @@ REPLACED = {"no_memory": ["unroll_lstm"], "no_popart": ["update"], "default": []
     + [(name, "exchanged") for name in COMPOSED],
 )
 def test_learning_keeps_a_run(script, variant, monkeypatch, tmp_path):
-    """Curve and facts of each variant that changes the script's functions."""
+    """Curve and row of each variant that changes the script's functions."""
     learning, run = tiny_run("learning", "CartPoleNoVel-v1", script, variant)
     module = importlib.import_module("common").load_script(script)
     keep_as_it_is(monkeypatch, module, *REPLACED.get(variant, []))
     keep_as_it_is(monkeypatch, module.ValueDistribution, "move_statistics")
     if hasattr(module, "Body"):
         keep_as_it_is(monkeypatch, module.Body, "step")
-    monkeypatch.setattr(learning, "RESULTS", tmp_path)
-    learning.keep(run, learning.run_one(run))
-    assert learning.done(run)
-    [facts] = learning.facts_of(run.cell)
-    assert facts["result"]["eval/return_mean"] == learning.scores_of(run.cell)[0]
-    assert facts["args"]["num_steps"] == 16
-    assert "norm/value_shift" in facts["over_run"]
-    [points] = learning.curves_of(run.cell)
-    assert len(points) > 0
+    common = importlib.import_module("common")
+    monkeypatch.setattr(learning, "ARCHIVE", common.Archive(tmp_path))
+    assert learning.missing([run.cell], [], []) == [run]
+    result = learning.run_one(run)
+    learning.keep(result)
+    assert learning.missing([run.cell], [], []) == []
+    [row] = learning.rows_of(run.cell)
+    assert [float(row["return_mean"])] == learning.scores_of(run.cell)
+    assert row["flags"] == TINY
+    assert row["steps"] == "128"
+    unknown = {name for name, value in row.items() if not value}
+    kind = {"value_outside_support_mean", "value_outside_support_max"}
+    assert unknown == (kind if script in (NAMES[0], COMPOSED[1]) else set())
+    assert row["versions"].startswith("torch ")
+    [bins] = learning.ARCHIVE.curves_of(run.cell)
+    assert sum(one.episodes for one in bins) == len(result.points) > 0
 
 
 def test_without_popart_the_statistics_move_after_the_update(script, monkeypatch):
@@ -568,8 +715,9 @@ def test_learning_trains_the_recurrent_peer(variant, monkeypatch):
     pytest.importorskip("sb3_contrib")
     learning, run = tiny_run("learning", "CartPoleNoVel-v1", "sb3_contrib_recurrent_ppo", variant)
     monkeypatch.setattr(learning, "training_seconds", lambda cell: 5)
-    points, facts = learning.run_one(run)
-    assert np.isfinite(facts["result"]["eval/return_mean"])
+    points, row = learning.run_one(run)
+    assert np.isfinite(row["return_mean"])
+    assert row.keys() <= set(importlib.import_module("common").RUN_COLUMNS)
     assert points
 
 
@@ -579,7 +727,7 @@ def test_learning_and_truth_train_the_feed_forward_peer():
     pytest.importorskip("stable_baselines3")
     peer = "stable_baselines3_ppo"
     learning, run = tiny_run("learning", "CartPole-v1", peer, "same_flags")
-    assert np.isfinite(learning.run_one(run).facts["result"]["eval/return_mean"])
+    assert np.isfinite(learning.run_one(run).row["return_mean"])
     truth, run = tiny_run("truth", "bad-arm", peer)
     assert 0 < truth.run_one(run)["bad"] < 1
 
@@ -630,6 +778,29 @@ def test_a_flag_is_left_out():
         "--min-entropy-penalty 1"
     )
     assert common.without("", "--gamma") == ""
+
+
+@pytest.mark.slow
+def test_the_report_of_learning_is_made_from_the_committed_files(monkeypatch, tmp_path, capsys):
+    """The same three tables again, and two figures; nothing committed is written."""
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("sb3_contrib")
+    learning = importlib.import_module("learning")
+    monkeypatch.setattr(learning, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["learning.py", "--report"])
+    learning.main()
+    for name in ("learning.md", "every_run.md", "ablations.md"):
+        assert (tmp_path / name).read_text() == (RESULTS / name).read_text()
+    for name in ("learning.png", "ablations.png"):
+        assert (tmp_path / name).stat().st_size > 50_000
+
+
+def test_results_are_few_and_light():
+    """At most 60 files and 6 MB; no file of a single run."""
+    files = [path for path in RESULTS.rglob("*") if path.is_file() and path.suffix != ".lock"]
+    assert len(files) <= 60
+    assert sum(path.stat().st_size for path in files) <= 6_000_000
+    assert not [path for path in files if path.stem.startswith("seed")]
 
 
 @pytest.mark.parametrize(
@@ -835,13 +1006,19 @@ PEERS = ("sb3_contrib_recurrent_ppo", "stable_baselines3_ppo")
 def final_scores(scripts, task):
     """Evaluations at the end of the runs of the one of these programs that has a row of `task`: by
     its defaults, or else by what takes their place."""
+    rows = importlib.import_module("learning").ARCHIVE.table.rows()
     for variant in ("default", "first", "zoo", "same_flags", "equal_time"):
         for script in scripts:
-            files = sorted((RESULTS / script / task / variant).glob("seed*.json"))
-            if files:
-                facts = [json.loads(file.read_text()) for file in files]
-                return np.array([fact["result"]["eval/return_mean"] for fact in facts])
-    raise FileNotFoundError(task)
+            wanted = (script, task, variant)
+            scores = [float(row["return_mean"]) for row in rows if known_as(row) == wanted]
+            if scores:
+                return np.array(scores)
+    raise LookupError(task)
+
+
+def known_as(row):
+    """Script, task as README calls it, and variant of a kept run."""
+    return row["script"], row["task"].split(":")[-1].replace("/", "-"), row["variant"]
 
 
 def cells_of(line):
@@ -858,7 +1035,7 @@ def readme_rows():
 
 @pytest.mark.parametrize("row", readme_rows(), ids=lambda row: row[0])
 def test_readmes_results_are_those_of_the_committed_runs(row):
-    """Every line of its table, from the runs' own files."""
+    """Every line of its table, from the rows of the runs."""
     task = row[0].split(",")[0]
     for told, scripts in ((row[1], SCRIPTS), (row[3], PEERS)):
         scores = final_scores(scripts, task)
