@@ -172,7 +172,7 @@ def train(name: str, line: list[str], folder: Path) -> Config:
     script = common.load_script(name)
     kept = [*folder.glob("*/checkpoint.pt")]
     if kept:
-        args, _ = script.parse_args(["--resume", str(kept[0].parent)])
+        args = script.parse_args(["--resume", str(kept[0].parent)])
     else:
         shutil.rmtree(folder, ignore_errors=True)  # of a run without a checkpoint
         args = args_of(script, [*line, "--run-dir", str(folder)])
