@@ -72,7 +72,16 @@ from functools import cache, partial
 from importlib import import_module
 from itertools import count, islice
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import cloudpickle
 import gymnasium as gym
@@ -1943,7 +1952,7 @@ class Checked(gym.Wrapper):
     and the networks run under their own.
     """
 
-    tasks_settings = None  # of torch, as the tasks left them; None: as they are
+    tasks_settings: ClassVar[dict[str, tuple]] = {}  # of torch, by env_id, where tasks change them
 
     def __init__(self, env: gym.Env, env_id: str, see: Callable, seen: Box) -> None:
         super().__init__(env)
@@ -1954,7 +1963,7 @@ class Checked(gym.Wrapper):
     def reset(self, **options: Any) -> tuple[np.ndarray, dict]:
         """Return the first observation of an episode."""
         try:
-            found = self.ask(self.env.reset, **options)
+            found = self.ask(self.env_id, self.env.reset, **options)
         except TypeError as error:
             if "reset() got an unexpected keyword" not in str(error):
                 raise
@@ -1966,7 +1975,7 @@ class Checked(gym.Wrapper):
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
         """Return what follows on an action."""
         try:
-            obs, reward, terminated, truncated, _ = self.ask(self.env.step, action)
+            obs, reward, terminated, truncated, _ = self.ask(self.env_id, self.env.step, action)
         except ValueError as error:
             if "(expected 5" not in str(error):  # values to unpack, here or in gymnasium
                 raise
@@ -1976,28 +1985,30 @@ class Checked(gym.Wrapper):
 
     def render(self) -> Any:
         """Return a frame, a copy."""
-        frame = self.ask(self.env.render)
+        frame = self.ask(self.env_id, self.env.render)
         return np.array(frame, order="C") if isinstance(frame, np.ndarray) else frame
 
     def close(self) -> None:
         """Close the task."""
-        self.ask(self.env.close)
+        self.ask(self.env_id, self.env.close)
 
     @classmethod
-    def ask(cls, call: Callable, *inputs: Any, **options: Any) -> Any:
-        """Call the task. An exit of its own is a fault like others."""
+    def ask(cls, env_id: str, call: Callable, *inputs: Any, **options: Any) -> Any:
+        """Call a task. An exit of its own is a fault like others."""
         ours = torch_settings()
-        if cls.tasks_settings:
-            set_torch(cls.tasks_settings)
+        if env_id in cls.tasks_settings:
+            set_torch(cls.tasks_settings[env_id])
         try:
             return call(*inputs, **options)
         except SystemExit as error:
             raise RuntimeError(f"the task called exit({error.code})") from error
         finally:
             theirs = torch_settings()
-            cls.tasks_settings = None if theirs == ours else theirs
             if theirs != ours:
+                cls.tasks_settings[env_id] = theirs
                 set_torch(ours)
+            elif env_id in cls.tasks_settings:
+                del cls.tasks_settings[env_id]
 
     def look(self, obs: Any) -> np.ndarray:
         """Return an observation as `see` gives it."""
@@ -2050,7 +2061,7 @@ def make_env(args: Args, **options: Any) -> gym.Env:
     if args.is_atari:  # actions are sticky, and a lost life does not end the episode
         options |= {"frameskip": 1, "repeat_action_probability": 0.25, "max_episode_steps": 108_000}
     try:
-        env = Checked.ask(gym.make, name, disable_env_checker=True, **options)
+        env = Checked.ask(args.env_id, gym.make, name, disable_env_checker=True, **options)
         refuse_old_atari(env, args)
         if args.is_atari:
             env = gym.wrappers.AtariPreprocessing(env, noop_max=0)
@@ -3252,7 +3263,8 @@ def check_flags(args: Args) -> None:
         elif get_origin(kind) is tuple:
             entry_kind, _ = get_args(kind)
             fits = isinstance(value, tuple) and all(type(entry) is entry_kind for entry in value)
-            require_flag(args, name, fits, f"must be a tuple of {entry_kind.__name__}")
+            entries = "integers" if entry_kind is int else "words"
+            require_flag(args, name, fits, f"must be a tuple of {entries}")
         else:
             fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
             require_flag(args, name, fits, f"must be {getattr(kind, '__name__', kind)}")

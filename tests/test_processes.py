@@ -103,15 +103,16 @@ def test_the_others_meet_the_first_after_each_episode(script, monkeypatch, rank)
     """Process 0 evaluates alone; torch waits half an hour for an episode, not for all of them."""
     met = []
     monkeypatch.setattr(script, "RANK", rank)
-    monkeypatch.setattr(script, "average", lambda x: met.append(x))
+    monkeypatch.setattr(script, "average", lambda x: met.append(x) or x)
     monkeypatch.setattr(script, "play", lambda *given: iter([[1.0], [2.0], [3.0]]))
     monkeypatch.setattr(script, "summarise", lambda episodes, args: {"eval/return_mean": 2.0})
     found = {"eval/return_mean": 2.0}
     monkeypatch.setattr(script, "gather_objects", lambda thing: [found])
     args = SimpleNamespace(eval_episodes=3, eval_every=0)
     run = SimpleNamespace(
-        args=args, agent=None, directory=Path(), step=7, log=lambda *given: None, evaluated_at=0
-    )
+        args=args, agent=None, directory=Path(), step=7, log=lambda *given: None, evaluated_at=0,
+        eval_env=None, signals=[], total_steps=9, stops=lambda: script.Run.stops(run),
+    )  # fmt: skip
     script.Run.evaluate(run)
     assert len(met) == 3
     assert run.evaluated_at == 7

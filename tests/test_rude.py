@@ -106,6 +106,9 @@ def test_a_task_has_torch_as_it_likes_it(script, somewhere):
     assert torch.get_default_dtype() == torch.float32
     assert torch.is_grad_enabled()
     assert metrics["grad/actor"] > 0
+    weight = script.make_env(task(script, "Rude")).unwrapped.weight
+    assert weight.requires_grad  # another task has torch as it was
+    assert weight.dtype == torch.float32
     agent, _ = script.load_agent(metrics["run_dir"])
     assert {p.dtype for p in agent.parameters()} == {torch.float32}
 
