@@ -2,6 +2,7 @@
 
     python benchmarks/sweep.py distributional_ppo_lstm --env-id PendulumNoVel-v1 \\
         --vary learning_rate=loguniform:1e-4:1e-2 kappa=choice:0:0.05:1 --samples 20 --seeds 3
+    python benchmarks/sweep.py ... --preset mujoco            # the script's own flags go along
     python benchmarks/sweep.py ... --search optuna --asha    # model the score, stop the worst
     python benchmarks/sweep.py ... --pbt --samples 8          # population based training
     python benchmarks/sweep.py ... --address HOST:6379        # on a Ray cluster, `ray start --head`
@@ -34,6 +35,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import sys
 import time
 from dataclasses import asdict, dataclass, fields
@@ -584,6 +586,16 @@ def parse() -> tuple[Sweep, argparse.Namespace]:
     return Sweep(given.script, flags, out=str(Path(out).resolve()), **chosen), given
 
 
+def knock(address: str) -> None:
+    """Raise OSError or ValueError where nothing listens: Ray itself would try for minutes."""
+    if address in ("local", "auto"):
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError("must be local, auto or HOST:PORT")
+    socket.create_connection((host, int(port)), timeout=10).close()
+
+
 def keep(sweep: Sweep) -> None:
     """Write sweep.json, all but where it lies."""
     sweep.folder.mkdir(parents=True)
@@ -602,9 +614,10 @@ def main() -> None:
         if sweep.folder.exists() and not given.resume:
             sys.exit(f"error: --out {sweep.folder}: exists; --resume it or name another folder")
         try:
+            knock(given.address)
             ray.init(address=given.address, log_to_driver=False, include_dashboard=False)
-        except (ConnectionError, ValueError) as error:
-            sys.exit(f"error: --address {given.address}: {error}")
+        except (OSError, ValueError) as error:
+            sys.exit(f"error: --address {given.address}: {error}; is `ray start --head` running?")
         if not given.resume:
             keep(sweep)
         run(sweep, given.max_hours)

@@ -120,3 +120,29 @@ def test_a_failed_sample_is_a_row_and_a_killed_sweep_goes_on(tmp_path):
     assert "the best again: python distributional_ppo_categorical.py" in text
     assert "--hidden-size 8" in text
     assert (folder / "sweep.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [("127.0.0.1:9", "refused"), ("nowhere", "must be local, auto or HOST:PORT")],
+)
+def test_a_cluster_that_is_not_there_costs_one_line(address, said, monkeypatch, tmp_path):
+    """Nothing listens on the port for discarded data."""
+    line = ["sweep.py", "distributional_ppo_lstm", "--vary", "gamma=choice:0.5:0.9"]
+    line += ["--address", address, "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", line)
+    with pytest.raises(SystemExit, match=rf"^error: --address {address}: .*{said}"):
+        importlib.import_module("sweep").main()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_sweep_takes_the_presets_of_its_script(monkeypatch, tmp_path):
+    """They reach the script like all flags that the program does not know."""
+    line = ["sweep.py", "distributional_ppo_lstm", "--preset", "pendulum_novel", "averse"]
+    line += ["--vary", "gamma=choice:0.5:0.9", "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", line)
+    program = importlib.import_module("sweep")
+    found, _ = program.parse()
+    args = program.args_of(program.common.load_script(found.script), found.flags)
+    assert args.preset == ("pendulum_novel", "averse")
+    assert (args.env_id, args.cvar_weight) == ("PendulumNoVel-v1", 1.0)
