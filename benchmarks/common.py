@@ -96,6 +96,19 @@ def load_script(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
+def spelt_out(script: str, flags: str) -> str:
+    """Flags with those of a preset in its place, for versions of a script that know no presets."""
+    name = re.search(r"--preset (\w+)", flags)
+    if name is None:
+        return flags
+    words = []
+    for flag, value in load_script(script).PRESETS[name[1]].flags.items():
+        if flag != "env_id":
+            typed = f"--{flag.replace('_', '-')}"
+            words.append(typed if value is True else f"{typed} {value}")
+    return flags.replace(name[0], " ".join(words))
+
+
 def without(flags: str, name: str) -> str:
     """Flags without one of them, which others leave without effect: scripts refuse such flags."""
     parts = re.split(r" (?=--)", flags.strip())

@@ -34,39 +34,11 @@ from common import CATEGORICAL, LSTM, QUANTILE, RESULTS, Archive, Bin, Cell, Poi
 SB3 = "stable_baselines3_ppo"
 CONTRIB = "sb3_contrib_recurrent_ppo"
 ARCHIVE = Archive(RESULTS)
-# keeps the std at 1 or above: a mean beyond the limits of the action is not left with little noise
-FLOOR = " --min-entropy 1.4 --min-entropy-penalty 0.1"
-RETURNS_OVER_10, RETURNS_OVER_100 = " --norm-returns-memory 10", " --norm-returns-memory 100"
-PENDULUM_NOVEL = (
-    "--gamma 0.9 --gae-lambda 0.95 --num-envs 4 --num-steps 1000 --seq-len 100 "
-    "--num-minibatches 20 --update-epochs 10 --learning-rate 2e-3 --ent-coef 0" + FLOOR
-)
-MOUNTAIN = (
-    "--total-timesteps 300000 --gamma 0.999 --gae-lambda 0.95 --num-envs 16 --num-steps 500 "
-    "--seq-len 250 --num-minibatches 16 --update-epochs 10 --learning-rate 3e-3 --log-std-init 2 "
-    "--ent-coef 0"
-)
-PENDULUM = (
-    "--total-timesteps 100000 --gamma 0.9 --num-envs 4 --num-steps 256 --num-minibatches 16 "
-    "--update-epochs 10 --learning-rate 1e-3 --twin-reduce mean"
-)
-ACROBOT = (
-    "--total-timesteps 500000 --learning-rate 3e-4 --ent-coef 0.01 --num-envs 16 "
-    "--num-steps 128 --num-minibatches 32 --update-epochs 10"
-)
-LUNAR = (
-    "--total-timesteps 1000000 --learning-rate 2.5e-4 --ent-coef 0.01 --num-envs 16 "
-    "--num-steps 128 --num-minibatches 8 --update-epochs 4 --gamma 0.999 --gae-lambda 0.98"
-)
-MUJOCO = (  # compiled: the same but for rounding, 1.4 times as fast
-    "--total-timesteps 1000000 --num-steps 256 --num-minibatches 32 --update-epochs 10 "
-    "--learning-rate 3e-4 --log-std-init -0.5 --target-kl 0.02 --compile" + RETURNS_OVER_10
-)
-MINATAR = (
-    "--total-timesteps 2000000 --num-envs 16 --num-steps 128 --num-minibatches 16 "
-    "--update-epochs 4 --learning-rate 1e-3 --ent-coef 0.01 --hidden-size 128 "
-    "--norm-adv-memory 40" + RETURNS_OVER_10
-)
+RETURNS_OVER_100 = " --norm-returns-memory 100"
+PENDULUM_NOVEL, MOUNTAIN = "--preset pendulum_novel", "--preset mountaincar_novel"
+PENDULUM, ACROBOT, LUNAR = "--preset pendulum", "--preset acrobot", "--preset lunarlander"
+MUJOCO = "--preset mujoco --compile"  # compiled: the same but for rounding, 1.4 times as fast
+MINATAR = "--preset minatar"
 GAMES = ("Breakout", "Asterix", "Freeway", "Seaquest", "SpaceInvaders")
 # rl-baselines3-zoo, hyperparams/ppo_lstm.yml at 22e3ff2; all with VecNormalize
 NET = {
@@ -159,7 +131,7 @@ PUBLISHED = {
 }
 LONG = "--total-timesteps 500000"
 MILLION = "--total-timesteps 1000000"
-MEMORY = LONG + " --eval-sampled"  # of some popgym tasks the policy's mode is no good
+MEMORY = "--preset memory"  # evaluates samples: of some popgym tasks the policy's mode is no good
 POPGYM = (
     "AutoencodeEasy", "RepeatPreviousEasy", "RepeatFirstEasy", "CountRecallEasy",
     "PositionOnlyCartPoleEasy", "PositionOnlyPendulumEasy", "VelocityOnlyCartpoleEasy",
@@ -179,7 +151,7 @@ GRID = [
     *[Cell(f"popgym:popgym-{name}-v0", LSTM, "default", MEMORY, THREE) for name in POPGYM],
     Cell("envs:MiniGrid-MemoryS7-Image-v0", LSTM, "default", LONG, THREE),
     Cell("CartPole-v1", CATEGORICAL, "default", "", TWENTY),
-    Cell("Pendulum-v1", CATEGORICAL, "default", PENDULUM + FLOOR, TWENTY),
+    Cell("Pendulum-v1", CATEGORICAL, "default", PENDULUM, TWENTY),
     Cell("Acrobot-v1", CATEGORICAL, "default", ACROBOT, TWENTY),
     Cell("LunarLander-v3", CATEGORICAL, "default", LUNAR, TWENTY),
     *[Cell(task, CATEGORICAL, "default", MUJOCO, TEN) for task in ROBOTS[:4]],

@@ -84,7 +84,7 @@ def run_one(run: Run) -> Row:
             text = script.read_text()
             assert exchanged[0] in text
             script.write_text(text.replace(*exchanged))
-        words = [*cell.flags.split(), *more]
+        words = [*common.spelt_out(cell.script, cell.flags).split(), *more]
         line = ["--env-id", cell.task, "--seed", str(run.seed), "--run-dir", f"{top}/runs", *words]
         began = time.time()
         ended = subprocess.run(
