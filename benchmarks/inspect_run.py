@@ -8,8 +8,8 @@ return) the picture shows the predicted return as a fan of deciles, its value V 
 return-to-go; below, the whole predicted distribution at four of its states; and, over all states of
 all episodes, how often the realised return fell between which deciles: a tenth each where the
 critics are right. Returns are discounted; those of an episode that a time limit cut are known
-because the policy plays on. Works on any run directory of the two scripts, and of copies that kept
-their functions' names: it runs the copy of the source that lies there.
+because the policy plays on. It works on any run directory of the two scripts, and of copies that
+kept their functions' names: it runs the copy of the source that lies there.
 """
 
 from __future__ import annotations
@@ -54,14 +54,48 @@ def script_of(run_dir: Path) -> ModuleType:
     return module
 
 
-def look(script: ModuleType, agent: Any, args: Any, episodes: int) -> tuple[Seen, Any]:
-    """Play and predict; also the critics' outputs, (T, N, K or K + 1)."""
+def predict(agent: Any, obs: np.ndarray, levels: np.ndarray, state: Any) -> tuple[Any, Any, Any]:
+    """Quantiles and V of observations, and the critics' next state, None without memory."""
+    if hasattr(agent, "initial_state"):
+        values, _ = agent.value(obs, state)
+        quantiles, state = agent.predict_returns(obs, tuple(levels), state)
+        return quantiles, values, state
+    return agent.predict_returns(obs, tuple(levels)), agent.value(obs), None
+
+
+def look(script: ModuleType, agent: Any, args: Any, episodes: int) -> tuple[Seen, np.ndarray]:
+    """Play and predict; also the observations (T, N, ...)."""
     played = calibration.play_on(script, agent, args, episodes, MOST)
-    outputs = calibration.critic_outputs(script, agent, played.obs)
-    dist = agent.value_dist
-    deciles = [calibration.predicted_quantile(script, dist, outputs, x) for x in LEVELS]
-    values = dist.value(outputs).numpy()
-    return Seen(played.alive, played.returns, values, np.array(deciles)), outputs
+    deciles, values, state = [], [], None
+    for obs in played.obs:
+        found, value, state = predict(agent, obs, LEVELS, state)
+        deciles.append(found)
+        values.append(value)
+    along = np.moveaxis(np.array(deciles), -1, 0)
+    return Seen(played.alive, played.returns, np.array(values), along), played.obs
+
+
+def whole_distributions(agent: Any, obs: np.ndarray, states: list[int]) -> np.ndarray:
+    """Predicted quantiles (99, number of states) at some steps of an episode (T, ...)."""
+    curves, state = {}, None
+    for step in range(max(states) + 1):
+        levels = FINE if step in states else LEVELS[:1]
+        curves[step], _, state = predict(agent, obs[step], levels, state)
+    return np.stack([curves[step] for step in states], -1)
+
+
+def remarks(seen: Seen, args: Any) -> list[str]:
+    """What a reader of the picture has to know."""
+    said = []
+    if args.value_target != "sr_lambda":
+        said.append(
+            "predicted are quantiles of lambda-returns, which vary less than returns do; "
+            "critics of --preset calibrated learn those of returns"
+        )
+    starts = seen.returns[0]
+    if starts.std() <= 1e-3 * max(abs(starts.mean()), 1e-9):
+        said.append("all episodes have the same return: there is no distribution to be right about")
+    return said
 
 
 def shares(seen: Seen) -> np.ndarray:
@@ -157,21 +191,22 @@ def inspect(run_dir: Path, episodes: int, states: list[int]) -> Path:
     """Look at a run, draw, tell; the picture's path."""
     script = script_of(run_dir)
     agent, args = script.load_agent(run_dir)
-    seen, outputs = look(script, agent, args, episodes)
+    if not hasattr(agent, "predict_returns"):
+        raise ValueError(f"{run_dir}: its script has no predict_returns; train with this version")
+    seen, obs = look(script, agent, args, episodes)
     episode = median_episode(seen)
     length = int(seen.alive[:, episode].sum())
     states = states or [i * (length - 1) // 4 for i in range(4)]
     if max(states) >= length:
         raise ValueError(f"--states {max(states)}: the episode shown has {length} steps")
-    at = outputs[states, episode]  # (4, K or K + 1)
-    dist = agent.value_dist
-    curves = np.array([calibration.predicted_quantile(script, dist, at, x) for x in FINE])
-
+    curves = whole_distributions(agent, obs[:, episode], states)
     path = run_dir / "critics.png"
     title = f"{args.env_id}, {script.__name__.removesuffix('_of_run')}, {episodes} episodes"
     draw(path, title, seen, curves, states)
     told = ", ".join(f"{name} {x:.3g}" for name, x in numbers(seen).items())
     print(f"{seen.alive.sum():,} states of {episodes} episodes, discounted returns: {told}")
+    for line in remarks(seen, args):
+        print(line)
     return path
 
 
