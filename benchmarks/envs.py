@@ -6,6 +6,7 @@ alone, 7 x 7 cells of 3 numbers. MinAtar's games, `envs:MinAtar/Breakout-v1`, ha
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 
 import gymnasium as gym
@@ -24,3 +25,22 @@ def memory_s7() -> gym.Env:
 
 
 gym.register("MiniGrid-MemoryS7-Image-v0", memory_s7)
+
+
+class Slow(gym.Wrapper):
+    """A simulator that takes a millisecond of the processor for a step."""
+
+    def step(self, action):
+        """Compute in vain, then step."""
+        end = time.perf_counter() + 1e-3
+        while time.perf_counter() < end:
+            pass
+        return self.env.step(action)
+
+
+def slow() -> gym.Env:
+    """CartPole, slowly."""
+    return Slow(gym.make("CartPole-v1"))
+
+
+gym.register("Slow-v0", slow)

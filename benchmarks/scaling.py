@@ -1,6 +1,7 @@
 """One run in many processes: speed with one and two, and the cost of an all-reduce.
 
     python benchmarks/scaling.py               # measure what is missing, then report
+    python benchmarks/scaling.py --slow        # what --async-envs gains for a slow simulator
     python benchmarks/scaling.py --report      # tables from results/scaling.csv alone
 
 Speed: torchrun trains each cell with one and with two processes, which take turns, repeat by
@@ -99,6 +100,34 @@ def apart(cell: Cell) -> float:
         return sum(pool.map(speed, [half, half], [1, 1]))
 
 
+def speed_of_slow(how: str) -> float:
+    """Steps per second of rollouts of 8 simulators of 1 ms a step, "sync" or "async"."""
+    steps = 8 * 64
+    flags = f"--env-id benchmarks.envs:Slow-v0 --total-timesteps {9 * steps} --eval-episodes 0"
+    with tempfile.TemporaryDirectory() as top:
+        line = [*flags.split(), "--save-envs", "never", "--run-dir", top]
+        line += ["--async-envs"] * (how == "async")
+        command = [sys.executable, str(HERE.parent / f"{CATEGORICAL}.py"), *line]
+        subprocess.run(command, check=True, capture_output=True)
+        (directory,) = Path(top).iterdir()
+        return steps / median(np.diff(times(directory)))
+
+
+def measure_slow(repeats: int) -> None:
+    """Both ways turn by turn: a row each, and the ratio."""
+    git = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
+    same = {"commit": subprocess.check_output(git, text=True).strip(), **common.machine()}
+    ratios = []
+    for repeat in range(repeats):
+        found = {how: round(float(speed_of_slow(how)), 2) for how in ("sync", "async")}
+        for how, value in found.items():
+            row = {"kind": "slow", "cell": "8 simulators of 1 ms", "processes": how}
+            TABLE.append(row | {"repeat": repeat, "value": value} | same)
+        ratios.append(found["async"] / found["sync"])
+        print(found, f"ratio {ratios[-1]:.2f}", flush=True)
+    print(f"8 simulators of 1 ms a step, --async-envs: {ratio(np.array(ratios))} times as fast")
+
+
 def times(directory: Path) -> list[float]:
     """Wall time of the metrics of each iteration."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -167,7 +196,7 @@ class Link(NamedTuple):
 
 def newest(commit: str) -> list[Row]:
     """Rows of a commit."""
-    return [row for row in TABLE.rows() if row["commit"] == commit]
+    return [row for row in TABLE.rows() if row["commit"] == commit and row["kind"] != "slow"]
 
 
 def values(rows: list[Row], cell: object, processes: object) -> np.ndarray:
@@ -214,7 +243,7 @@ def efficiency_line(cell: Cell, rows: list[Row], link: Link) -> list[object]:
 
 def report() -> None:
     """Print all tables of the newest commit."""
-    rows = newest(TABLE.rows()[-1]["commit"])
+    rows = newest([row for row in TABLE.rows() if row["kind"] != "slow"][-1]["commit"])
     print(f"Commit {rows[0]['commit']}, {rows[0]['cores']} cores, {rows[0]['machine']}.\n")
     names = "cell | 1 process, steps/s | 2 processes | ratio (lowest, highest) | two runs apart"
     print(*common.markdown_head(names), sep="\n")
@@ -247,11 +276,15 @@ def main() -> None:
     """Parse, measure, report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--report", action="store_true", help="only print the tables")
+    parser.add_argument("--slow", action="store_true", help="measure slow simulators alone")
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         child()
+        return
+    if args.slow:
+        measure_slow(args.repeats)
         return
     if not args.report:
         measure(args.repeats)
