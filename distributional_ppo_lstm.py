@@ -2792,14 +2792,17 @@ class Run:
             if is_scalar(value):
                 self.logged[tag] = float(value)
                 entry = entries.value.add(tag=tag, simple_value=self.logged[tag])
+                plugin = "scalars"
             elif histograms:  # torch's bins end at 1e20
                 array = value.clamp(-9e19, 9e19).cpu().numpy()
                 entry = summary.histogram(tag, array, self.writer.default_bins).value[0]
                 entries.value.append(entry)
                 entry = entries.value[-1]
+                plugin = "histograms"
             else:
                 continue
             entry.metadata.summary_description = DESCRIPTIONS.get(tag, "")
+            entry.metadata.plugin_data.plugin_name = plugin
         self.writer.file_writer.add_summary(entries, step)
 
     def log_episodes(self, rollout: Rollout) -> None:

@@ -80,6 +80,8 @@ def test_events_hold_every_documented_tag(script, tmp_path):
     described = {tag: script.DESCRIPTIONS[tag] for tag in [*tags, *HISTOGRAMS]}
     shown = {tag: found.summary_metadata[tag].summary_description for tag in described}
     assert shown == described
+    plugins = {tag: found.summary_metadata[tag].plugin_data.plugin_name for tag in described}
+    assert plugins == dict.fromkeys(tags, "scalars") | dict.fromkeys(HISTOGRAMS, "histograms")
     assert metrics.keys() == set(tags) - TIMED
     for tag in metrics:
         assert found.Scalars(tag)[-1].value == pytest.approx(metrics[tag], rel=1e-5, abs=1e-6)
