@@ -89,7 +89,7 @@ import numpy as np
 import torch
 import tyro
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.summary_pb2 import DataClass, Summary
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch import Tensor, distributed, nn, optim
 from torch.utils.tensorboard import SummaryWriter, summary
@@ -2727,17 +2727,17 @@ class Run:
             if is_scalar(value):
                 self.logged[tag] = float(value)
                 entry = entries.value.add(tag=tag, simple_value=self.logged[tag])
-                plugin = "scalars"
+                kind = ("scalars", DataClass.DATA_CLASS_SCALAR)
             elif histograms:  # torch's bins end at 1e20
                 array = value.clamp(-9e19, 9e19).cpu().numpy()
                 entry = summary.histogram(tag, array, self.writer.default_bins).value[0]
                 entries.value.append(entry)
                 entry = entries.value[-1]
-                plugin = "histograms"
+                kind = ("histograms", DataClass.DATA_CLASS_TENSOR)
             else:
                 continue
             entry.metadata.summary_description = DESCRIPTIONS.get(tag, "")
-            entry.metadata.plugin_data.plugin_name = plugin
+            entry.metadata.plugin_data.plugin_name, entry.metadata.data_class = kind
         self.writer.file_writer.add_summary(entries, step)
 
     def log_episodes(self, rollout: Rollout) -> None:

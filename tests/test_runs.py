@@ -82,6 +82,8 @@ def test_events_hold_every_documented_tag(script, tmp_path):
     assert shown == described
     plugins = {tag: found.summary_metadata[tag].plugin_data.plugin_name for tag in described}
     assert plugins == dict.fromkeys(tags, "scalars") | dict.fromkeys(HISTOGRAMS, "histograms")
+    kinds = {tag: found.summary_metadata[tag].data_class for tag in described}
+    assert kinds == dict.fromkeys(tags, 1) | dict.fromkeys(HISTOGRAMS, 2)  # scalars, tensors
     assert metrics.keys() == set(tags) - TIMED
     for tag in metrics:
         assert found.Scalars(tag)[-1].value == pytest.approx(metrics[tag], rel=1e-5, abs=1e-6)
