@@ -158,7 +158,8 @@ class TaskArgs:
     """The task and how much of it is seen."""
 
     env_id: str = "CartPoleNoVel-v1"
-    """Gymnasium id, `module:id`, or a velocity-free id of rl-baselines3-zoo."""
+    """Gymnasium id; `module:id` imports the module, which registers the id; or a velocity-free id
+    as rl-baselines3-zoo has them."""
     total_timesteps: int = 100_000
     """Environment steps of the run, rounded down to whole rollouts."""
     num_envs: Count = 8
@@ -1817,8 +1818,7 @@ class Agent(nn.Module):
         clipped. Without the preset `calibrated` they are those of lambda-returns, which vary less
         than returns do. Raises ValueError like `act`.
         """
-        if not all(1e-3 <= level <= 1 for level in levels):
-            raise ValueError(f"predict_returns: levels {levels} must be in [0.001, 1]")
+        check_levels(levels)
         outputs, state, alone = self.critics_step(obs, state)
         quantiles = [self.value_dist.quantile(outputs, level) for level in levels]
         return one_or_all(torch.stack(quantiles, -1), alone), state
@@ -1998,6 +1998,14 @@ def as_rows(obs: np.ndarray, space: Box) -> tuple[np.ndarray, bool]:
         if found:
             raise ValueError(f"act: {found}")
     return rows, alone
+
+
+def check_levels(levels: tuple[float, ...]) -> None:
+    """Raise ValueError unless all levels of quantiles are numbers in [0.001, 1]."""
+    numbers = isinstance(levels, tuple | list | np.ndarray)
+    if not numbers or not all(1e-3 <= level <= 1 for level in levels):
+        text = "levels must be a tuple of numbers in [0.001, 1]"
+        raise ValueError(f"predict_returns: {text}, and they are {levels!r:.100}")
 
 
 def one_or_all(rows: Tensor, alone: bool) -> np.ndarray:
@@ -2649,8 +2657,10 @@ class Run:
         self.signals.append(number)
         signal.signal(number, signal.SIG_DFL)
         if RANK == 0:
+            part = "episode" if self.step == self.total_steps else "iteration"
+            line = f"stopping after this {part}; press again to kill"
             with contextlib.suppress(RuntimeError):  # the signal came while a line was printed
-                tell("stopping after this iteration; press again to kill", file=sys.stderr)
+                tell(f"{line:<90}", file=sys.stderr)  # hides a line in its place
 
     def stops(self) -> bool:
         """Tell whether any process has received a signal. All of them ask at once."""
@@ -2686,11 +2696,13 @@ class Run:
         elif finished_before:
             text = "a larger --total-timesteps goes on"
             self.say(f"the run has all of its {self.step:,} steps behind it; {text}")
+            return
         if self.best_step:
             best = f"return {self.best_return:.1f} after {self.best_step:,} steps"
             self.say(f"best evaluation: {best}, {self.directory / 'best.pt'}")
         self.say(f"watch it by tensorboard --logdir {self.directory.parent}")
-        self.say(f"go on by --resume {self.directory} --total-timesteps {2 * self.step}")
+        longer = f"--resume {self.directory} --total-timesteps {2 * self.step}"
+        self.say(f"go on by python {SCRIPT}.py {longer}")
 
     def lap(self, part: str) -> None:
         """Take the time of a part of the iteration, which ends here."""
@@ -3101,6 +3113,10 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], Args]:
         check_version(saved["args"])
         cuda = saved["args"]["cuda"] and torch.cuda.is_available()
         return saved, Args(**saved["args"] | {"cuda": cuda})
+    except FileNotFoundError as error:
+        begun = (path.parent / "args.json").exists()
+        text = "no checkpoint was saved yet; start anew" if begun else "No such file or directory"
+        raise UsageError(f"{path}: no run or checkpoint of this script: {text}") from error
     except UsageError as error:  # flags that do not fit this machine, or the number of processes
         raise UsageError(f"{path}: {error}") from error
     except Exception as error:  # torch raises half a dozen kinds
@@ -3374,7 +3390,8 @@ def check_sizes(args: Args) -> None:
     enough = args.batch_size > 1
     require_flag(args, "num_steps", enough, f"a rollout, {size}, needs 2 steps")
     enough = args.num_iterations > 0
-    require_flag(args, "total_timesteps", enough, f"must be at least one rollout, {size}")
+    rollout = f"{size}, {args.num_envs} * {args.num_steps} = {args.batch_size}"
+    require_flag(args, "total_timesteps", enough, f"must be at least one rollout, {rollout}")
     whole = args.num_steps % args.sequence_length == 0
     require_flag(args, "seq_len", whole, "must divide num_steps (0 takes all of them)")
     sequences = args.batch_size // args.sequence_length // WORLD_SIZE
@@ -3466,7 +3483,8 @@ def parse_args(argv: list[str]) -> Args:
     changed = {name for name, value in asdict(args).items() if value != before[name]}
     names = ", ".join(sorted(changed - set(free.split())))
     if names:
-        raise UsageError(f"{names}: not as in {path}; only these may differ: {free}")
+        may = free.removesuffix(" resume evaluate")
+        raise UsageError(f"{names}: not as in {path}; only these may differ: {may}")
     least = stored.total_timesteps
     fewer = args.total_timesteps < least
     require_flag(args, "total_timesteps", not fewer, f"must not be below the run's, {least}")
@@ -3510,12 +3528,14 @@ def silenced_unless_first() -> Iterator[None]:
 
 
 def main(argv: list[str]) -> None:
-    """Run the command line.
+    """Run the command line. Modules of tasks are also looked for in the working directory.
 
     A mistake of the user costs one line on stderr and exit code 2. A fault is raised. A signal ends
     the run with a checkpoint and exit code 130. Of many processes only the first one speaks, but
     for faults of its own each speaks for itself.
     """
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     try:
         with silenced_unless_first():
             args = parse_args(argv)
@@ -3527,7 +3547,9 @@ def main(argv: list[str]) -> None:
     except (UsageError, KeyboardInterrupt, OtherProcessEnded) as error:
         if RANK == 0:
             lines = [str(error) or "interrupted", *getattr(error, "__notes__", ())]
-            print("error:", " ".join("; ".join(lines).split()), file=sys.stderr)  # one line
+            line = " ".join("; ".join(lines).split())  # one line
+            asked = isinstance(error, KeyboardInterrupt)
+            print(line if asked else f"error: {line}", file=sys.stderr)
         sys.exit({UsageError: 2, OtherProcessEnded: 1}.get(type(error), 130))
     except NotFinite:
         if RANK == 0:

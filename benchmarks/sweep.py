@@ -464,8 +464,16 @@ def outcomes(sweep: Sweep) -> list[Outcome]:
     return sorted(found, key=lambda one: (not one.error, one.steps, one.mean), reverse=True)
 
 
+def shown(text: str) -> str:
+    """A flag's value in four digits, where it is a number."""
+    value = literal(text)
+    return f"{value:.4g}" if isinstance(value, float) else text
+
+
 def interval(returns: np.ndarray) -> str:
-    """95 % bootstrap interval of the mean over seeds."""
+    """95 % bootstrap interval of the mean over seeds; nothing for one seed."""
+    if len(returns) == 1:
+        return ""
     draws = np.random.default_rng(0).choice(returns, (10_000, len(returns))).mean(1)
     low, high = np.percentile(draws, [2.5, 97.5])
     return f"{low:.1f} to {high:.1f}"
@@ -480,7 +488,7 @@ def report(sweep: Sweep) -> None:
     last = max((one.steps for one in found), default=0)
     for one in found:
         row = one.rows[-1]
-        cells = [row["sample"], *[row[name][:8] for name in flags], one.steps]
+        cells = [row["sample"], *[shown(row[name]) for name in flags], one.steps]
         cells += [f"{one.mean:.1f}", f"{one.returns.min():.1f}", interval(one.returns)]
         early = "" if one.steps == last else "stopped early"
         print(common.markdown_row([*cells, one.error[:60] or early]))
@@ -493,6 +501,7 @@ def report(sweep: Sweep) -> None:
     plot(sweep, found)
     best = found[0].told[-1]
     config = {name: literal(best[name]) for name in flags}
+    print(f"watch it by tensorboard --logdir {sweep.folder / 'runs'}")
     print(f"the best again: python {sweep.script}.py {shlex.join(sweep.line(config))}")
     if sweep.pbt:
         print(f"its agent: python {sweep.script}.py --evaluate {sweep.folder / best['weights']}")
@@ -552,17 +561,18 @@ def parse() -> tuple[Sweep, argparse.Namespace]:
     """The sweep, and how it is to be run."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
-    parser.add_argument("script", nargs="?", choices=[LSTM, CATEGORICAL])
+    stem = lambda text: text.removesuffix(".py")  # noqa: E731
+    parser.add_argument("script", nargs="?", choices=[LSTM, CATEGORICAL], type=stem)
     parser.add_argument("--vary", nargs="+", default=[], metavar="FLAG=KIND:...")
-    parser.add_argument("--samples", type=int, default=10)
-    parser.add_argument("--seeds", type=int, default=1, help="of every sample")
-    parser.add_argument("--reports", type=int, default=10, help="scores told by a run")
+    parser.add_argument("--samples", type=int, default=10, help="default: 10")
+    parser.add_argument("--seeds", type=int, default=1, help="of every sample; default: 1")
+    parser.add_argument("--reports", type=int, default=10, help="scores told by a run; default: 10")
     parser.add_argument("--search", choices=["random", "optuna"], default="random")
     parser.add_argument("--asha", action="store_true", help="stop the worst early")
     parser.add_argument("--pbt", action="store_true", help="population based training")
     parser.add_argument("--max-hours", type=float, default=0, help="0: no limit")
-    parser.add_argument("--address", default="local", help="of a Ray cluster; local: this machine")
-    parser.add_argument("--out", default="", help="folder of everything that is kept")
+    parser.add_argument("--address", default="local", help="of a Ray cluster; default: local")
+    parser.add_argument("--out", default="", help="default: runs/sweep__SCRIPT__TIME")
     parser.add_argument("--resume", default="", metavar="FOLDER", help="go on with a sweep")
     parser.add_argument("--report", default="", metavar="FOLDER", help="table and plot, no runs")
     given, flags = parser.parse_known_args()
@@ -622,6 +632,8 @@ def main() -> None:
             keep(sweep)
         run(sweep, given.max_hours)
     report(sweep)
+    if len(outcomes(sweep)) < sweep.samples and not given.report:
+        print(f"go on by python benchmarks/sweep.py --resume {sweep.folder}")
 
 
 if __name__ == "__main__":

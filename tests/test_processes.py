@@ -243,7 +243,7 @@ def test_sigterm_ends_all_processes_with_a_checkpoint(tmp_path):
     assert await_end(process, 60) != 0
     text = (tmp_path / "err").read_text()
     step = torch.load(path, weights_only=True)["global_step"]
-    assert text.count(f"error: stopped after {step:,} steps; --resume") == 1
+    assert text.count(f"stopped after {step:,} steps; --resume") == 1
 
 
 @pytest.mark.slow

@@ -373,7 +373,9 @@ def test_a_closed_terminal_ends_the_run_with_a_checkpoint(tmp_path):
     os.kill(process.pid, signal.SIGHUP)
     assert await_end(process) == 130
     err = (tmp_path / "err").read_text()
-    assert err.startswith("stopping after this iteration; press again to kill\nerror: stopped")
+    asked, stopped_at = err.splitlines()
+    assert asked.rstrip() == "stopping after this iteration; press again to kill"
+    assert stopped_at.startswith("stopped after ")
     assert f"--resume {path.parent}" in err
 
 
@@ -513,3 +515,24 @@ def test_a_source_in_another_encoding_is_copied(script, monkeypatch, tmp_path):
     args = small_args(script, "Walk", run_dir=str(tmp_path / "runs"), total_timesteps=48)
     copy = Path(script.train(args)["run_dir"]) / "mine.py"
     assert copy.read_bytes() == source.read_bytes()
+
+
+def test_a_run_without_a_checkpoint_is_no_missing_file(script, somewhere, capsys):
+    """It was killed too early: the line says so."""
+    directory = script.make_run_dir(small_args(script, "Walk", run_dir="here"))
+    code, _, err = run_main(script, capsys, ["--resume", str(directory)])
+    assert code == 2
+    assert "no checkpoint was saved yet; start anew" in err
+
+
+def test_a_module_may_lie_in_the_working_directory(tmp_path):
+    """And the script elsewhere."""
+    import distributional_ppo_categorical as script
+
+    (tmp_path / "mine.py").write_text(
+        "import gymnasium as gym\ngym.register('Mine-v0', lambda: gym.make('CartPole-v1'))\n"
+    )
+    flags = "--env-id mine:Mine-v0 --total-timesteps 512 --eval-episodes 1"
+    program = [sys.executable, script.__file__, *flags.split()]
+    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -156,7 +156,10 @@ def test_a_run_says_where_it_stands(script, tmp_path, capsys):
     first = "probes:VectorDiscrete-v0: networks see vectors of 4; actions Discrete(4, start=3)"
     assert lines[0] == f"{first}; logging to {directory}"
     assert lines[-2] == f"watch it by tensorboard --logdir {tmp_path}"
-    assert lines[-1] == f"go on by --resume {directory} --total-timesteps 192"
+    assert (
+        lines[-1]
+        == f"go on by python {script.__name__}.py --resume {directory} --total-timesteps 192"
+    )
 
 
 def test_episodes_are_logged_at_the_step_they_ended(script, tmp_path):
