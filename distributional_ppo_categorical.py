@@ -49,6 +49,10 @@ recurrent and has quantile critics.
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read by NumPy, in which the actor acts
+
 import argparse
 import atexit
 import contextlib
@@ -57,7 +61,6 @@ import io
 import json
 import math
 import multiprocessing
-import os
 import pickle
 import random
 import signal
@@ -67,11 +70,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, make_dataclass
 from functools import cache, partial
 from importlib import import_module
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
+from queue import SimpleQueue
 from typing import (
     Annotated,
     Any,
@@ -330,7 +335,8 @@ class MachineArgs:
     torch_threads: Count = 1
     """CPU threads of torch. One is the fastest for small networks."""
     compile: bool = False
-    """Compile the losses by torch.compile. It takes up to a minute; then updates are faster."""
+    """Compile losses and gradients by torch.compile. It takes up to a minute; then updates are
+    twice as fast."""
 
 
 GROUPS = {  # in the order of --help
@@ -364,6 +370,11 @@ class Args(
     def num_iterations(self) -> int:
         """Return the number of rollouts of the run."""
         return self.total_timesteps // self.batch_size
+
+    @property
+    def uses_entropy(self) -> bool:
+        """Tell whether the policy's loss has a term of the entropy."""
+        return bool(self.ent_coef or self.ent_coef_final or self.min_entropy_penalty)
 
     @property
     def is_atari(self) -> bool:
@@ -440,22 +451,18 @@ def collect_rollout(
     rewards = np.empty((T, N))
     terminated = np.empty((T, N), bool)
     truncated = np.empty((T, N), bool)
+    outputs = []  # of the actor
     actions = []
-    params = []
     episodes = []
 
-    normalize = agent.obs_normalizer()
-    noise = own(agent.action_dist.noise(T, args.num_envs))
+    policy = agent.numpy_policy()
+    noise = own(agent.action_dist.noise(T, args.num_envs)).numpy()
     for t in range(T):
         obs[t] = current_obs
-        with torch.inference_mode():  # not around `envs.step`: a task may learn by itself
-            seen = normalize(torch.as_tensor(obs[t], device=agent.device))
-            step_params = agent.policy_params(seen)
-            action = agent.action_dist.sample(step_params, noise[t])
-        params.append(step_params)
-        actions.append(action)
+        outputs.append(policy(obs[t]))
+        actions.append(agent.action_dist.sample(outputs[t], noise[t]))
 
-        result = envs.step(agent.action_dist.to_env(action))
+        result = envs.step(agent.action_dist.to_env(actions[t]))
         current_obs, rewards[t], terminated[t], truncated[t], info = result
         next_obs[t] = current_obs
         ended = terminated[t] | truncated[t]
@@ -473,8 +480,8 @@ def collect_rollout(
     rollout = Rollout(
         obs=to_device(obs),
         next_obs=to_device(next_obs),
-        actions=torch.stack(actions),
-        params=torch.stack(params),
+        actions=to_device(np.stack(actions)),
+        params=agent.action_dist(to_device(np.stack(outputs))).detach(),
         rewards=to_device(rewards),
         terminated=to_device(terminated),
         truncated=to_device(truncated),
@@ -659,17 +666,23 @@ def normalize_advantages(
 def minibatches(batch: Batch, args: Args) -> Iterator[Batch]:
     """In every epoch, shuffle the rows and give each of them once.
 
-    The number of minibatches divides that of the rows; `check_sizes` requires it.
+    The number of minibatches divides that of the rows; `check_sizes` requires it. The orders are
+    drawn at once, in the caller's thread.
     """
     orders = [torch.randperm(len(batch.obs)) for _ in range(args.update_epochs)]
-    for order in torch.stack(orders).to(batch.obs.device):
-        shuffled = [x.index_select(0, order).chunk(args.num_minibatches) for x in batch]
-        yield from map(Batch, *shuffled)
-        del shuffled  # ahead of the next epoch's copy
+    orders = torch.stack(orders).to(batch.obs.device)
+
+    def epochs() -> Iterator[Batch]:
+        for order in orders:
+            shuffled = [x.index_select(0, order).chunk(args.num_minibatches) for x in batch]
+            yield from map(Batch, *shuffled)
+            del shuffled  # ahead of the next epoch's copy
+
+    return epochs()
 
 
 def policy_loss(
-    agent: Agent, mb: Batch, args: Args, ent_coef: float
+    agent: Agent, mb: Batch, args: Args, ent_coef: float | Tensor
 ) -> tuple[Tensor, Tensor, dict]:
     """Compute the actor's loss on a minibatch: clipped surrogate and entropy.
 
@@ -681,7 +694,9 @@ def policy_loss(
     log_ratio = agent.action_dist.log_prob(params, mb.actions) - mb.log_probs  # (B,)
     pg_loss, approx_kl, clipfrac = clipped_policy_loss(log_ratio, mb.advantages, args.clip_coef)
     entropy = agent.action_dist.entropy(params)
-    loss = pg_loss + entropy_loss(entropy, ent_coef, args.min_entropy, args.min_entropy_penalty)
+    loss = pg_loss
+    if args.uses_entropy:
+        loss = loss + entropy_loss(entropy, ent_coef, args.min_entropy, args.min_entropy_penalty)
     kl = agent.action_dist.kl(mb.params, params.detach()).mean()
     metrics = {
         "losses/policy_loss": pg_loss,
@@ -714,21 +729,14 @@ def value_loss(agent: Agent, mb: Batch, args: Args) -> tuple[Tensor, dict]:
     return loss, metrics
 
 
-@cache
-def compiled(loss: Callable) -> Callable:
-    """Compile a loss by torch.compile, once in a process."""
-    return torch.compile(loss)
-
-
 def update(
     agent: Agent, optimizers: Optimizers, batch: Batch, args: Args, progress: float
 ) -> dict[str, float]:
-    """Train the actor on a rollout, and then the critics. They share no parameter.
+    """Train the actor and the critics on a rollout. They share no parameter.
 
     Each of them has its own loss, its own Adam and its own gradient norm, and goes through the
-    rollout for `update_epochs` epochs of shuffled minibatches. The exact KL(old || new) of a
-    minibatch is measured ahead of the actor's step. The first one above `target_kl` ends the
-    actor's loop. The critics then stop after as many minibatches.
+    rollout for `update_epochs` epochs of shuffled minibatches. With `target_kl` the actor may stop
+    early. The critics then stop after as many minibatches.
 
     Returns metrics: means over the minibatches that were evaluated, and norms of the gradients of
     the steps that were taken. Raises RuntimeError for a loss or a gradient that is not finite.
@@ -739,34 +747,15 @@ def update(
     batch = batch._replace(advantages=scaled.float())
     optimizers.actor.param_groups[0]["lr"] = factor * learning_rate
     optimizers.critics.param_groups[0]["lr"] = critic_learning_rate
-    compute_policy_loss = compiled(policy_loss) if args.compile else policy_loss
-    compute_value_loss = compiled(value_loss) if args.compile else value_loss
 
-    actor_rows = []  # metrics of each minibatch
-    actor_norms = []  # of the gradient, for each step taken
-    for i, mb in enumerate(minibatches(batch, args)):
-        loss, kl, metrics = compute_policy_loss(agent, mb, args, ent_coef)
-        norm = compute_gradient(loss, optimizers.actor, args.max_grad_norm)
-        mean_loss, mean_kl = average(torch.stack([loss.detach(), kl])).tolist()
-        check_step(mean_loss, norm, f"minibatch {i} of the actor's update")
-        actor_rows.append({tag: x.detach() for tag, x in metrics.items()})
-        if args.target_kl is not None and mean_kl > args.target_kl:
-            break
-        actor_norms.append(norm)
-        optimizers.actor.step()
-        agent.action_dist.clamp_parameters()
-
-    critic_rows = []
-    critic_norms = []
-    for i, mb in enumerate(islice(minibatches(batch, args), len(actor_rows))):
-        loss, metrics = compute_value_loss(agent, mb, args)
-        norm = compute_gradient(loss, optimizers.critics, args.max_grad_norm)
-        mean_loss = float(average(loss.detach()))
-        check_step(mean_loss, norm, f"minibatch {i} of the critics' update")
-        critic_rows.append({tag: x.detach() for tag, x in metrics.items()})
-        critic_norms.append(norm)
-        optimizers.critics.step()
-
+    actor_batches = minibatches(batch, args)
+    critic_batches = minibatches(batch, args)
+    tickets = SimpleQueue()  # one for each minibatch that the actor has evaluated, and None at last
+    (actor_rows, actor_norms), (critic_rows, critic_norms) = do_both(
+        partial(train_actor, agent, optimizers.actor, actor_batches, args, ent_coef, tickets),
+        partial(train_critics, agent, optimizers.critics, critic_batches, args, tickets),
+        agent,
+    )
     described |= describe_update(actor_rows, critic_rows, actor_norms, critic_norms, args)
     return described | {
         "policy/rate_factor": factor,
@@ -776,23 +765,90 @@ def update(
     }
 
 
-def compute_gradient(loss: Tensor, optimizer: optim.Adam, max_norm: float) -> float:
-    """Compute the gradient of a loss for an optimizer, its norm clipped. Returns the norm before.
+def train_actor(
+    agent: Agent,
+    optimizer: optim.Adam,
+    batches: Iterator[Batch],
+    args: Args,
+    ent_coef: float,
+    tickets: SimpleQueue,
+) -> tuple[list[dict], list[float]]:
+    """Take a step of the actor on each minibatch.
 
-    It does what `zero_grad`, `backward` and `clip_grad_norm_` do, faster for the one vector of
-    `make_optimizers`. Many processes average their gradients ahead of the norm.
+    The exact KL(old || new) of a minibatch is measured ahead of its step. The first one above
+    `target_kl` ends the loop. Returns metrics of each minibatch that was evaluated, and the norm of
+    the gradient of each step that was taken.
     """
-    parameters = optimizer.param_groups[0]["params"]
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.zero_()
-    loss.backward()
-    for parameter in parameters:
-        parameter.grad.copy_(average(parameter.grad))
-    norm = float(torch.stack([parameter.grad.norm() for parameter in parameters]).norm())
-    for parameter in parameters:
-        parameter.grad *= min(1.0, max_norm / (norm + 1e-6))
-    return norm
+    rows = []
+    norms = []
+    parameters, _ = agent.parts()
+    ent_coef = torch.tensor(ent_coef, device=agent.device)  # as a number it would be compiled in
+    differentiate = compiled(with_gradient) if args.compile else with_gradient
+    try:
+        for i, mb in enumerate(batches):
+            inputs = (agent, mb, args, ent_coef)
+            gradient, loss, kl, metrics = differentiate(policy_loss, parameters, *inputs)
+            mean_loss, mean_kl = average(torch.stack([loss, kl])).tolist()
+            gradient = average(gradient)
+            norm = float(gradient.norm())
+            check_step(mean_loss, norm, f"minibatch {i} of the actor's update")
+            rows.append(metrics)
+            tickets.put(i)
+            if args.target_kl is not None and mean_kl > args.target_kl:
+                break
+            norms.append(norm)
+            take_step(optimizer, gradient, norm, args.max_grad_norm)
+            agent.action_dist.clamp_parameters()
+    finally:
+        tickets.put(None)
+    return rows, norms
+
+
+def train_critics(
+    agent: Agent,
+    optimizer: optim.Adam,
+    batches: Iterator[Batch],
+    args: Args,
+    tickets: SimpleQueue,
+) -> tuple[list[dict], list[float]]:
+    """Take a step of the critics on each minibatch, on as many as the actor has evaluated.
+
+    Each step waits for a ticket from the actor's loop, whether that has ended or runs at the same
+    time. Returns metrics of each minibatch, and the norm of each gradient.
+    """
+    rows = []
+    norms = []
+    _, parameters = agent.parts()
+    differentiate = compiled(with_gradient) if args.compile else with_gradient
+    for i, mb in zip(iter(tickets.get, None), batches):
+        gradient, loss, metrics = differentiate(value_loss, parameters, agent, mb, args)
+        mean_loss = float(average(loss))
+        gradient = average(gradient)
+        norm = float(gradient.norm())
+        check_step(mean_loss, norm, f"minibatch {i} of the critics' update")
+        rows.append(metrics)
+        norms.append(norm)
+        take_step(optimizer, gradient, norm, args.max_grad_norm)
+    return rows, norms
+
+
+def with_gradient(compute_loss: Callable, parameters: list[nn.Parameter], *inputs: Any) -> tuple:
+    """Compute a loss of `inputs` and its gradient, which is one vector for all parameters.
+
+    Returns the gradient, and what `compute_loss` returns, detached.
+    """
+    loss, *others, metrics = compute_loss(*inputs)
+    gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)  # 0 where unused
+    gradient = torch.cat([x.flatten() for x in gradients])
+    metrics = {tag: x.detach() for tag, x in metrics.items()}
+    return gradient, loss.detach(), *others, metrics
+
+
+def take_step(optimizer: optim.Adam, gradient: Tensor, norm: float, max_norm: float) -> None:
+    """Take a step of Adam along a gradient, whose norm is clipped."""
+    [vector] = optimizer.param_groups[0]["params"]
+    vector.grad = gradient * min(1.0, max_norm / (norm + 1e-6))
+    optimizer.step()
 
 
 # ------------------------------------------------------------------ formulas of policy and moments
@@ -957,7 +1013,7 @@ def clipped_policy_loss(log_ratio: Tensor, advantages: Tensor, clip_coef: float)
 
 
 def entropy_loss(
-    entropy: Tensor, ent_coef: float, min_entropy: float, penalty_coef: float
+    entropy: Tensor, ent_coef: float | Tensor, min_entropy: float, penalty_coef: float
 ) -> Tensor:
     """Compute -ent_coef * mean(H) + penalty_coef * relu(min_entropy - mean(H)), a scalar.
 
@@ -965,8 +1021,6 @@ def entropy_loss(
     neutral. Source: Schulman et al. 2017, eq. 9; the floor is ours.
     """
     mean = entropy.mean()
-    if ent_coef == penalty_coef == 0:
-        return torch.zeros_like(mean)  # spares a backward pass whose gradient is 0
     return -ent_coef * mean + penalty_coef * torch.relu(min_entropy - mean)
 
 
@@ -1559,17 +1613,16 @@ class GaussianActions(nn.Module):
         return 0.5 * (log_ratio.exp() - 1 - log_ratio + difference).sum(-1)
 
     def noise(self, *size: int) -> Tensor:
-        """Draw standard Gaussian numbers (*size, A) for `sample`."""
-        return torch.randn(*size, self.num_outputs, device=self.log_std.device)
+        """Draw Gaussian numbers (*size, A) for `sample`, of the policy's std."""
+        return torch.randn(*size, self.num_outputs) * self.log_std.detach().exp().cpu()
 
-    def sample(self, params: Tensor, noise: Tensor | float) -> Tensor:
-        """Return a random action (..., A). Noise 0 gives the mode."""
-        mean, log_std = params.unbind(-2)
-        return mean + log_std.exp() * noise
+    def sample(self, outputs: np.ndarray, noise: np.ndarray | float) -> np.ndarray:
+        """Turn the actor's outputs (..., A) into random actions. Noise 0 gives the mode."""
+        return outputs + noise
 
-    def to_env(self, actions: Tensor) -> np.ndarray:
+    def to_env(self, actions: np.ndarray) -> np.ndarray:
         """Return actions (N, A) for `envs.step`, clipped to the bounds."""
-        array = actions.cpu().numpy().reshape(-1, *self.space.shape)
+        array = actions.reshape(-1, *self.space.shape)
         return array.clip(self.space.low, self.space.high).astype(self.space.dtype)
 
     def clamp_parameters(self) -> None:
@@ -1593,9 +1646,10 @@ class CategoricalActions(nn.Module):
             sizes = space.nvec.flatten().tolist()
         else:
             sizes = [2] * math.prod(space.shape)
-        missing = torch.arange(max(sizes)) >= torch.tensor(sizes)[:, None]  # (P, largest part)
-        self.register_buffer("padding", -1e9 * missing, persistent=False)
-        self.num_outputs = missing.numel()
+        self.missing = np.arange(max(sizes)) >= np.array(sizes)[:, None]  # (P, largest part)
+        padding = -1e9 * torch.tensor(self.missing, dtype=torch.float32)
+        self.register_buffer("padding", padding, persistent=False)
+        self.num_outputs = self.missing.size
 
     def forward(self, outputs: Tensor) -> Tensor:
         """Turn the actor's outputs (..., num_outputs) into params."""
@@ -1617,16 +1671,20 @@ class CategoricalActions(nn.Module):
 
     def noise(self, *size: int) -> Tensor:
         """Draw Gumbel numbers (*size, P, largest part) for `sample`."""
-        exponential = torch.empty(*size, *self.padding.shape, device=self.padding.device)
-        return -exponential.exponential_().log()
+        return -torch.empty(*size, *self.padding.shape).exponential_().log()
 
-    def sample(self, params: Tensor, noise: Tensor | float) -> Tensor:
-        """Return a random action (..., P). Noise 0 gives the mode."""
-        return (params + noise).argmax(-1)
+    def sample(self, outputs: np.ndarray, noise: np.ndarray | float) -> np.ndarray:
+        """Turn the actor's outputs into random actions (..., P). Noise 0 gives the mode.
 
-    def to_env(self, actions: Tensor) -> np.ndarray:
+        The largest sum of a logit and Gumbel noise is a sample (Gumbel-max). Logits need no
+        normalisation for that.
+        """
+        logits = outputs.reshape(*outputs.shape[:-1], *self.missing.shape)
+        return np.where(self.missing, -np.inf, logits + noise).argmax(-1)
+
+    def to_env(self, actions: np.ndarray) -> np.ndarray:
         """Return actions (N, P) for `envs.step`, counted from the space's `start`."""
-        array = actions.cpu().numpy().reshape(-1, *self.space.shape)
+        array = actions.reshape(-1, *self.space.shape)
         return (array + getattr(self.space, "start", 0)).astype(self.space.dtype)
 
     def clamp_parameters(self) -> None:
@@ -1641,6 +1699,42 @@ def make_action_dist(space: gym.Space, args: Args) -> GaussianActions | Categori
         return CategoricalActions(space)
     text = "must be floats (Box), Discrete, MultiDiscrete or MultiBinary"
     raise UsageError(f"--env-id {args.env_id}: its actions are {space}; they {text}")
+
+
+def in_numpy(network: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
+    """Return the function of a network for NumPy arrays, for acting.
+
+    For a few rows NumPy takes a quarter of torch's time. On the CPU the function reads the
+    network's own weights; from a GPU it takes copies. Networks with other layers than those of
+    vectors, such as convolutions, run in torch.
+    """
+    if isinstance(network, nn.Linear):
+        weight = network.weight.detach().cpu().numpy().T
+        bias = 0 if network.bias is None else network.bias.detach().cpu().numpy()
+        return lambda x: x @ weight + bias
+    if isinstance(network, nn.ReLU):
+        return lambda x: np.maximum(x, 0)
+    if isinstance(network, nn.Tanh):
+        return np.tanh
+    if all(isinstance(layer, LAYERS_OF_VECTORS) for layer in network.modules()):
+        layers = [in_numpy(layer) for layer in network]
+
+        def forward(x: np.ndarray) -> np.ndarray:
+            for layer in layers:
+                x = layer(x)
+            return x
+
+        return forward
+    device = next(network.parameters()).device
+
+    @torch.inference_mode()
+    def forward_in_torch(x: np.ndarray) -> np.ndarray:
+        return network(torch.as_tensor(x, device=device)).cpu().numpy()
+
+    return forward_in_torch
+
+
+LAYERS_OF_VECTORS = (nn.Sequential, nn.Linear, nn.ReLU, nn.Tanh)
 
 
 def make_encoder(space: Box, args: Args) -> nn.Sequential:
@@ -1688,26 +1782,30 @@ class Agent(nn.Module):
     def device(self) -> torch.device:
         return self.obs_moments.mean.device
 
+    @property
+    def has_long_kernels(self) -> bool:
+        """Tell whether operations of the networks take so long that a second thread pays."""
+        return self.sees_images
+
     def parts(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Return the parameters of the actor, and those of the critics."""
         actor = nn.ModuleList((self.action_dist, self.actor_body, self.actor_head))
         critics = nn.ModuleList((self.critic_body, self.critic_heads))
         return [*actor.parameters()], [*critics.parameters()]
 
-    def obs_normalizer(self) -> Callable[[Tensor], Tensor]:
-        """Return a function that turns raw observations into what the networks see.
+    def obs_scaling(self) -> Tensors:
+        """Return the mean that is subtracted from observations, and the factor that follows."""
+        return self.obs_moments.mean.float(), (1 / self.obs_moments.std).float()
+
+    def normalize_obs(self, obs: Tensor) -> Tensor:
+        """Turn raw observations into what the networks see.
 
         Images stay as they are: `Convolutions` scales their pixels.
         """
         if self.sees_images or not self.args.norm_obs:
-            return lambda obs: obs
-        mean = self.obs_moments.mean.float()
-        scale = (1 / self.obs_moments.std).float()
-        return lambda obs: ((obs - mean) * scale).clamp(-10, 10)
-
-    def normalize_obs(self, obs: Tensor) -> Tensor:
-        """Turn raw observations into what the networks see."""
-        return self.obs_normalizer()(obs)
+            return obs
+        mean, scale = self.obs_scaling()
+        return ((obs - mean) * scale).clip(-10, 10)
 
     def update_obs_moments(self, obs: Tensor) -> None:
         """Take in the raw observations (T, N, D) of a rollout, from all processes."""
@@ -1719,22 +1817,33 @@ class Agent(nn.Module):
         """Turn observations (..., D) into params of the action distributions."""
         return self.action_dist(self.actor_head(self.actor_body(obs)))
 
+    def numpy_policy(self) -> Callable[[np.ndarray], np.ndarray]:
+        """Return a function from raw observations (N, D) to the actor's outputs, for acting.
+
+        It is `policy_params` of `normalize_obs`, without the last step, in NumPy. It holds for as
+        long as neither weights nor statistics move.
+        """
+        network = in_numpy(nn.Sequential(*self.actor_body, self.actor_head))
+        if self.sees_images or not self.args.norm_obs:
+            return network
+        mean, scale = (x.cpu().numpy() for x in self.obs_scaling())
+        return lambda obs: network(((obs - mean) * scale).clip(-10, 10))
+
     def value_outputs(self, obs: Tensor) -> Tensor:
         """Turn observations (..., D) into outputs (C, ..., K or K + 1) of all critics."""
         features = self.critic_body(obs)
         return torch.stack([head(features) for head in self.critic_heads])
 
-    @torch.no_grad()
     def act(self, obs: np.ndarray, deterministic: bool = True) -> np.ndarray:
         """Give actions for `env.step`. obs are (D,) or (N, D), as `make_env` gives them.
 
         The policy's mode is taken if `deterministic`, otherwise a sample. Raises ValueError for
         observations of other shapes and for those that are not finite.
         """
-        batch, alone = self.as_batch(obs)
-        params = self.policy_params(batch)
-        noise = 0.0 if deterministic else self.action_dist.noise(len(batch))
-        actions = self.action_dist.to_env(self.action_dist.sample(params, noise))
+        rows, alone = as_rows(obs, self.observation_space)
+        outputs = self.numpy_policy()(rows.astype(self.observation_space.dtype))
+        noise = 0.0 if deterministic else self.action_dist.noise(len(rows)).numpy()
+        actions = self.action_dist.to_env(self.action_dist.sample(outputs, noise))
         return actions[0] if alone else actions
 
     def as_batch(self, obs: np.ndarray) -> tuple[Tensor, bool]:
@@ -1888,22 +1997,25 @@ def misfit(space: gym.Space, value: Any, name: str = "observation") -> str:
             if found:
                 return found
         return ""
+    found = misfit_of_one(space, value)
+    return f"{name} {found}; its space is {space!s:.200}" if found else ""
 
-    belongs = f"its space is {space!s:.200}"
+
+def misfit_of_one(space: gym.Space, value: Any) -> str:
+    """Say it for a space that has no parts."""
     if not isinstance(space, Box):
-        return "" if value in space else f"{name} is {value!r:.100}; {belongs}"
+        return "" if value in space else f"is {value!r:.100}"
     try:
         array = np.asarray(value)
     except (ValueError, RuntimeError) as error:  # of parts that differ in length, or a torch tensor
-        return f"{name} is no array ({error}); {belongs}"
+        return f"is no array ({error})"
     if array.shape != space.shape:
-        return f"{name} has the shape {array.shape}; {belongs}"
+        return f"has the shape {array.shape}"
     if space.dtype in (np.uint8, np.bool_) and array.dtype not in (np.uint8, np.bool_):
         with np.errstate(invalid="ignore"):
             whole = array.astype(np.uint8) == array
         if not whole.all():
-            numbers = f"numbers from {array.min():g} to {array.max():g} of {array.dtype}"
-            return f"{name} has {numbers}; {belongs}"
+            return f"has numbers from {array.min():g} to {array.max():g} of {array.dtype}"
     return ""
 
 
@@ -2361,9 +2473,9 @@ def check_compiler(args: Args) -> None:
     if not args.compile:
         return
     try:
-        torch.compile(torch.neg)(torch.ones(1, device="cuda" if args.cuda else "cpu"))
+        compiled(torch.neg)(torch.ones(1, device="cuda" if args.cuda else "cpu"))
     except Exception as error:  # torch raises it from many layers
-        text = "torch.compile finds no working compiler; install g++ or leave it out"
+        text = "it needs g++ and the torch of requirements.txt; install them or leave it out"
         raise UsageError(f"--compile: {text}") from error
 
 
@@ -2431,6 +2543,31 @@ def shapes(held: dict[str, Tensor], args: Args) -> dict[str, tuple]:
     return found | {"value_dist.support": tuple(ends.tolist())}
 
 
+@cache
+def compiled(function: Callable) -> Callable:
+    """Compile a function by torch.compile, once in a process."""
+    torch._dynamo.config.trace_autograd_ops = True  # `with_gradient` differentiates
+    return torch.compile(function)
+
+
+def do_both(first: Callable, second: Callable, agent: Agent) -> tuple:
+    """Call two functions, at once where that pays. Returns what both return.
+
+    It pays for networks with long operations, where a core is free. What the functions compute is
+    the same either way. Processes make their collective calls in one order, so that many of them
+    have one thread each. torch's number of threads has to be set in every thread.
+    """
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))  # those that this process may use
+    threads = torch.get_num_threads()
+    if WORLD_SIZE > 1 or cores < 2 * threads or not agent.has_long_kernels:
+        return first(), second()
+    with ThreadPoolExecutor(1, "second", torch.set_num_threads, (threads,)) as pool:
+        later = pool.submit(second)
+        return first(), later.result()
+
+
 class Optimizers(NamedTuple):
     """Each of the two networks has its own Adam, since they share no parameter."""
 
@@ -2441,19 +2578,13 @@ class Optimizers(NamedTuple):
 def make_optimizers(agent: Agent, args: Args) -> Optimizers:
     """Make Adam for the actor and for the critics, each for one vector of all their parameters.
 
-    A step costs time for each tensor, however small. Parameters and their gradients therefore
-    become parts of the vector and of its gradient. Two things would cut them off from it: a later
-    `agent.to(...)`, and `zero_grad()` without `set_to_none=False`. `update` works as well with
-    Adam for plain `agent.parts()`. It sets the learning rates.
+    A step costs time for each tensor, however small. The parameters therefore become parts of the
+    vector. A later `agent.to(...)` would cut them off from it. `update` sets the learning rates.
     """
     adams = []
     for parameters in agent.parts():
         vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
-        vector.grad = torch.zeros_like(vector)
         nn.utils.vector_to_parameters(vector, parameters)
-        parts = vector.grad.split([parameter.numel() for parameter in parameters])
-        for parameter, part in zip(parameters, parts):
-            parameter.grad = part.view_as(parameter)
         adams.append(optim.Adam([vector], args.learning_rate, eps=1e-5, fused=True))
     return Optimizers(*adams)
 

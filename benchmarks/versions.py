@@ -39,11 +39,11 @@ CELLS = [
     Cell("envs:MinAtar/Breakout-v1", CATEGORICAL, "", MINATAR, range(1000, 1002)),
 ]
 LOST = THRESHOLDS | {"PendulumNoVel-v1": -300}  # an evaluation below this is a lost seed
-# Texts of the scripts that --variant exchanges, for what no flag can turn.
+# Texts of today's scripts that --variant exchanges, for what no flag can turn.
 VARIANTS = {
     "critics_run_on": (  # the KL stop ends the actor's loop alone
-        "islice(minibatches(batch, args), len(actor_rows))",
-        "minibatches(batch, args)",
+        "zip(iter(tickets.get, None), batches)",
+        "enumerate(batches)",
     ),
 }
 COLUMNS = (

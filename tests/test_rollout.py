@@ -6,7 +6,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from helpers import act, carried_obs, is_recurrent, make_run, roll
+from helpers import act, carried_obs, is_recurrent, make_run, prepare, roll
 from probes import Walk
 from torch.testing import assert_close
 
@@ -108,7 +108,8 @@ def test_the_actors_state_goes_on_until_an_episode_ends():
         assert_close(rollout.actor_state[0], state * ~rollout.episode_start[0, :, None])
         for obs, start in zip(rollout.obs, rollout.episode_start):
             seen = run.agent.normalize_obs(obs)
-            _, state = run.agent.policy_params_step(seen, state * ~start[:, None])
+            _, state = run.agent.actor_body.step(seen, state * ~start[:, None])
+            state = state.detach()
     assert rollouts[2].episode_start.any()
     assert (rollouts[2].actor_state != 0).any()
 
@@ -118,15 +119,75 @@ def test_every_training_sequence_has_the_state_ahead_of_it():
     script = distributional_ppo_lstm
     run = make_run(script, "Staggered", seq_len=3)
     roll(run)
-    state = run.carry.actor_state
+    state = torch.as_tensor(run.carry.actor_state)
     rollout = roll(run)
     assert rollout.actor_state.shape == (4, 2, 4, 5)
     for t in range(12):
         state = state * ~rollout.episode_start[t, :, None]
         if t % 3 == 0:
             assert_close(rollout.actor_state[t // 3], state)
-        _, state = run.agent.policy_params_step(run.agent.normalize_obs(rollout.obs[t]), state)
-    assert_close(run.carry.actor_state, state * ~torch.as_tensor(run.carry.episode_start)[:, None])
+        _, state = run.agent.actor_body.step(run.agent.normalize_obs(rollout.obs[t]), state)
+        state = state.detach()
+    last = state * ~torch.as_tensor(run.carry.episode_start)[:, None]
+    assert_close(torch.as_tensor(run.carry.actor_state), last)
+
+
+def stepwise(agent, rows, state):
+    """The actor's outputs by torch for raw observations (N, ...), and the next state."""
+    seen = agent.normalize_obs(torch.as_tensor(rows))
+    if state is None:
+        return agent.actor_head(agent.actor_body(seen)), None
+    features, state = agent.actor_body.step(seen, state)
+    return agent.actor_head(features), state
+
+
+@pytest.mark.parametrize("flags", [{}, {"activation": "tanh"}, {"norm_obs": False}])
+@pytest.mark.parametrize("env", ["VectorBox", "VectorMultiDiscrete", "ImageMultiDiscrete"])
+def test_acting_in_numpy_is_acting_in_torch(script, env, flags):
+    """The actor's outputs to 1e-6 of their size over five steps, and the state of the LSTM."""
+    run = make_run(script, env, **flags)
+    agent, policy = run.agent, run.agent.numpy_policy()
+    assert agent.actor_head.bias.requires_grad
+    state = agent.initial_state(4) if is_recurrent(script) else None
+    given = () if state is None else (state.numpy(),)
+    for _ in range(5):
+        rows = run.envs.step(run.envs.action_space.sample())[0]
+        with torch.no_grad():
+            expected, state = stepwise(agent, rows, state)
+        outputs = policy(rows, *given)
+        if is_recurrent(script):
+            outputs, *given = outputs
+            assert_close(torch.as_tensor(given[0]), state, rtol=1e-6, atol=1e-6)
+        assert outputs.dtype == np.float32
+        assert_close(
+            torch.as_tensor(outputs), expected, rtol=1e-6, atol=1e-6 * expected.abs().max()
+        )
+
+
+def test_the_policy_that_acts_sees_what_was_learnt(script):
+    """Weights change in place: a policy made afterwards acts by the new ones."""
+    run = make_run(script, "VectorBox")
+    rows = carried_obs(run.carry)
+    state = (run.agent.initial_state(4).numpy(),) if is_recurrent(script) else ()
+    before = np.copy(run.agent.numpy_policy()(rows, *state)[0])
+    run.script.update(run.agent, run.optimizers, prepare(run), run.args, 0.0)
+    after = run.agent.numpy_policy()(rows, *state)[0]
+    assert np.abs(after - before).max() > 1e-4
+
+
+@pytest.mark.parametrize("layer", [torch.nn.SiLU(), torch.nn.LayerNorm(5), torch.nn.Identity()])
+def test_layers_that_numpy_does_not_know_run_in_torch(script, layer):
+    """A network of one's own acts as it is."""
+    network = torch.nn.Sequential(torch.nn.Linear(3, 5), layer, torch.nn.ReLU())
+    x = torch.randn(4, 3)
+    assert_close(torch.as_tensor(script.in_numpy(network)(x.numpy())), network(x).detach())
+
+
+def test_a_layer_without_biases_runs_in_numpy(script):
+    """None is no bias."""
+    layer = torch.nn.Linear(3, 5, bias=False)
+    x = torch.randn(4, 3)
+    assert_close(torch.as_tensor(script.in_numpy(layer)(x.numpy())), layer(x).detach())
 
 
 def test_acting_moves_no_statistics_and_no_parameters(script):

@@ -37,7 +37,8 @@ SEAMS = {  # defined in both, different on purpose
     "minibatches": "shuffled sequences, or shuffled rows",
     "policy_loss": "networks get states and episode starts; tensors have two axes, or one",
     "value_loss": "networks get states and episode starts; tensors have two axes, or one",
-    "update": "the feed-forward one may compile its losses",
+    "train_actor": "the feed-forward one may compile its loss",
+    "train_critics": "the feed-forward one may compile its loss",
     "ValueDistribution": "quantiles or atoms, behind the same methods",
     "layer_init": "the recurrent one initialises LSTM layers, too",
     "make_encoder": "an LSTM comes after it, or a second layer",
@@ -53,6 +54,7 @@ OF_ONE = {LSTM: set(), CATEGORICAL: {"normalized_mean", "probs", "task_atoms"}}
 # What training does, in the order in which it does it.
 ORDER = """
 train collect_rollout run_critics gae prepare_batch minibatches policy_loss value_loss update
+train_actor train_critics with_gradient take_step
 clipped_policy_loss ValueDistribution make_encoder Agent
 make_env describe_critics Run evaluate average UsageError main
 """.split()
