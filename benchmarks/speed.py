@@ -18,7 +18,9 @@ optimizer, advantages and metrics are not in it. Peak memory is the largest resi
 process, imports included. "kept" is ours with glibc told to keep freed memory (KEEP below),
 "compiled" the feed-forward script with --compile: a run of two rollouts with an empty cache of
 compiled code, whose seconds beyond those of a run that compiles nothing are the time to compile,
-then speed as above.
+then speed as above. The peers run with one torch thread and with two ("sb3-2threads"), and the
+faster one of both counts. "ours-1core" and "sb3-1core" may use one core alone (taskset). The last
+table has no rows of its own: what a user waits for, from results/runs.csv.
 
 Raw rows are appended to results/speed.csv; the next call measures what is missing for the scripts'
 last commit ("+": changed since then), and tables show each cell's newest commit.
@@ -59,6 +61,9 @@ ESTIMATE = {
     "kept": 11,
     "compiled": 60,
     "sb3": 12,
+    "sb3-2threads": 12,
+    "ours-1core": 11,
+    "sb3-1core": 12,
     "cleanrl": 15,
     "floor": 6,
     "pass": 6,
@@ -69,7 +74,14 @@ COLUMNS = (  # value: steps per second, or milliseconds for pass-*; parts: milli
     "cell program threads repeat value short_steps short_s long_steps long_s steps_per_reset "
     "peak_mb parts load commit machine versions"
 ).split()
+# What a user waits for: rows of runs.csv by script and variant.
+WAITING = {
+    "CartPoleNoVel-v1": [(LSTM, "default"), ("sb3_contrib_recurrent_ppo", "zoo")],
+    "HalfCheetah-v5": [(CATEGORICAL, "default"), ("stable_baselines3_ppo", "default")],
+}
 PARTS = ("environments", "acting", "values", "update")  # of the floor
+# cells on one core, too
+ONE_CORE = ("recurrent", "cartpole", "cheetah-1x2048", "minatar")
 # cells with --compile, too
 COMPILED = ("cartpole", "cheetah-1x2048", "cheetah-8x256", "minatar")
 
@@ -370,7 +382,7 @@ def child(job: Job) -> None:
     began = time.perf_counter()
     if job.program == "cleanrl":
         cleanrl(work, job.steps, job.peer)
-    elif job.program == "sb3":
+    elif job.program.startswith("sb3"):
         sb3(work, job.steps)
     else:
         ours(work, job.steps, compiled=job.program == "compiled")
@@ -385,7 +397,11 @@ def child(job: Job) -> None:
 # -------------------------------------------------------------------------------------- measurement
 def start(job: Job) -> dict:
     """Run `child` in a process; its result, with the wall time `outside` of the process."""
+    if job.program.endswith("-2threads"):
+        job = job._replace(threads=2)
     command = [sys.executable, str(HERE / Path(__file__).name), "--child", json.dumps(job)]
+    if job.program.endswith("-1core"):
+        command = ["taskset", "--cpu-list", "0", *command]
     environment = {**os.environ, "OMP_NUM_THREADS": str(job.threads)}
     if job.program == "kept":
         environment |= KEEP
@@ -482,7 +498,9 @@ def programs_of(cell: str, peer: str) -> list[str]:
     """What is measured of a cell, in turns."""
     if cell in PASSES:
         return ["pass"]
-    programs = ["ours", "sb3", "floor"] if cell in GRID else ["ours"]
+    programs = ["ours", "sb3", "sb3-2threads", "floor"] if cell in GRID else ["ours"]
+    if cell in ONE_CORE:
+        programs += ["ours-1core", "sb3-1core"]
     if cell in COMPILED:
         programs.insert(1, "compiled")
     if cell.startswith("growth-num_envs"):
@@ -590,6 +608,13 @@ def compare(rows: Programs, program: str, mine: str = "ours") -> str:
     return f"{ratio:.1f} ({min(ratios):.1f}, {max(ratios):.1f})"
 
 
+def peer(rows: Programs) -> str:
+    """The peer's program that is the faster one: with one torch thread or with two."""
+    return max(
+        "sb3", "sb3-2threads", key=lambda program: middle(rows[program]) if rows[program] else 0
+    )
+
+
 def grid_line(cell: str, rows: Programs) -> list:
     """Speeds, ratio with its range over repeats, floor and its parts, resets, memory."""
     work = GRID[cell]
@@ -604,8 +629,8 @@ def grid_line(cell: str, rows: Programs) -> list:
     return [
         f"{cell}: {flags['env_id']}, {flags['num_envs']} x {flags['num_steps']}",
         f"{speed:,.0f}",
-        f"{middle(rows['sb3']):,.0f}",
-        compare(rows, "sb3"),
+        f"{middle(rows[peer(rows)]):,.0f}",
+        compare(rows, peer(rows)),
         f"{lowest:,.0f}",
         f"{speed / lowest:.0%}",
         " + ".join(f"{ms:.3g}" for ms in parts),
@@ -624,7 +649,7 @@ def compiled_line(cell: str, rows: Programs) -> list:
     return [
         cell,
         f"{middle(compiled):,.0f}",
-        compare(rows, "sb3", "compiled"),
+        compare(rows, peer(rows), "compiled"),
         compare(rows, "ours", "compiled"),
         f"{middle(compiled) / middle(rows['floor']):.0%}",
         f"{middle(compiled, 'parts', 'first') - usual:.0f}",
@@ -633,6 +658,47 @@ def compiled_line(cell: str, rows: Programs) -> list:
         len(compiled),
         commits(compiled),
     ]
+
+
+def one_core_line(cell: str, rows: Programs) -> list:
+    """Speeds on one core, their ratio, and what the second core gains."""
+    return [
+        cell,
+        f"{middle(rows['ours-1core']):,.0f}",
+        f"{middle(rows['sb3-1core']):,.0f}",
+        compare(rows, "sb3-1core", "ours-1core"),
+        compare(rows, "ours-1core"),
+        compare(rows, "sb3-1core", peer(rows)),
+        len(rows["ours-1core"]),
+        commits(rows["ours-1core"]),
+    ]
+
+
+def waiting_lines() -> list[list]:
+    """Steps and seconds of the median run to a return, of ours and of the peer."""
+    rows = Table(RESULTS / "runs.csv", ()).rows()
+    lines = []
+    for task, who in WAITING.items():
+        for script, variant in who:
+            found = [
+                row
+                for row in rows
+                if (row["task"], row["script"], row["variant"]) == (task, script, variant)
+            ]
+            if not found:
+                continue
+            steps = [float(row["steps_to_threshold"]) for row in found]
+            per_step = [float(row["seconds"]) / float(row["steps"]) for row in found]
+            seconds = [n * second for n, second in zip(steps, per_step, strict=True)]
+            reached = sum(math.isfinite(n) for n in steps)
+            middles = [
+                "never" if math.isinf(median(x)) else f"{median(x):,.0f}" for x in (steps, seconds)
+            ]
+            commit = " ".join(sorted({row["commit"] for row in found}))
+            lines.append(
+                [task, f"{script}, {variant}", *middles, f"{reached} of {len(found)}", commit]
+            )
+    return lines
 
 
 def cleanrl_line(cell: str, rows: Programs) -> list:
@@ -706,6 +772,13 @@ COMPILED_HEAD = (
     "cell, with `--compile` | steps/s | ratio to sb3 (lowest, highest) | to ours without it "
     "| share of the floor | seconds to compile | with a cache | peak MB | repeats | commit"
 )
+ONE_CORE_HEAD = (
+    "cell, on one core | steps/s | sb3 | ratio (lowest, highest) | ours on two cores to one "
+    "| sb3 on two to one | repeats | commit"
+)
+WAITING_HEAD = (
+    "task | program, variant | steps, median | seconds, median | seeds that get there | commit"
+)
 CLEANRL_HEAD = "cell | steps/s | CleanRL | ratio (lowest, highest) | repeats | commit"
 GROWTH_HEAD = (
     "axis | size | steps/s | seconds per iteration | exponent since the line above "
@@ -721,6 +794,7 @@ def tables(threads: str, picked: dict[str, Programs]) -> list[str]:
     """All tables of one number of threads."""
     ours = [cell for cell in GRID if picked[cell]["ours"]]
     compiled = [cell for cell in GRID if picked[cell]["compiled"]]
+    one_core = [cell for cell in GRID if picked[cell]["ours-1core"]]
     beside = [cell for cell in GRID if picked[cell]["cleanrl"]]
     passes = [cell for cell in PASSES if picked[cell]["pass"]]
     growth = [line for axis in AXES for line in growth_lines(axis, picked)]
@@ -730,6 +804,7 @@ def tables(threads: str, picked: dict[str, Programs]) -> list[str]:
         "",
         *markdown(GRID_HEAD, [grid_line(cell, picked[cell]) for cell in ours]),
         *markdown(COMPILED_HEAD, [compiled_line(cell, picked[cell]) for cell in compiled]),
+        *markdown(ONE_CORE_HEAD, [one_core_line(cell, picked[cell]) for cell in one_core]),
         *markdown(CLEANRL_HEAD, [cleanrl_line(cell, picked[cell]) for cell in beside]),
         *markdown(GROWTH_HEAD, growth),
         *markdown(PASS_HEAD, [pass_line(cell, picked[cell]["pass"]) for cell in passes]),
@@ -743,6 +818,12 @@ def report(table: Table) -> None:
     lines = []
     for threads in everyone:
         lines += tables(threads, pick(rows, threads))
+    lines += [
+        "Training to a mean return of 475 (CartPoleNoVel-v1) or 3,000 (HalfCheetah-v5), with the "
+        "flags of the learning report, from its rows: two runs at a time on two cores.",
+        "",
+        *markdown(WAITING_HEAD, waiting_lines()),
+    ]
     common.publish(table.path.with_suffix(".md"), lines[:-1])
     if everyone:
         draw(table.path.with_suffix(".png"), pick(rows, everyone[0]))

@@ -634,6 +634,58 @@ def test_speed_times_passes_of_the_lstm(monkeypatch):
     assert len(speed.lstm_pass(speed.CELLS["pass-2"])) == 4
 
 
+@pytest.mark.parametrize(
+    ("program", "threads", "cores"),
+    [("ours", "1", 0), ("sb3-2threads", "2", 0), ("ours-1core", "1", 1), ("sb3-1core", "1", 1)],
+)
+def test_programs_of_the_speed_grid_get_their_threads_and_cores(
+    monkeypatch, program, threads, cores
+):
+    """Two torch threads by the environment and the job; one core by taskset."""
+    speed = importlib.import_module("speed")
+    called = {}
+
+    def run(command, env, **options):
+        called.update(command=command, env=env)
+        return subprocess.CompletedProcess(command, 0, stdout='{"inside": 1.0}')
+
+    monkeypatch.setattr(speed.subprocess, "run", run)
+    speed.start(speed.Job(program, "cartpole", 1, 1024))
+    assert called["env"]["OMP_NUM_THREADS"] == threads
+    assert json.loads(called["command"][-1])[2] == int(threads)
+    assert (called["command"][:3] == ["taskset", "--cpu-list", "0"]) == bool(cores)
+
+
+def test_the_faster_peer_counts():
+    """Medians 10 and 12; one that was not measured is none."""
+    speed = importlib.import_module("speed")
+    one = [{"value": "10", "repeat": "0"}]
+    two = [{"value": "12", "repeat": "0"}]
+    assert speed.peer({"sb3": one, "sb3-2threads": two}) == "sb3-2threads"
+    assert speed.peer({"sb3": two, "sb3-2threads": one}) == "sb3"
+    assert speed.peer({"sb3": one, "sb3-2threads": []}) == "sb3"
+
+
+def test_what_a_user_waits_for_worked_by_hand(monkeypatch, tmp_path):
+    """Runs of 100 steps in 10 s and 30 s that get there after 40 and 60: 4 s and 18 s, a median of
+    11 s after 50 steps. The peer never does."""
+    speed = importlib.import_module("speed")
+    columns = ("script", "task", "variant", "steps", "steps_to_threshold", "seconds", "commit")
+    table = speed.Table(tmp_path / "runs.csv", columns)
+    for script, variant, steps, seconds in (
+        (NAMES[0], "default", 40, 10),
+        (NAMES[0], "default", 60, 30),
+        ("sb3_contrib_recurrent_ppo", "zoo", "inf", 30),
+    ):
+        row = (script, "CartPoleNoVel-v1", variant, 100, steps, seconds, "abc")
+        table.append(dict(zip(columns, row, strict=True)))
+    monkeypatch.setattr(speed, "RESULTS", tmp_path)
+    assert speed.waiting_lines() == [
+        ["CartPoleNoVel-v1", f"{NAMES[0]}, default", "50", "11", "2 of 2", "abc"],
+        ["CartPoleNoVel-v1", "sb3_contrib_recurrent_ppo, zoo", "never", "never", "0 of 1", "abc"],
+    ]
+
+
 @pytest.mark.slow
 def test_speed_beside_the_peer_is_measured(monkeypatch, tmp_path):
     """A row each of ours, the peer and the floor, each in a process of its own; the report."""
@@ -644,7 +696,8 @@ def test_speed_beside_the_peer_is_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", line)
     speed.main()
     rows = speed.load(speed.Table(tmp_path / "speed.csv", speed.COLUMNS))
-    assert [row["program"] for row in rows] == ["ours", "sb3", "floor"]
+    programs = ["ours", "sb3", "sb3-2threads", "floor", "ours-1core", "sb3-1core"]
+    assert [row["program"] for row in rows] == programs
     assert "| recurrent: CartPoleNoVel-v1, 8 x 128 |" in (tmp_path / "speed.md").read_text()
 
 
