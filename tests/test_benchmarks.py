@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import importlib
 import io
+import json
 import shutil
 import subprocess
 import sys
