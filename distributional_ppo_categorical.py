@@ -51,7 +51,9 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read by NumPy, in which the actor acts
+# The actor acts in NumPy, on few rows at a time. More threads make such products slower. NumPy
+# reads this when it is imported.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import argparse
 import atexit
@@ -327,7 +329,7 @@ class MachineArgs:
     """The machine."""
 
     cuda: bool = False
-    """Run the networks on the GPU. Small networks are faster on the CPU."""
+    """Run the networks on the GPU, but not to act on vectors. Small ones are faster on the CPU."""
     torch_deterministic: Annotated[bool, Needs("cuda", False)] = True
     """Use deterministic cuDNN kernels. Runs on the CPU repeat exactly in any case."""
     async_envs: bool = False
@@ -477,11 +479,13 @@ def collect_rollout(
     def to_device(x: np.ndarray) -> Tensor:
         return torch.as_tensor(x, device=agent.device)
 
+    with torch.no_grad():
+        params = agent.action_dist(to_device(np.stack(outputs)))
     rollout = Rollout(
         obs=to_device(obs),
         next_obs=to_device(next_obs),
         actions=to_device(np.stack(actions)),
-        params=agent.action_dist(to_device(np.stack(outputs))).detach(),
+        params=params,
         rewards=to_device(rewards),
         terminated=to_device(terminated),
         truncated=to_device(truncated),
@@ -667,7 +671,7 @@ def minibatches(batch: Batch, args: Args) -> Iterator[Batch]:
     """In every epoch, shuffle the rows and give each of them once.
 
     The number of minibatches divides that of the rows; `check_sizes` requires it. The orders are
-    drawn at once, in the caller's thread.
+    drawn at once, so that random numbers do not depend on which of two threads is ahead.
     """
     orders = [torch.randperm(len(batch.obs)) for _ in range(args.update_epochs)]
     orders = torch.stack(orders).to(batch.obs.device)
@@ -738,6 +742,10 @@ def update(
     rollout for `update_epochs` epochs of shuffled minibatches. With `target_kl` the actor may stop
     early. The critics then stop after as many minibatches.
 
+    The two loops may run at the same time (`run_both`). They draw no random numbers, and neither
+    writes what the other reads. The critics do not know when the actor will stop, so they wait for
+    a ticket ahead of each step.
+
     Returns metrics: means over the minibatches that were evaluated, and norms of the gradients of
     the steps that were taken. Raises RuntimeError for a loss or a gradient that is not finite.
     """
@@ -751,7 +759,7 @@ def update(
     actor_batches = minibatches(batch, args)
     critic_batches = minibatches(batch, args)
     tickets = SimpleQueue()  # one for each minibatch that the actor has evaluated, and None at last
-    (actor_rows, actor_norms), (critic_rows, critic_norms) = do_both(
+    (actor_rows, actor_norms), (critic_rows, critic_norms) = run_both(
         partial(train_actor, agent, optimizers.actor, actor_batches, args, ent_coef, tickets),
         partial(train_critics, agent, optimizers.critics, critic_batches, args, tickets),
         agent,
@@ -781,13 +789,13 @@ def train_actor(
     """
     rows = []
     norms = []
-    parameters, _ = agent.parts()
-    ent_coef = torch.tensor(ent_coef, device=agent.device)  # as a number it would be compiled in
-    differentiate = compiled(with_gradient) if args.compile else with_gradient
     try:
+        parameters, _ = agent.parts()
+        loss_and_gradient = compiled(with_gradient) if args.compile else with_gradient
+        coef = torch.tensor(ent_coef, device=agent.device)  # a number would be compiled in
         for i, mb in enumerate(batches):
-            inputs = (agent, mb, args, ent_coef)
-            gradient, loss, kl, metrics = differentiate(policy_loss, parameters, *inputs)
+            inputs = (agent, mb, args, coef)
+            gradient, loss, kl, metrics = loss_and_gradient(policy_loss, parameters, *inputs)
             mean_loss, mean_kl = average(torch.stack([loss, kl])).tolist()
             gradient = average(gradient)
             norm = float(gradient.norm())
@@ -800,7 +808,7 @@ def train_actor(
             take_step(optimizer, gradient, norm, args.max_grad_norm)
             agent.action_dist.clamp_parameters()
     finally:
-        tickets.put(None)
+        tickets.put(None)  # also after a fault, or the critics would wait for ever
     return rows, norms
 
 
@@ -813,15 +821,15 @@ def train_critics(
 ) -> tuple[list[dict], list[float]]:
     """Take a step of the critics on each minibatch, on as many as the actor has evaluated.
 
-    Each step waits for a ticket from the actor's loop, whether that has ended or runs at the same
-    time. Returns metrics of each minibatch, and the norm of each gradient.
+    A ticket permits one step, and None ends the loop. Returns metrics of each minibatch, and the
+    norm of each gradient.
     """
     rows = []
     norms = []
     _, parameters = agent.parts()
-    differentiate = compiled(with_gradient) if args.compile else with_gradient
-    for i, mb in zip(iter(tickets.get, None), batches):
-        gradient, loss, metrics = differentiate(value_loss, parameters, agent, mb, args)
+    loss_and_gradient = compiled(with_gradient) if args.compile else with_gradient
+    for i, mb in zip(iter(tickets.get, None), batches):  # in this order: a ticket comes first
+        gradient, loss, metrics = loss_and_gradient(value_loss, parameters, agent, mb, args)
         mean_loss = float(average(loss))
         gradient = average(gradient)
         norm = float(gradient.norm())
@@ -835,17 +843,22 @@ def train_critics(
 def with_gradient(compute_loss: Callable, parameters: list[nn.Parameter], *inputs: Any) -> tuple:
     """Compute a loss of `inputs` and its gradient, which is one vector for all parameters.
 
-    Returns the gradient, and what `compute_loss` returns, detached.
+    Parameters that the loss does not use have a gradient of 0. Returns the gradient, and what
+    `compute_loss` returns, detached.
     """
     loss, *others, metrics = compute_loss(*inputs)
-    gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)  # 0 where unused
+    gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
     gradient = torch.cat([x.flatten() for x in gradients])
     metrics = {tag: x.detach() for tag, x in metrics.items()}
     return gradient, loss.detach(), *others, metrics
 
 
 def take_step(optimizer: optim.Adam, gradient: Tensor, norm: float, max_norm: float) -> None:
-    """Take a step of Adam along a gradient, whose norm is clipped."""
+    """Take a step of Adam along a gradient, whose norm is clipped.
+
+    Adam has one parameter, the vector of `make_optimizers`. The parameters of the network are parts
+    of it, in the order of `agent.parts()`.
+    """
     [vector] = optimizer.param_groups[0]["params"]
     vector.grad = gradient * min(1.0, max_norm / (norm + 1e-6))
     optimizer.step()
@@ -1613,7 +1626,7 @@ class GaussianActions(nn.Module):
         return 0.5 * (log_ratio.exp() - 1 - log_ratio + difference).sum(-1)
 
     def noise(self, *size: int) -> Tensor:
-        """Draw Gaussian numbers (*size, A) for `sample`, of the policy's std."""
+        """Draw Gaussian numbers (*size, A) of the policy's std, which `sample` adds."""
         return torch.randn(*size, self.num_outputs) * self.log_std.detach().exp().cpu()
 
     def sample(self, outputs: np.ndarray, noise: np.ndarray | float) -> np.ndarray:
@@ -1705,18 +1718,19 @@ def in_numpy(network: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
     """Return the function of a network for NumPy arrays, for acting.
 
     For a few rows NumPy takes a quarter of torch's time. On the CPU the function reads the
-    network's own weights; from a GPU it takes copies. Networks with other layers than those of
-    vectors, such as convolutions, run in torch.
+    network's own weights; from a GPU it takes copies. A network that contains other layers, such
+    as convolutions, runs in torch.
     """
-    if isinstance(network, nn.Linear):
+    kinds = {type(layer) for layer in network.modules()}
+    if type(network) is nn.Linear:
         weight = network.weight.detach().cpu().numpy().T
         bias = 0 if network.bias is None else network.bias.detach().cpu().numpy()
         return lambda x: x @ weight + bias
-    if isinstance(network, nn.ReLU):
+    if type(network) is nn.ReLU:
         return lambda x: np.maximum(x, 0)
-    if isinstance(network, nn.Tanh):
+    if type(network) is nn.Tanh:
         return np.tanh
-    if all(isinstance(layer, LAYERS_OF_VECTORS) for layer in network.modules()):
+    if kinds <= {nn.Sequential, nn.Linear, nn.ReLU, nn.Tanh}:
         layers = [in_numpy(layer) for layer in network]
 
         def forward(x: np.ndarray) -> np.ndarray:
@@ -1732,9 +1746,6 @@ def in_numpy(network: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
         return network(torch.as_tensor(x, device=device)).cpu().numpy()
 
     return forward_in_torch
-
-
-LAYERS_OF_VECTORS = (nn.Sequential, nn.Linear, nn.ReLU, nn.Tanh)
 
 
 def make_encoder(space: Box, args: Args) -> nn.Sequential:
@@ -1783,9 +1794,9 @@ class Agent(nn.Module):
         return self.obs_moments.mean.device
 
     @property
-    def has_long_kernels(self) -> bool:
-        """Tell whether operations of the networks take so long that a second thread pays."""
-        return self.sees_images
+    def second_thread_pays(self) -> bool:
+        """Tell whether operations take so long that actor and critics train faster at once."""
+        return self.sees_images and not (self.args.cuda or self.args.compile)
 
     def parts(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Return the parameters of the actor, and those of the critics."""
@@ -1820,8 +1831,8 @@ class Agent(nn.Module):
     def numpy_policy(self) -> Callable[[np.ndarray], np.ndarray]:
         """Return a function from raw observations (N, D) to the actor's outputs, for acting.
 
-        It is `policy_params` of `normalize_obs`, without the last step, in NumPy. It holds for as
-        long as neither weights nor statistics move.
+        It does what `normalize_obs` and the networks of `policy_params` do, without `action_dist`.
+        It serves until weights or statistics change.
         """
         network = in_numpy(nn.Sequential(*self.actor_body, self.actor_head))
         if self.sees_images or not self.args.norm_obs:
@@ -1877,9 +1888,9 @@ class Agent(nn.Module):
 # ==================================================================================================
 # Nothing below is about the algorithm.
 # The algorithm uses some of it. `make_envs` sets the autoreset mode that `collect_rollout` relies
-# on, and `make_optimizers` the constants of Adam. `average` and `own` return what they are given
-# where there is one process. `check_finite` and `check_step` raise, and the `describe_` functions
-# give metrics alone.
+# on. `make_optimizers` sets the constants of Adam, and makes the vectors that it moves. `run_both`
+# calls two functions. `average` and `own` return what they are given where there is one process.
+# `check_finite` and `check_step` raise, and the `describe_` functions give metrics alone.
 # ==================================================================================================
 
 
@@ -2550,18 +2561,18 @@ def compiled(function: Callable) -> Callable:
     return torch.compile(function)
 
 
-def do_both(first: Callable, second: Callable, agent: Agent) -> tuple:
+def run_both(first: Callable, second: Callable, agent: Agent) -> tuple:
     """Call two functions, at once where that pays. Returns what both return.
 
     It pays for networks with long operations, where a core is free. What the functions compute is
-    the same either way. Processes make their collective calls in one order, so that many of them
-    have one thread each. torch's number of threads has to be set in every thread.
+    the same either way. Under torchrun they come one after the other, since collective calls must
+    have one order in all processes. torch's number of threads has to be set in every thread.
     """
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))  # those that this process may use
     threads = torch.get_num_threads()
-    if WORLD_SIZE > 1 or cores < 2 * threads or not agent.has_long_kernels:
+    if WORLD_SIZE > 1 or cores < 2 * threads or not agent.second_thread_pays:
         return first(), second()
     with ThreadPoolExecutor(1, "second", torch.set_num_threads, (threads,)) as pool:
         later = pool.submit(second)

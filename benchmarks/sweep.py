@@ -163,7 +163,7 @@ def check(sweep: Sweep) -> None:
             raise ValueError(f"--vary {text}: {name} is no flag that can be varied")
         for value in values:
             args_of(script, sweep.line({name: value}))
-    if args.num_iterations < sweep.reports:
+    if args.num_iterations < sweep.reports:  # those that were asked for
         text = f"--reports {sweep.reports}: a run has {args.num_iterations} rollouts"
         raise ValueError(f"{text}; take fewer or raise --total-timesteps")
 
@@ -326,7 +326,7 @@ def needs(sweep: Sweep) -> dict[str, float]:
 
 
 def number_of(trial_id: str) -> int:
-    """Of a member, from 0."""
+    """Of a sample or member, from 0; also from its folder."""
     return int(trial_id.split("_")[-1])
 
 
@@ -368,8 +368,11 @@ def searcher(sweep: Sweep) -> Any:
     return BasicVariantGenerator(random_state=0)
 
 
-def run(sweep: Sweep, hours: float) -> None:
-    """Run what is missing and write samples.csv."""
+def run(sweep: Sweep, hours: float) -> bool:
+    """Run what is missing and write samples.csv. Tells whether all samples have come to their end.
+
+    Ray takes the first Ctrl-C, keeps what is needed to go on, and returns.
+    """
     trainable = tune.with_parameters(Member if sweep.pbt else Sample, sweep=sweep)
     bundles = [needs(sweep)] if sweep.pbt else [{}, *[needs(sweep)] * sweep.seeds]
     trainable = tune.with_resources(trainable, tune.PlacementGroupFactory(bundles))
@@ -398,7 +401,10 @@ def run(sweep: Sweep, hours: float) -> None:
                 verbose=1,
             ),
         )
-    record(sweep, tuner.fit())
+    results = tuner.fit()
+    record(sweep, results)
+    ended = [one for one in results if one.error or (one.metrics or {}).get("done")]
+    return len(ended) == sweep.samples
 
 
 def table(sweep: Sweep) -> Table:
@@ -409,11 +415,14 @@ def table(sweep: Sweep) -> Table:
 
 
 def record(sweep: Sweep, results: tune.ResultGrid) -> None:
-    """Write every report of every sample, and what ended those that failed."""
+    """Write every report of every sample, and what ended those that failed.
+
+    A sample keeps its number when the sweep goes on after a stop.
+    """
     rows = table(sweep)
     rows.path.unlink(missing_ok=True)
-    for number, result in enumerate(results):
-        sample = {"sample": number}
+    for result in sorted(results, key=lambda one: number_of(one.path)):
+        sample = {"sample": number_of(result.path)}
         for report in told(sweep.folder / "runs" / Path(result.path).name):
             rows.append(sample | report)
         if result.error:
@@ -566,7 +575,8 @@ def parse() -> tuple[Sweep, argparse.Namespace]:
     parser.add_argument("--vary", nargs="+", default=[], metavar="FLAG=KIND:...")
     parser.add_argument("--samples", type=int, default=10, help="default: 10")
     parser.add_argument("--seeds", type=int, default=1, help="of every sample; default: 1")
-    parser.add_argument("--reports", type=int, default=10, help="scores told by a run; default: 10")
+    reports = "scores told by a run; default: 10, or one for each of fewer rollouts"
+    parser.add_argument("--reports", type=int, help=reports)
     parser.add_argument("--search", choices=["random", "optuna"], default="random")
     parser.add_argument("--asha", action="store_true", help="stop the worst early")
     parser.add_argument("--pbt", action="store_true", help="population based training")
@@ -585,6 +595,8 @@ def parse() -> tuple[Sweep, argparse.Namespace]:
 
     if not given.script or not given.vary:
         parser.error("name a script, and flags to --vary")
+    if given.reports is None:
+        given.reports = usual_reports(given.script, flags)
     if min(given.samples, given.seeds, given.reports) < 1:
         parser.error("--samples, --seeds and --reports must be at least 1")
     other = given.asha or given.search != "random" or given.seeds > 1
@@ -594,6 +606,13 @@ def parse() -> tuple[Sweep, argparse.Namespace]:
     names = ("vary", "samples", "seeds", "reports", "search", "asha", "pbt")
     chosen = {name: getattr(given, name) for name in names}
     return Sweep(given.script, flags, out=str(Path(out).resolve()), **chosen), given
+
+
+def usual_reports(name: str, flags: list[str]) -> int:
+    """Ten, or as many as a run has rollouts. `check` tells of flags that the script refuses."""
+    with contextlib.suppress(ValueError):
+        return min(10, args_of(common.load_script(name), flags).num_iterations)
+    return 10
 
 
 def knock(address: str) -> None:
@@ -630,10 +649,12 @@ def main() -> None:
             sys.exit(f"error: --address {given.address}: {error}; is `ray start --head` running?")
         if not given.resume:
             keep(sweep)
-        run(sweep, given.max_hours)
+        ended = run(sweep, given.max_hours)
     report(sweep)
-    if len(outcomes(sweep)) < sweep.samples and not given.report:
+    if not given.report and not ended:
         print(f"go on by python benchmarks/sweep.py --resume {sweep.folder}")
+        if not given.max_hours:
+            sys.exit(130)  # Ctrl-C
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from command import await_end
@@ -146,3 +147,31 @@ def test_a_sweep_takes_the_presets_of_its_script(monkeypatch, tmp_path):
     args = program.args_of(program.common.load_script(found.script), found.flags)
     assert args.preset == ("pendulum_novel", "averse")
     assert (args.env_id, args.cvar_weight) == ("PendulumNoVel-v1", 1.0)
+
+
+def test_a_sweep_tells_no_more_often_than_its_runs_have_rollouts(monkeypatch, tmp_path):
+    """Ten reports by default; four rollouts have four. What is typed stays."""
+    program = importlib.import_module("sweep")
+    line = ["sweep.py", SCRIPT, *SMALL.split(), "--vary", "gamma=choice:0.5:0.9"]
+    for more, reports in (
+        (["--num-steps", "128"], 4),
+        (["--total-timesteps", "51200"], 10),
+        (["--reports", "3"], 3),
+        (["--gamma", "2"], 10),  # `check` tells of the flag
+    ):
+        monkeypatch.setattr(sys, "argv", [*line, *more, "--out", str(tmp_path / "out")])
+        assert program.parse()[0].reports == reports
+
+
+def test_samples_keep_their_numbers(tmp_path):
+    """Ray lists those that were taken up in another order."""
+    program = importlib.import_module("sweep")
+    out = SimpleNamespace(folder=tmp_path, vary=["gamma=choice:0.5:0.9"])
+    results = []
+    for number in (2, 0, 1):
+        folder = tmp_path / "runs" / f"abc_0000{number}"
+        folder.mkdir(parents=True)
+        program.tell(folder, {"gamma": number, "steps": 1, "score": 0.0, "returns": "0"})
+        results.append(SimpleNamespace(path=str(tmp_path / "ray" / folder.name), error=None))
+    program.record(out, results)
+    assert [(row["sample"], row["gamma"]) for row in rows(tmp_path)] == [*zip("012", "012")]

@@ -566,7 +566,7 @@ def test_the_gradient_is_one_vector_in_the_order_of_the_parameters(run, name):
 def two_cores(script, monkeypatch):
     """Two cores for the process, and networks whose operations are said to be long."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
-    monkeypatch.setattr(script.Agent, "has_long_kernels", True)
+    monkeypatch.setattr(script.Agent, "second_thread_pays", True)
 
 
 @pytest.mark.parametrize("target_kl", [None, 1e-4])
@@ -583,7 +583,7 @@ def test_two_threads_compute_the_same_bit_for_bit(run, two_cores, monkeypatch, t
     monkeypatch.setattr(run.script, "value_loss", look)
     found = []
     for long in (False, True):
-        monkeypatch.setattr(run.script.Agent, "has_long_kernels", long)
+        monkeypatch.setattr(run.script.Agent, "second_thread_pays", long)
         metrics, agent = run_update(run, target_kl=target_kl, learning_rate=0.01)
         [(thread, torch_threads)] = set(used)
         assert (thread != threading.get_ident()) == long
@@ -610,13 +610,13 @@ def test_one_core_many_processes_or_short_operations_have_one_thread(run, two_co
     script = run.script
 
     def apart():
-        first, second = script.do_both(threading.get_ident, threading.get_ident, run.agent)
+        first, second = script.run_both(threading.get_ident, threading.get_ident, run.agent)
         assert first == threading.get_ident()
         return first != second
 
     assert apart()
     for where, attribute, value in (
-        (script.Agent, "has_long_kernels", False),
+        (script.Agent, "second_thread_pays", False),
         (script, "WORLD_SIZE", 2),
         (torch, "get_num_threads", lambda: 2),
         (os, "sched_getaffinity", lambda _: {1}),
@@ -630,7 +630,7 @@ def test_one_core_many_processes_or_short_operations_have_one_thread(run, two_co
 @pytest.mark.parametrize(("env", "has"), [("VectorBox", False), ("ImageMultiDiscrete", True)])
 def test_lstms_and_convolutions_have_long_operations(script, env, has):
     """Ours, measured: small layers alone gain nothing by a second thread."""
-    assert make_run(script, env).agent.has_long_kernels == (has or is_recurrent(script))
+    assert make_run(script, env).agent.second_thread_pays == (has or is_recurrent(script))
 
 
 def test_kl_stop_comes_ahead_of_the_step(run):
@@ -956,7 +956,7 @@ def in_two_processes(monkeypatch, script, work):
         return work(number)
 
     monkeypatch.setattr(script, "average", average)
-    monkeypatch.setattr(script, "do_both", lambda first, second, _: (first(), second()))
+    monkeypatch.setattr(script, "run_both", lambda first, second, _: (first(), second()))
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(start, range(2)))
 
