@@ -2,6 +2,9 @@
 
 MiniGrid's observation is a Dict with a mission text, which is no vector; here it is the image
 alone, 7 x 7 cells of 3 numbers. MinAtar's games, `envs:MinAtar/Breakout-v1`, have to be registered.
+`envs:RiskyHopper-v0`, `envs:RiskyWalker2d-v0` and `envs:RiskyHalfCheetah-v0` are robots that now
+and then pay for what is fast but dangerous. `envs:RiskyHopperPenalty3-v0` takes 3 for it at every
+such step.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import time
 from contextlib import suppress
 
 import gymnasium as gym
+import numpy as np
 
 with suppress(ImportError):
     from minatar.gym import register_envs
@@ -44,3 +48,95 @@ def slow() -> gym.Env:
 
 
 gym.register("Slow-v0", slow)
+
+
+class Risky(gym.Wrapper):
+    """A robot that pays for risky states with a small probability (Urpi, Curi & Krause 2021).
+
+    `penalty` is taken at every risky step, for certain. It is ours, for comparison; their tasks
+    have none. `risky_steps` counts the risky steps of all episodes.
+    """
+
+    def __init__(self, env: gym.Env, probability: float, cost: float, penalty: float) -> None:
+        super().__init__(env)
+        self.probability = probability
+        self.cost = cost
+        self.penalty = penalty
+        self.risky_steps = 0
+
+    def step(self, action):
+        """Step, and pay."""
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        if self.is_risky(info):
+            self.risky_steps += 1
+            reward -= self.penalty
+            if self.unwrapped.np_random.random() < self.probability:
+                reward -= self.cost + self.forfeit(info)
+        return obs, reward, terminated, truncated, info
+
+    def is_risky(self, info: dict) -> bool:
+        """Tell whether the step led to a risky state."""
+        raise NotImplementedError
+
+    def forfeit(self, info: dict) -> float:
+        """Return what is not paid where the cost is."""
+        return 0.0
+
+
+class TooFast(Risky):
+    """HalfCheetah that breaks when it runs faster than 4, and then earns nothing for running."""
+
+    def is_risky(self, info):
+        """By the speed."""
+        return info["x_velocity"] > 4
+
+    def forfeit(self, info):
+        """What it ran for."""
+        return info["reward_forward"]
+
+
+class Leaning(Risky):
+    """A robot that leans further than `lean` without having fallen."""
+
+    def __init__(self, env: gym.Env, lean: float, *numbers: float) -> None:
+        super().__init__(env, *numbers)
+        self.lean = lean
+
+    def is_risky(self, info):
+        """By the angle of the torso, up to twice as far: there it falls, and the episode ends."""
+        angle = np.abs(self.unwrapped.data.qpos[2])
+        return self.lean <= angle < 2 * self.lean
+
+
+def risky_cheetah(penalty: float = 0.0, **options) -> gym.Env:
+    """Probability 0.05, cost 70."""
+    return TooFast(
+        gym.make("HalfCheetah-v5", disable_env_checker=True, **options), 0.05, 70, penalty
+    )
+
+
+def risky_hopper(penalty: float = 0.0, **options) -> gym.Env:
+    """Probability 0.1, cost 50."""
+    return Leaning(
+        gym.make("Hopper-v5", disable_env_checker=True, **options), 0.1, 0.1, 50, penalty
+    )
+
+
+def risky_walker(penalty: float = 0.0, **options) -> gym.Env:
+    """Probability 0.1, cost 30."""
+    return Leaning(
+        gym.make("Walker2d-v5", disable_env_checker=True, **options), 0.5, 0.1, 30, penalty
+    )
+
+
+RISKY = {  # with the length of an episode
+    "RiskyHalfCheetah": (risky_cheetah, 200),
+    "RiskyHopper": (risky_hopper, 500),
+    "RiskyWalker2d": (risky_walker, 500),
+}
+PENALTIES = (1, 3, 10)
+for name, (make, steps) in RISKY.items():
+    gym.register(f"{name}-v0", make, max_episode_steps=steps)
+    for penalty in PENALTIES:
+        options = {"penalty": float(penalty)}
+        gym.register(f"{name}Penalty{penalty}-v0", make, max_episode_steps=steps, kwargs=options)
