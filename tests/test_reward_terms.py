@@ -1,0 +1,140 @@
+"""The example that builds on the script: values for every term of the reward."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+SMALL = {"num_envs": 3, "num_steps": 40, "num_minibatches": 4, "update_epochs": 2, "hidden_size": 8}
+
+
+@pytest.fixture
+def program():
+    """The example."""
+    pytest.importorskip("mujoco")
+    return importlib.import_module("reward_terms")
+
+
+@pytest.fixture
+def prepared(program):
+    """Two rollouts of random actions, the second one with its terms, and an agent for them."""
+    args = program.args_of(1, 240, **SMALL)
+    envs = program.WithTerms(program.script.make_envs(args))
+    torch.manual_seed(0)
+    spaces = (envs.single_observation_space, envs.single_action_space)
+    agent = program.TermsAgent(*spaces, args, 4)
+    with torch.no_grad():
+        for p in agent.critic_heads.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    obs, _ = envs.reset(seed=[1, 2, 3])
+    for _ in range(2):
+        rollout, obs = program.script.collect_rollout(envs, agent, obs, args)
+        terms = envs.take()
+    assert rollout.terminated.any()
+    return args, agent, rollout, terms
+
+
+def test_with_one_term_it_is_the_script(program, tmp_path):
+    """Bit for bit the weights of `script.train` with one critic, after two updates."""
+    args = program.args_of(3, 240, **SMALL, eval_episodes=0, run_dir=str(tmp_path))
+    mine = program.train(args, together=True)
+    metrics = program.script.train(args)
+    theirs, _ = program.script.load_agent(metrics["run_dir"])
+    for name, x in theirs.named_parameters():
+        assert torch.equal(x, dict(mine.named_parameters())[name]), name
+    assert torch.equal(theirs.value_dist.moments.mean, mine.dists[0].moments.mean)
+
+
+def test_terms_add_up_to_the_reward(prepared):
+    """What the task paid, but for the rounding of a sum; also where an episode ended."""
+    _, _, rollout, terms = prepared
+    assert terms.shape == (40, 3, 3)
+    assert_close(terms.sum(-1), rollout.rewards, rtol=1e-5, atol=1e-5)
+
+
+def test_advantages_of_the_sum_are_the_sum_of_advantages(program, prepared):
+    """GAE is linear in rewards and values: with weights of 1 each, and a head for the whole whose
+    weight is 0, they are those of the summed rewards and the summed values."""
+    args, agent, rollout, terms = prepared
+    for dist in agent.dists:
+        dist.moments.merge(torch.tensor(2.0), torch.tensor(9.0), weight=1)
+    script = program.script
+    with torch.no_grad():
+        obs, after = agent.normalize_obs(rollout.obs), agent.normalize_obs(rollout.next_obs)
+        outputs, later = script.run_critics(agent, rollout, obs, after)
+        values = agent.term_values(outputs)[..., :3].sum(-1)
+        next_values = agent.term_values(later)[..., :3].sum(-1)
+    ends = rollout.terminated, rollout.truncated
+    expected, _ = script.gae(terms.sum(-1), values, next_values, *ends, args.gamma, args.gae_lambda)
+    whole = torch.cat((terms, rollout.rewards[..., None]), -1)
+    weights = torch.tensor([1.0, 1.0, 1.0, 0.0])
+    batch = program.prepare_batch(agent, rollout, whole, weights, args)
+    assert_close(batch.advantages, expected.flatten())
+    assert batch.targets.shape == (120, 4, args.num_atoms)
+    assert_close(batch.targets.sum(-1), torch.ones(120, 4))
+
+
+def test_each_term_has_statistics_of_its_own(program, prepared):
+    """A term in another unit moves its own targets alone."""
+    args, agent, rollout, terms = prepared
+    whole = torch.cat((terms, rollout.rewards[..., None]), -1)
+    weights = torch.full((4,), 0.25)
+    program.prepare_batch(agent, rollout, whole, weights, args)
+    stds = torch.stack([dist.moments.std for dist in agent.dists])
+    assert len(stds.unique()) == 4
+    other = program.TermsAgent(agent.observation_space, agent.action_dist.space, args, 4)
+    other.load_state_dict(
+        {k: v for k, v in agent.state_dict().items() if "moments" not in k}, strict=False
+    )
+    scaled = whole * torch.tensor([1000.0, 1, 1, 1])
+    program.prepare_batch(other, rollout, scaled, weights, args)
+    assert float(other.dists[0].moments.std / stds[0]) == pytest.approx(1000, rel=0.5)
+
+
+def test_every_head_learns_its_own_term(program, prepared):
+    """All heads get gradients; another target of one term changes those of its head alone."""
+    args, agent, rollout, terms = prepared
+    whole = torch.cat((terms, rollout.rewards[..., None]), -1)
+    batch = program.prepare_batch(agent, rollout, whole, torch.full((4,), 0.25), args)
+
+    def gradients(one):
+        agent.zero_grad()
+        program.terms_loss(agent, one, args)[0].backward()
+        return [head[-1].weight.grad.clone() for head in agent.critic_heads]
+
+    before = gradients(batch)
+    assert all(x.abs().max() > 0 for x in before)
+    targets = batch.targets.clone()
+    targets[:, 1] = targets[:, 1].flip(-1)
+    after = gradients(batch._replace(targets=targets))
+    assert [not torch.equal(x, y) for x, y in zip(before, after)] == [False, True, False, False]
+
+
+def test_a_run_and_its_picture(program, monkeypatch, tmp_path, capsys):
+    """Both ways at tiny size; returns of an episode worked by hand at its end."""
+    monkeypatch.setattr(program, "RESULTS", tmp_path)
+    table = program.Table(tmp_path / "reward_terms.csv", program.COLUMNS, end="\n")
+    monkeypatch.setattr(program, "TABLE", table)
+    usual = program.args_of
+    monkeypatch.setattr(program, "args_of", lambda *given: usual(*given, **SMALL, eval_episodes=2))
+    for cell in program.cells(240):
+        table.append(program.run_one(program.Run(cell, 1)))
+    program.report()
+    assert [row["variant"] for row in table.rows()] == ["terms", "one"]
+    assert -1 <= float(table.rows()[0]["correlation"]) <= 1
+    assert (tmp_path / "reward_terms.png").stat().st_size > 10_000
+    assert "| terms | 1 | 240 |" in (tmp_path / "reward_terms.md").read_text()
+
+    args = program.args_of(1, 240)
+    agent = program.train(args, together=False)
+    episode = program.play(agent, args, seed=5)
+    survived = episode.returns[:, program.TERMS.index("reward_survive")]  # 1 for each step
+    np.testing.assert_allclose(survived[:-1], 1 + args.gamma * survived[1:])
+    assert episode.values.shape == (len(episode.returns), 4)
