@@ -45,6 +45,10 @@ VARIANTS = {
         "zip(iter(tickets.get, None), batches)",
         "enumerate(batches)",
     ),
+    "soft_rate": (  # the actor's rate falls only where the std is below a third of the running one
+        "sqrt().nan_to_num(1.0).clamp(max=1)",
+        "sqrt().nan_to_num(1.0).mul(3).clamp(max=1)",
+    ),
 }
 COLUMNS = (
     "version",  # commit, then the name of a variant and further flags
