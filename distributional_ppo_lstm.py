@@ -2309,6 +2309,10 @@ def make_env(args: Args, **options: Any) -> gym.Env:
         if args.is_atari:
             name = args.env_id.split(":")[-1]
             text += f" Use ale_py:{name}, after pip install ale-py opencv-python-headless"
+        elif ".py:" in args.env_id:
+            text += f" Leave out .py: {args.env_id.replace('.py:', ':', 1)}"
+        elif isinstance(error, gym.error.NameNotFound) and ":" not in args.env_id:
+            text += " A task of your own is named module:id"
         raise UsageError(f"--env-id {args.env_id}: {text}") from error
     space = env.observation_space
     if channel_axis(space) is None:
