@@ -1,0 +1,241 @@
+"""Do the critics know when not to be trusted? Robots are changed after training.
+
+    python benchmarks/trust.py             # train what is missing, play, report
+    python benchmarks/trust.py --report    # table and figure from the committed CSV alone
+    python benchmarks/trust.py --only Hopper-v5 --seeds 8001
+
+Gravity, friction or the noise of the sensors change step by step, by MuJoCo's own parameters. At
+every level the mode of the policy plays EPISODES episodes, and the critics look along. Three things
+are compared with the unchanged robot:
+
+    return     The mean return of the episodes.
+    low        The predicted first decile of the return, the mean over the first STEPS steps.
+    twins      The distance of the twins' values, the mean over the same steps.
+
+A signal warns at a level where it tells changed episodes from unchanged ones: where the probability
+that a changed episode has the worse signal (the area under the ROC curve) is at least WARNS. The
+return has fallen where it is below FALLEN of that of the unchanged robot. Both numbers were written
+down ahead of the runs. One row of results/trust.csv is one level of one change of one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import common
+import numpy as np
+from common import CATEGORICAL, RESULTS, Cell, Row, Run, Table
+
+EPISODES = 30
+STEPS = 100  # of an episode whose signals count: a warning that comes later comes too late
+WARNS = 0.9
+FALLEN = 0.9
+FLAGS = "--preset mujoco calibrated --compile --eval-episodes 0 --save-envs never"
+TASKS = ("Hopper-v5", "HalfCheetah-v5")
+CHANGES = {  # levels from the unchanged robot on
+    "gravity": (1.0, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0),  # times the usual one
+    "friction": (1.0, 0.9, 0.8, 0.6, 0.4, 0.2, 0.1),  # times the usual one
+    "noise": (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4),  # in deviations of each sensor
+}
+COLUMNS = (
+    "task", "script", "variant", "seed", "change", "level", "return_mean", "return_std",
+    "low_mean", "low_warns", "twins_mean", "twins_warns", *common.ORIGIN,
+)  # fmt: skip
+TABLE = Table(RESULTS / "trust.csv", COLUMNS, end="\n")
+
+
+class Seen(NamedTuple):
+    """What was seen of episodes: one number for each."""
+
+    returns: np.ndarray
+    low: np.ndarray
+    twins: np.ndarray
+
+
+# ------------------------------------------------------------------------------------------- runs
+def change_robot(env: Any, change: str, level: float) -> None:
+    """Change a robot that was just made."""
+    model = env.unwrapped.model
+    if change == "gravity":
+        model.opt.gravity[2] *= level
+    elif change == "friction":
+        model.geom_friction[:, 0] *= level
+
+
+def play(script: Any, agent: Any, args: Any, change: str, level: float) -> Seen:
+    """Play episodes of a changed robot. The same episodes open at every level."""
+    import torch
+
+    env = script.make_env(args)
+    change_robot(env, change, level)
+    rng = np.random.default_rng(0)
+    std = agent.obs_moments.std.numpy() * (level if change == "noise" else 0.0)
+    found = []
+    for episode in range(EPISODES):
+        obs, _ = env.reset(seed=10_000 + episode)
+        total = 0.0
+        looked = []
+        ended = False
+        while not ended:
+            obs = (obs + std * rng.standard_normal(obs.shape)).astype(np.float32)
+            if len(looked) < STEPS:
+                looked.append(obs)
+            obs, reward, terminated, truncated, _ = env.step(agent.act(obs))
+            total += reward
+            ended = terminated or truncated
+        with torch.no_grad():
+            batch, _ = agent.as_batch(np.stack(looked))
+            outputs = agent.value_outputs(batch)
+            one, two = agent.value_dist.value(outputs)
+            low = agent.value_dist.quantile(agent.value_dist.reduce_twins(outputs), 0.1)
+        found.append((total, float(low.mean()), float((one - two).abs().mean())))
+    env.close()
+    return Seen(*map(np.array, zip(*found)))
+
+
+def area(worse: np.ndarray, usual: np.ndarray) -> float:
+    """The probability that one of `worse` is larger than one of `usual`. Ties count half."""
+    pairs = worse[:, None] - usual
+    return float((pairs > 0).mean() + 0.5 * (pairs == 0).mean())
+
+
+def run_one(run: Run) -> list[dict[str, Any]]:
+    """Train, and play every level of every change."""
+    cell = run.cell
+    script = common.load_script(cell.script)
+    with common.trained(script, cell.task, run.seed, cell.flags) as done:
+        agent, args = script.load_agent(done.directory)
+    rows = []
+    for change, levels in CHANGES.items():
+        usual = play(script, agent, args, change, levels[0])
+        for level in levels:
+            seen = play(script, agent, args, change, level)
+            row = {
+                "change": change,
+                "level": level,
+                "return_mean": seen.returns.mean(),
+                "return_std": seen.returns.std(),
+                "low_mean": seen.low.mean(),
+                "low_warns": area(-seen.low, -usual.low),
+                "twins_mean": seen.twins.mean(),
+                "twins_warns": area(seen.twins, usual.twins),
+            }
+            row = {name: round(x, 4) if isinstance(x, float) else x for name, x in row.items()}
+            rows.append({**cell.setting._asdict(), "seed": run.seed, **row, **common.origin()})
+    return rows
+
+
+def cells() -> list[Cell]:
+    """Two tasks."""
+    return [Cell(task, CATEGORICAL, "calibrated", FLAGS, range(8001, 8004)) for task in TASKS]
+
+
+# ----------------------------------------------------------------------------------------- report
+class Onset(NamedTuple):
+    """The first level, counted from 1, at which something happens. 0: at none of them."""
+
+    returns: int  # fall
+    low: int  # warns
+    twins: int  # warn
+
+
+def onset(rows: list[Row]) -> Onset:
+    """What happens when in the levels of one change of one run, which are in order."""
+    usual = float(rows[0]["return_mean"])
+
+    def first(happens: list[bool]) -> int:
+        return happens.index(True) if True in happens else 0
+
+    return Onset(
+        first([float(row["return_mean"]) < usual - (1 - FALLEN) * abs(usual) for row in rows]),
+        first([float(row["low_warns"]) >= WARNS for row in rows]),
+        first([float(row["twins_warns"]) >= WARNS for row in rows]),
+    )
+
+
+def cases(rows: list[Row]) -> Iterator[tuple[str, str, str, list[Row]]]:
+    """Task, change, seed, and the rows of each case."""
+    for task in TASKS:
+        for change in CHANGES:
+            own = [row for row in rows if (row["task"], row["change"]) == (task, change)]
+            for seed in sorted({row["seed"] for row in own}):
+                yield task, change, seed, [row for row in own if row["seed"] == seed]
+
+
+def in_time(warns: int, falls: int) -> bool:
+    """Tell whether a signal warns, and no later than the return falls."""
+    return warns > 0 and (falls == 0 or warns <= falls)
+
+
+def report() -> None:
+    """A table in results/trust.md, and a verdict; the figure in results/trust.png."""
+    rows = TABLE.rows()
+    lines = common.markdown_head(
+        "task | change | seed | return falls at | low decile warns at | twins warn at"
+    )
+    onsets = []
+    for task, change, seed, own in cases(rows):
+        found = onset(own)
+        onsets.append(found)
+        levels = [f"{float(own[at]['level']):g}" if at else "never" for at in found]
+        lines.append(common.markdown_row([task, change, seed, *levels]))
+    fallen = [one for one in onsets if one.returns]
+    for name, count in (
+        ("low decile", sum(in_time(one.low, one.returns) for one in fallen)),
+        ("twins' disagreement", sum(in_time(one.twins, one.returns) for one in fallen)),
+    ):
+        lines += ["", f"The {name} warns in time in {count} of {len(fallen)} cases of a fall."]
+    lines += ["", f"Commit of the scripts, machine: {common.origins(rows)}."]
+    common.publish(RESULTS / "trust.md", lines)
+    if rows:
+        draw(rows)
+
+
+def draw(rows: list[Row]) -> None:
+    """Return and warnings over the levels: a panel for each task and change, a line a seed."""
+    size = (len(TASKS), len(CHANGES))
+    options = {"figsize": (11, 5.5), "constrained_layout": True, "squeeze": False}
+    figure, axes = common.pyplot().subplots(*size, **options)
+    for task, change, seed, own in cases(rows):
+        axis = axes[TASKS.index(task)][[*CHANGES].index(change)]
+        levels = range(len(own))
+        first = seed == min(row["seed"] for row in rows)
+        returns = np.array([float(row["return_mean"]) for row in own])
+        low = [float(row["low_warns"]) for row in own]
+        twins = [float(row["twins_warns"]) for row in own]
+        for name, colour, values in (
+            ("return, beside the unchanged robot's", "black", returns / returns[0]),
+            ("low decile tells changed episodes", "C0", low),
+            ("twins' disagreement tells them", "C3", twins),
+        ):
+            label = name if first else None
+            axis.plot(levels, values, color=colour, marker=".", alpha=0.7, label=label)
+        axis.axhline(0.9, color="0.8", lw=0.8)
+        axis.set(title=f"{task}, {change}", ylim=(0, 1.1))
+        axis.set_xticks(levels, [f"{float(row['level']):g}" for row in own])
+    axes[0][0].legend(frameon=False, fontsize=7)
+    figure.savefig(RESULTS / "trust.png", dpi=200)
+
+
+def main() -> None:
+    """Parse, run, report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--report", action="store_true", help="only rebuild table and figure")
+    parser.add_argument("--only", nargs="*", default=[], help="words, all to match")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[], help="seeds to run")
+    parser.add_argument("--processes", type=int, default=2, help="runs at a time")
+    args = parser.parse_args()
+    common.require("matplotlib", "mujoco")
+    if not args.report:
+        runs = TABLE.without_row(common.runs_of(cells(), args.only, args.seeds))
+        for run, rows in common.run_all(run_one, runs, args.processes):
+            for row in rows:
+                TABLE.append(row)
+            print(run, "done", flush=True)
+    report()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The program that asks whether the critics know when not to be trusted."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+
+@pytest.fixture
+def trust():
+    """The program."""
+    pytest.importorskip("mujoco")
+    return importlib.import_module("trust")
+
+
+def test_changes_are_those_of_the_simulator(trust):
+    """Gravity is 9.81 downwards, in twice as much a robot weighs double; half of the friction."""
+    script = trust.common.load_script(trust.CATEGORICAL)
+    args = script.Args(env_id="Hopper-v5")
+    usual, heavy, slippery = (script.make_env(args) for _ in range(3))
+    trust.change_robot(heavy, "gravity", 2.0)
+    trust.change_robot(slippery, "friction", 0.5)
+    assert heavy.unwrapped.model.opt.gravity[2] == pytest.approx(-19.62)
+    assert usual.unwrapped.model.opt.gravity[2] == pytest.approx(-9.81)
+    before = usual.unwrapped.model.geom_friction
+    np.testing.assert_allclose(slippery.unwrapped.model.geom_friction[:, 0], before[:, 0] / 2)
+    np.testing.assert_allclose(slippery.unwrapped.model.geom_friction[:, 1:], before[:, 1:])
+
+
+def test_the_area_worked_by_hand(trust):
+    """Of 2, 4 against 1, 2, 3: larger in 1 + 3 of 6 pairs, equal in one: 4.5 / 6."""
+    assert trust.area(np.array([2, 4]), np.array([1, 2, 3])) == pytest.approx(0.75)
+
+
+def test_onsets_worked_by_hand(trust):
+    """The return falls below 90 of 100 at the third level, the decile warns ahead, twins never."""
+    rows = [
+        {"return_mean": returns, "low_warns": low, "twins_warns": 0.6}
+        for returns, low in ((100, 0.5), (95, 0.92), (89, 0.95), (20, 1.0))
+    ]
+    assert trust.onset(rows) == (2, 1, 0)
+    negative = [{"return_mean": x, "low_warns": 0, "twins_warns": 1} for x in (-100, -109, -111)]
+    assert trust.onset(negative) == (2, 0, 0)  # an unchanged robot gives no warning: 0 is never
+    assert trust.in_time(1, 2)
+    assert trust.in_time(2, 2)
+    assert not trust.in_time(3, 2)
+    assert not trust.in_time(0, 2)
+
+
+def test_a_run_at_tiny_size(trust, monkeypatch, tmp_path, capsys):
+    """Every level has a row; without a change nothing is told apart; noise reaches the critics."""
+    monkeypatch.setattr(trust, "EPISODES", 2)
+    monkeypatch.setattr(trust, "RESULTS", tmp_path)
+    changes = {"gravity": (1.0, 2.0), "noise": (0.0, 0.4)}
+    monkeypatch.setattr(trust, "CHANGES", changes)
+    table = trust.Table(tmp_path / "trust.csv", trust.COLUMNS, end="\n")
+    monkeypatch.setattr(trust, "TABLE", table)
+    flags = f"{trust.FLAGS} --no-compile --total-timesteps 64 --num-steps 8 --num-minibatches 2"
+    cell = trust.Cell("Hopper-v5", trust.CATEGORICAL, "calibrated", flags, [1])
+    rows = trust.run_one(trust.Run(cell, 1))
+    assert [(row["change"], row["level"]) for row in rows] == [
+        ("gravity", 1.0), ("gravity", 2.0), ("noise", 0.0), ("noise", 0.4)
+    ]  # fmt: skip
+    assert rows[0]["low_warns"] == rows[2]["twins_warns"] == 0.5
+    assert rows[0]["return_mean"] == rows[2]["return_mean"]
+    assert rows[3]["low_mean"] != rows[2]["low_mean"]
+    assert rows[1]["return_mean"] != rows[0]["return_mean"]
+    for row in rows:
+        table.append(row)
+    trust.report()
+    assert "| Hopper-v5 | gravity | 1 |" in (tmp_path / "trust.md").read_text()
+    assert (tmp_path / "trust.png").stat().st_size > 10_000
