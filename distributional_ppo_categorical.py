@@ -333,7 +333,7 @@ class MachineArgs:
     torch_deterministic: Annotated[bool, Needs("cuda", False)] = True
     """Use deterministic cuDNN kernels. Runs on the CPU repeat exactly in any case."""
     async_envs: bool = False
-    """Step each environment in a process of its own. It pays for slow simulators."""
+    """Step environments in other processes, one for each core. It pays for slow simulators."""
     torch_threads: Count = 1
     """CPU threads of torch. One is the fastest for small networks."""
     compile: bool = False
@@ -2225,20 +2225,94 @@ def make_envs(args: Args) -> gym.vector.VectorEnv:
     if not args.async_envs:
         makers = [lambda: make_env(args)] * own_envs
         return gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=mode)
-    close_quietly(make_env(args))  # a mistake is told here, not by a process of many
-    makers = [partial(make_env_apart, args, 1 + RANK * own_envs + i) for i in range(own_envs)]
-    context = "forkserver"  # a fork of this process would take torch's threads and locks along
-    multiprocessing.set_forkserver_preload(["gymnasium", "torch.utils.tensorboard", "tyro"])
-    return gym.vector.AsyncVectorEnv(makers, copy=False, context=context, autoreset_mode=mode)
+    env = make_env(args)  # a mistake is told here, not by a process of many
+    close_quietly(env)
+    return EnvsInProcesses(args, own_envs, env.observation_space, env.action_space)
 
 
-def make_env_apart(args: Args, index: int) -> gym.Env:
-    """Make an environment in a process of its own, which has generators of its own."""
-    if multiprocessing.parent_process() is not None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which then ends it
-        torch.set_num_threads(1)
-        seed_generators(args, WORLD_SIZE + index)
-    return make_env(args)
+class EnvsInProcesses(gym.vector.VectorEnv):
+    """Environments in processes, of which there are no more than cores.
+
+    AsyncVectorEnv has a process for each of its environments. Here each of those is a `Group`. More
+    processes than cores cost more than they gain, and each has the memory of its own imports.
+    """
+
+    def __init__(
+        self, args: Args, num_envs: int, observation_space: Box, action_space: Any
+    ) -> None:
+        self.num_envs = num_envs
+        self.single_observation_space = observation_space
+        self.single_action_space = action_space
+        most = max(1, usable_cores() // WORLD_SIZE)
+        processes = max(n for n in range(1, most + 1) if num_envs % n == 0)
+        self.size = num_envs // processes  # of a group
+        firsts = range(RANK * num_envs, (RANK + 1) * num_envs, self.size)
+        makers = [partial(Group, args, 1 + first, self.size) for first in firsts]
+        multiprocessing.set_forkserver_preload(["gymnasium", "torch.utils.tensorboard", "tyro"])
+        self.groups = gym.vector.AsyncVectorEnv(
+            makers,
+            copy=False,
+            context="forkserver",  # a fork of this process would take torch's threads and locks
+            autoreset_mode=gym.vector.AutoresetMode.DISABLED,  # groups reset by themselves
+        )
+
+    def join(self, x: np.ndarray) -> np.ndarray:
+        """Turn (groups, n, ...) into (N, ...)."""
+        return x.reshape(self.num_envs, *x.shape[2:])
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[np.ndarray, dict]:
+        """Open an episode in each environment. Each has a seed."""
+        obs, _ = self.groups.reset(seed=[*np.reshape(seed, (-1, self.size)).tolist()])
+        return self.join(obs), {}
+
+    def step(self, actions: np.ndarray) -> tuple:
+        """Step all environments. `info` has what SyncVectorEnv gives where episodes ended."""
+        grouped = actions.reshape(-1, self.size, *actions.shape[1:])
+        *facts, found = self.groups.step(grouped)
+        info = {}
+        if "final_obs_" in found:
+            stats = {name: self.join(found[name]) for name in ("r", "l")}
+            info = {"final_obs": self.join(found["final_obs_"]), "final_info": {STATS: stats}}
+        return *map(self.join, facts), info
+
+    def close_extras(self, **options: Any) -> None:
+        """End the processes."""
+        self.groups.close()
+
+
+class Group(gym.Env):
+    """Environments that share a process, which has generators of its own."""
+
+    def __init__(self, args: Args, index: int, size: int) -> None:
+        if multiprocessing.parent_process() is not None:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends it
+            torch.set_num_threads(1)
+            seed_generators(args, WORLD_SIZE + index)
+        mode = gym.vector.AutoresetMode.SAME_STEP
+        makers = [lambda: make_env(args)] * size
+        self.envs = gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=mode)
+        self.observation_space = self.envs.observation_space
+        self.action_space = self.envs.action_space
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[np.ndarray, dict]:
+        """Open an episode in each environment."""
+        return self.envs.reset(seed=seed, options=options)
+
+    def step(self, actions: np.ndarray) -> tuple:
+        """Step each environment. `info` has arrays alone, which AsyncVectorEnv can join."""
+        obs, rewards, terminated, truncated, info = self.envs.step(actions)
+        found = {}
+        if "final_obs" in info:
+            final_obs = obs.copy()
+            ended = terminated | truncated
+            final_obs[ended] = np.stack(info["final_obs"][ended])
+            stats = info["final_info"][STATS]
+            found = {"final_obs_": final_obs, "r": stats["r"], "l": stats["l"]}
+        return obs, rewards, terminated, truncated, found
+
+    def close(self) -> None:
+        """Close them."""
+        self.envs.close()
 
 
 def open_episodes(envs: gym.vector.VectorEnv, run: Run) -> np.ndarray:
@@ -2572,15 +2646,19 @@ def run_both(first: Callable, second: Callable, agent: Agent) -> tuple:
     the same either way. Under torchrun they come one after the other, since collective calls must
     have one order in all processes. torch's number of threads has to be set in every thread.
     """
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))  # those that this process may use
     threads = torch.get_num_threads()
-    if WORLD_SIZE > 1 or cores < 2 * threads or not agent.second_thread_pays:
+    if WORLD_SIZE > 1 or usable_cores() < 2 * threads or not agent.second_thread_pays:
         return first(), second()
     with ThreadPoolExecutor(1, "second", torch.set_num_threads, (threads,)) as pool:
         later = pool.submit(second)
         return first(), later.result()
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class Optimizers(NamedTuple):

@@ -228,6 +228,35 @@ def test_environments_in_processes_of_their_own_change_no_number(tmp_path, capsy
     assert "episodes start afresh: the checkpoint has no env" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "env", ["VectorDiscrete", "VectorMultiDiscrete", "VectorBox", "ImageMultiDiscrete"]
+)
+def test_groups_of_environments_change_no_number(script, tmp_path, monkeypatch, env):
+    """Four environments in two processes, as on two cores; three cores make no more."""
+    flags = {"num_envs": 4, "save_envs": "never"}
+    one, _ = run(script, tmp_path, env, **flags)
+    monkeypatch.setattr(script, "usable_cores", lambda: 3)
+    many, _ = run(script, tmp_path, env, async_envs=True, **flags)
+    assert one == many
+
+
+@pytest.mark.parametrize(("cores", "sizes"), [(1, 6), (2, 3), (4, 2), (5, 2), (6, 1), (64, 1)])
+def test_there_are_no_more_processes_than_cores(script, monkeypatch, cores, sizes):
+    """Six environments in groups of equal size, as many as the cores allow."""
+    made = []
+
+    def make(makers, **options):
+        made.extend(maker.args for maker in makers)
+
+    monkeypatch.setattr(gym.vector, "AsyncVectorEnv", make)
+    monkeypatch.setattr(script, "usable_cores", lambda: cores)
+    args = small_args(script, "Counter", async_envs=True, num_envs=6, num_minibatches=1)
+    envs = script.make_envs(args)
+    assert envs.num_envs == 6
+    assert [index for _, index, _ in made] == [*range(1, 7, sizes)]
+    assert {size for *_, size in made} == {sizes}
+
+
 def test_a_mistake_in_a_process_of_its_own_costs_one_line(tmp_path, capsys):
     """The error of the script cannot travel; what arrives is made into one again."""
     import distributional_ppo_categorical as script
