@@ -119,6 +119,7 @@ def test_every_head_learns_its_own_term(program, prepared):
 
 def test_a_run_and_its_picture(program, monkeypatch, tmp_path, capsys):
     """Both ways at tiny size; returns of an episode worked by hand at its end."""
+    pytest.importorskip("matplotlib")
     monkeypatch.setattr(program, "RESULTS", tmp_path)
     table = program.Table(tmp_path / "reward_terms.csv", program.COLUMNS, end="\n")
     monkeypatch.setattr(program, "TABLE", table)

@@ -55,6 +55,7 @@ def test_onsets_worked_by_hand(trust):
 
 def test_a_run_at_tiny_size(trust, monkeypatch, tmp_path, capsys):
     """Every level has a row; without a change nothing is told apart; noise reaches the critics."""
+    pytest.importorskip("matplotlib")
     monkeypatch.setattr(trust, "EPISODES", 2)
     monkeypatch.setattr(trust, "RESULTS", tmp_path)
     changes = {"gravity": (1.0, 2.0), "noise": (0.0, 0.4)}
