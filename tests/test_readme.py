@@ -1,0 +1,169 @@
+"""README tells what the scripts do and what the committed rows say."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import re
+import shlex
+from pathlib import Path
+from statistics import mean, median
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+RESULTS = ROOT / "benchmarks" / "results"
+RECIPE = re.compile(r"\| [^|]+ \| `python (\w+)\.py ?([^`]*)` \| ([-\d.]+) \| (\d+) s \|")
+
+
+def rows_of(name: str) -> list[dict[str, str]]:
+    """Rows of a committed table."""
+    with open(RESULTS / name) as file:
+        return list(csv.DictReader(file))
+
+
+def default_runs(script: str, task: str) -> list[dict[str, str]]:
+    """Runs of a preset, as the learning benchmark made them."""
+    name = task.removeprefix("benchmarks.")
+    found = []
+    for row in rows_of("runs.csv"):
+        if (row["script"], row["task"], row["variant"]) == (script, name, "default"):
+            found.append(row)
+    return found
+
+
+# ---------------------------------------------------------------------------------- what scripts do
+def test_the_table_of_tags_is_that_of_tensorboard():
+    """Each tag of either script stands there once, with the words that TensorBoard shows."""
+    recurrent = importlib.import_module("distributional_ppo_lstm").DESCRIPTIONS
+    feed_forward = importlib.import_module("distributional_ppo_categorical").DESCRIPTIONS
+    table = README.split("<summary>All tags</summary>")[1].split("</details>")[0]
+    told = re.findall(r"^\| `([^`]+)`(\([12]\))? \| (.+) \|$", table, re.MULTILINE)
+    expected = []
+    for tag in sorted(recurrent | feed_forward):
+        mark = "(1)" if tag not in feed_forward else "(2)" if tag not in recurrent else ""
+        expected.append((tag, mark, (recurrent | feed_forward)[tag]))
+    assert told == expected
+
+
+def test_every_command_is_one_that_the_script_takes(monkeypatch, tmp_path):
+    """Recipes parse, name tasks of presets, and the example of a task runs under the script."""
+    commands = RECIPE.findall(README)
+    assert len(commands) > 8
+    for name, flags, *_ in commands:
+        script = importlib.import_module(name)
+        words = [word for word in shlex.split(flags) if word != "--compile"]
+        assert script.parse_args(words).env_id
+
+
+def test_the_environment_of_the_readme_trains(monkeypatch, tmp_path):
+    """It is copied into a file and trained for one rollout."""
+    code = README.split("```python\nimport gymnasium\n")[1].split("```")[0]
+    (tmp_path / "my_task.py").write_text("import gymnasium\n" + code)
+    monkeypatch.syspath_prepend(tmp_path)
+    script = importlib.import_module("distributional_ppo_lstm")
+    flags = {"total_timesteps": 512, "num_steps": 64, "eval_episodes": 2}
+    args = script.Args(env_id="my_task:Recall-v0", run_dir=str(tmp_path / "runs"), **flags)
+    assert 0 <= script.train(args)["eval/return_mean"] <= 1
+
+
+def test_python_of_the_readme_runs(monkeypatch, tmp_path):
+    """Training, loading and acting, with fewer steps; then the fan along an episode."""
+    pytest.importorskip("matplotlib").use("Agg")
+    script = importlib.import_module("distributional_ppo_categorical")
+
+    def quick(*names: str, **flags):
+        few = {"total_timesteps": 512, "num_steps": 64, "num_minibatches": 4, "eval_episodes": 1}
+        return script.Args(env_id="CartPole-v1", run_dir=str(tmp_path), **few)
+
+    monkeypatch.setattr(script, "preset_args", quick)
+    blocks = README.split("```python\n")
+    [training] = [x.split("```")[0] for x in blocks if "= train(" in x]
+    scope = {}
+    exec(training, scope)
+    [drawing] = [x.split("```")[0] for x in blocks if "plt.plot(fan)" in x]
+    exec(drawing.replace("runs/...", scope["results"]["run_dir"]), scope)
+    assert len(scope["fan"]) > 1
+    assert len(scope["fan"][0]) == 9
+
+
+# ------------------------------------------------------------------------------- what the rows say
+@pytest.mark.parametrize("recipe", RECIPE.findall(README), ids=lambda recipe: recipe[1] or "none")
+def test_recipes_tell_what_the_runs_had(recipe):
+    """The mean evaluation of the preset's runs, and their median time."""
+    name, flags, expect, seconds = recipe
+    words = [word for word in shlex.split(flags) if word != "--compile"]
+    runs = default_runs(name, importlib.import_module(name).parse_args(words).env_id)
+    score = mean(float(row["return_mean"]) for row in runs)
+    assert expect in (f"{score:.0f}", f"{score:.1f}", f"{score:.2f}")
+    assert seconds == f"{median(float(row['seconds']) for row in runs):.0f}"
+
+
+def test_the_first_commands_result():
+    """How many of its seeds reach 475, the worst one, and the mean without memory."""
+    runs = default_runs("distributional_ppo_lstm", "CartPoleNoVel-v1")
+    scores = [float(row["return_mean"]) for row in runs]
+    good = sum(score >= 475 for score in scores)
+    assert f"Of {len(runs)} seeds {good} reach that, and the worst has {min(scores):.0f}." in README
+    blind = [
+        float(row["return_mean"])
+        for row in rows_of("runs.csv")
+        if (row["task"], row["variant"]) == ("CartPoleNoVel-v1", "no_memory")
+    ]
+    assert f"Without memory the mean is {mean(blind):.1f}." in README
+
+
+def test_the_speed_beside_the_recurrent_peer():
+    """The ratio is that of the first line of the table of speeds."""
+    table = (RESULTS / "speed.md").read_text().split("\n\n")[1]
+    [line] = [x for x in table.splitlines() if x.startswith("| recurrent: ")]
+    ratio = line.split("|")[4].split()[0]
+    assert f"{ratio} times as many steps per second as sb3-contrib's" in README
+
+
+def test_the_price_of_a_tail_on_the_road():
+    """Means over the seeds of the feed-forward script."""
+    found = {}
+    for variant in ("neutral", "weight 1"):
+        rows = [
+            row
+            for row in rows_of("risk.csv")
+            if (row["task"], row["script"], row["variant"])
+            == ("road", "distributional_ppo_categorical", variant)
+        ]
+        found[variant] = [mean(float(row[key]) for row in rows) for key in ("mean", "cvar")]
+    (mean_before, cvar_before), (mean_after, cvar_after) = found.values()
+    assert f"worst tenth of returns from {cvar_before:.1f} to {cvar_after:.1f}." in README
+    assert f"mean of all falls from {mean_before:.1f} to {mean_after:.1f}." in README
+
+
+def test_runs_on_known_distributions():
+    """Those with the recommended flags on the processes that are judged reach all bounds."""
+    reached = total = 0
+    for line in (RESULTS / "calibration.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if cells[3:4] == ["recommended"] and cells[-2].endswith(" of 3"):
+            good, of = cells[-2].split(" of ")
+            reached, total = reached + int(good), total + int(of)
+    assert reached == total
+    assert f"all {total} runs on three small processes" in README
+
+
+def test_slow_simulators():
+    """The median ratio of the newest five pairs."""
+    rows = [row for row in rows_of("scaling.csv") if row["kind"] == "slow"]
+    newest = [row for row in rows if row["commit"] == rows[-1]["commit"]]
+    speed = {}
+    for row in newest:
+        speed.setdefault(row["processes"], []).append(float(row["value"]))
+    ratios = [b / a for a, b in zip(speed["sync"][-5:], speed["async"][-5:])]
+    assert f"were {median(ratios):.2f} times as fast on two cores" in README
+
+
+def test_low_optima_of_the_cheetah():
+    """An agent that slides on its back has less than 2,500."""
+    runs = default_runs("distributional_ppo_categorical", "HalfCheetah-v5")
+    low = sum(float(row["return_mean"]) < 2500 for row in runs)
+    assert (low, len(runs)) == (1, 10)
+    assert "One of ten HalfCheetahs ends on its back" in README
