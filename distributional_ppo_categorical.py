@@ -800,10 +800,12 @@ def train_actor(
             gradient = average(gradient)
             norm = float(gradient.norm())
             check_step(mean_loss, norm, f"minibatch {i} of the actor's update")
+
             rows.append(metrics)
             tickets.put(i)
             if args.target_kl is not None and mean_kl > args.target_kl:
                 break
+
             norms.append(norm)
             take_step(optimizer, gradient, norm, args.max_grad_norm)
             agent.action_dist.clamp_parameters()
@@ -2191,6 +2193,7 @@ def make_env(args: Args, **options: Any) -> gym.Env:
     name = args.env_id.replace("NoVel-", "-") if hidden else args.env_id
     if args.is_atari:  # actions are sticky, and a lost life does not end the episode
         options |= {"frameskip": 1, "repeat_action_probability": 0.25, "max_episode_steps": 108_000}
+
     try:
         env = Checked.ask(args.env_id, gym.make, name, disable_env_checker=True, **options)
         refuse_old_atari(env, args)
@@ -2209,11 +2212,13 @@ def make_env(args: Args, **options: Any) -> gym.Env:
         elif isinstance(error, gym.error.NameNotFound) and ":" not in args.env_id:
             text += " A task of your own is named module:id"
         raise UsageError(f"--env-id {args.env_id}: {text}") from error
+
     space = env.observation_space
     if channel_axis(space) is None:
         see, seen = vector_view(space, args, hidden)
     else:
         see, seen = image_view(space, args)
+
     env = Checked(env, args.env_id, see, seen)
     return gym.wrappers.RecordEpisodeStatistics(env, stats_key=STATS)
 
@@ -2751,11 +2756,13 @@ class Run:
         self.eval_env = eval_env  # None in all processes but the first, and without evaluations
         self.unused_envs: list[gym.Env] = []  # those that were read back have their place
         self.proof: ReadBack | None = None  # that environments can be read back
+
         self.total_steps = args.num_iterations * args.batch_size
         self.step = 0  # environment steps taken
         self.seconds = 0.0  # spent on them, apart from evaluations and checkpoints
         self.recent_returns: list[float] = []  # of the last 100 training episodes
         self.logged: dict[str, float] = {}  # last value of every metric
+
         self.evaluated_at: int | None = None  # step of the last evaluation
         self.best_return = -math.inf  # of the evaluation that `best.pt` is of
         self.best_step = 0  # step of that evaluation; 0 means that there is none
@@ -2767,6 +2774,7 @@ class Run:
         self.lap_start = time.time()
         self.status = StatusLine()
         self.warned = False
+
         if args.resume:
             self.directory = Path(args.resume).expanduser().resolve()
             self.take_up()
@@ -2774,12 +2782,14 @@ class Run:
                 write_origin(self.directory, args)
         else:
             self.directory = gather_objects(make_run_dir(args) if RANK == 0 else None)[0]
+
         size = " x ".join(map(str, agent.obs_shape))
         seen = f"images, {size}" if agent.sees_images else f"vectors of {size}"
         facts = [f"{args.env_id}: networks see {seen}", f"actions {agent.action_dist.space!s:.100}"]
         if args.preset:
             facts.append(f"preset {' '.join(args.preset)}")
         self.say("; ".join([*facts, f"logging to {self.directory}"]))
+
         self.writer = None
         if RANK == 0:  # what a resumed run wrote beyond its checkpoint is dropped
             purge_step = self.step + 1 if args.resume else None
@@ -3499,6 +3509,7 @@ def check_flags(args: Args) -> None:
         kind, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         value = plain(getattr(args, name), kind)
         setattr(args, name, value)
+
         if get_origin(kind) is Literal:
             choices = get_args(kind)
             known = any(value == choice and type(value) is type(choice) for choice in choices)
@@ -3511,16 +3522,21 @@ def check_flags(args: Args) -> None:
         else:
             fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
             require_flag(args, name, fits, f"must be {getattr(kind, '__name__', kind)}")
+
         for allowed in extras:
             if isinstance(allowed, Range) and value is not None:
                 text = f"must be finite and {allowed}" if str(allowed) else "must be finite"
                 require_flag(args, name, value in allowed, text)
+
     check_sizes(args)
+
     launched = WORLD_SIZE == 1 or "MASTER_ADDR" in os.environ
     text = f"WORLD_SIZE is {WORLD_SIZE} without a launcher; start by torchrun, or unset it"
     require_flag(args, "num_envs", launched, text)
+
     gpu = torch.cuda.is_available() or not args.cuda
     require_flag(args, "cuda", gpu, "torch sees no GPU; leave it out")
+
     found = not args.resume or Path(args.resume).expanduser().is_dir()
     require_flag(args, "resume", found, "is not a run directory")
     alone = not (args.evaluate and args.resume)
@@ -3691,6 +3707,7 @@ def main(argv: list[str]) -> None:
     """
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
+
     try:
         with silenced_unless_first():
             args = parse_args(argv)
