@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 RESULTS = ROOT / "benchmarks" / "results"
+SCRIPTS = ("distributional_ppo_lstm", "distributional_ppo_categorical")
 RECIPE = re.compile(r"\| [^|]+ \| `python (\w+)\.py ?([^`]*)` \| ([-\d.]+) \| (\d+) s \|")
 
 
@@ -134,8 +135,8 @@ def test_the_price_of_a_tail_on_the_road():
         ]
         found[variant] = [mean(float(row[key]) for row in rows) for key in ("mean", "cvar")]
     (mean_before, cvar_before), (mean_after, cvar_after) = found.values()
-    assert f"worst tenth of returns from {cvar_before:.1f} to {cvar_after:.1f}." in README
-    assert f"mean of all falls from {mean_before:.1f} to {mean_after:.1f}." in README
+    assert f"worst tenth of returns rises from {cvar_before:.1f} to {cvar_after:.1f}." in README
+    assert f"mean of all returns falls from {mean_before:.1f} to {mean_after:.1f}." in README
 
 
 def test_runs_on_known_distributions():
@@ -147,7 +148,7 @@ def test_runs_on_known_distributions():
             good, of = cells[-2].split(" of ")
             reached, total = reached + int(good), total + int(of)
     assert reached == total
-    assert f"all {total} runs on three small processes" in README
+    assert f"whose return distributions are known all {total} runs are right" in README
 
 
 def test_slow_simulators():
@@ -159,6 +160,42 @@ def test_slow_simulators():
         speed.setdefault(row["processes"], []).append(float(row["value"]))
     ratios = [b / a for a, b in zip(speed["sync"][-5:], speed["async"][-5:])]
     assert f"were {median(ratios):.2f} times as fast on two cores" in README
+
+
+RESULT = re.compile(r"^\| ([\w-]+), \w+ \| (\S+) \((\d+)\) \| (\S+) \| (\S+) \((\d+)\) \|$", re.M)
+PEERS = ("sb3_contrib_recurrent_ppo", "stable_baselines3_ppo")
+
+
+def scores_of(scripts: tuple[str, ...], task: str) -> list[float]:
+    """Evaluations of the one of these programs that ran the task, by the first variant it has."""
+    for variant in ("default", "first", "zoo", "same_flags"):
+        found = []
+        for row in rows_of("runs.csv"):
+            name = row["task"].split(":")[-1].replace("/", "-")
+            if row["script"] in scripts and (name, row["variant"]) == (task, variant):
+                found.append(float(row["return_mean"]))
+        if found:
+            return found
+    raise LookupError(task)
+
+
+@pytest.mark.parametrize("row", RESULT.findall(README), ids=lambda row: row[0])
+def test_results_are_those_of_the_runs(row):
+    """Mean, number of seeds and worst seed of ours; mean and number of seeds of the peer."""
+    task, ours, seeds, worst, peer, peer_seeds = row
+    own, other = scores_of(SCRIPTS, task), scores_of(PEERS, task)
+    assert (len(own), len(other)) == (int(seeds), int(peer_seeds))
+    for told, value in ((ours, mean(own)), (worst, min(own)), (peer, mean(other))):
+        assert told in (f"{value:.0f}", f"{value:.1f}")
+
+
+def test_how_many_rows_are_ahead():
+    """Counted over the tables of results."""
+    rows = RESULT.findall(README)
+    ahead = sum(mean(scores_of(SCRIPTS, row[0])) > mean(scores_of(PEERS, row[0])) for row in rows)
+    words = ["none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+    told = f"In {words[ahead]} of these {words[len(rows)]} rows our mean is ahead of the peer's"
+    assert f"{told}, in {words[len(rows) - ahead]} it is behind." in README
 
 
 def test_low_optima_of_the_cheetah():
