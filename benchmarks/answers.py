@@ -1,8 +1,10 @@
 """The numbers of README.md in this folder, each line made from the committed rows.
 
     python benchmarks/answers.py            # print every line that has a number, by section
-    python benchmarks/answers.py --check    # say which of them README.md lacks
-    python benchmarks/answers.py --write    # put each where README.md has the line most like it
+    python benchmarks/answers.py --check    # say which of them the pages lack
+    python benchmarks/answers.py --write    # put each where its page has the line most like it
+
+Pages are README.md, and tuning.md and scaling.md for a few lines.
 
 Sentences are templates here, and their numbers come from the files in results/: nothing is trained,
 and a minute is enough. Intervals are of 95 %: of a mean by Student's t, of a difference of means by
@@ -33,7 +35,6 @@ import truth
 from common import CATEGORICAL, HERE, LSTM, QUANTILE, RESULTS, Row, Setting, Table
 from learning import CONTRIB, SB3
 
-README = HERE / "README.md"
 PUBLISHED = Table(
     RESULTS / "published.csv",
     ("task", "source", "kind", "steps", "value", "spread", "note"),
@@ -312,6 +313,7 @@ def clearly(differences: dict[str, Difference]) -> str:
     """On how many the interval of the difference lies above 0, and on how many below."""
     above = sum(one.low > 0 for one in differences.values())
     below = sum(one.high < 0 for one in differences.values())
+    above, below = (count or "none" for count in (above, below))
     return f"the interval of the difference is above 0 on {above} and below it on {below}"
 
 
@@ -349,8 +351,8 @@ def tasks_notes() -> list[str]:
         f"* **MinAtar**: on {won(games)} games the feed-forward script has at least the mean of "
         f"SB3's PPO with equal flags and steps ({clearly(games)}). It is "
         f"behind on {behind(games)}.",
-        f"* **Training returns**, which CleanRL reports, are {over_cleanrl(last_returns)} times "
-        f"CleanRL's on its three tasks.",
+        f"* **Training returns** are what CleanRL reports. Evaluations by the mode are "
+        f"{over_cleanrl(lambda task: scores(CATEGORICAL, task))} times as much on its three tasks.",
         f"* **LunarLander-v3** lands by the mode ({lander:.1f}), but the entropy bonus keeps "
         f"training returns at {trained:.0f}. `--ent-coef-final 0` ends that "
         f"([tuning](tuning.md#other-tasks)).",
@@ -864,7 +866,7 @@ def method_notes() -> list[str]:
 # ------------------------------------------------------------------------------------------ answers
 def low_told(found: Verdict) -> str:
     """Low runs beside the rival's."""
-    return f"{found.low[0]} of {found.low[1]} runs beside {found.rivals[0]}"
+    return " beside ".join(f"{low} of {runs}" for low, runs in (found.low, found.rivals))
 
 
 def low_cheetahs() -> tuple[int, int]:
@@ -880,7 +882,7 @@ def answers(verdicts: dict[Contest, Verdict]) -> list[str]:
     lstm, one_core = named["recurrent", "ours", ""], named["recurrent", "ours-1core", "sb3-1core"]
     cheetah, breakout = named["cheetah-1x2048", "compiled", ""], named["minatar", "ours", ""]
     novel = pairs([line.task for line in LINES[:3]], LSTM, CONTRIB, "zoo")
-    zoo, rl = over_zoo(), over_cleanrl(lambda task: scores(CATEGORICAL, task))
+    zoo, cleanrl = over_zoo(), over_cleanrl(last_returns)
     calm, noisy = real_errors("mean"), real_errors("mean, usual")
     chain = sum(map(calibration.reached, chains()))
     worst = {
@@ -899,10 +901,11 @@ def answers(verdicts: dict[Contest, Verdict]) -> list[str]:
     return [
         f"* **Is a distributional critic worth it for the return?** For the mean nothing is shown: "
         f"a run ends above one with a scalar critic with probability {fresh.at_the_end} on fresh "
-        f"seeds of MuJoCo and {recurrent.at_the_end} on recurrent tasks. Low runs are perhaps "
-        f"fewer: {low_told(fresh)} (a share smaller by {bare(fresh.fewer)}) and "
-        f"{low_told(recurrent)} ({bare(recurrent.fewer)}), but {low_told(games)} on MinAtar "
-        f"({bare(games.fewer)}). [Details](#what-the-distribution-buys)",
+        f"seeds of MuJoCo and {recurrent.at_the_end} on recurrent tasks. Runs below 0.9 of the "
+        f"scalar critic's mean are perhaps fewer: {low_told(fresh)} (a share smaller by "
+        f"{bare(fresh.fewer)}) and {low_told(recurrent)} ({bare(recurrent.fewer)}), but "
+        f"{low_told(games)} on MinAtar ({bare(games.fewer)}). "
+        f"[Details](#what-the-distribution-buys)",
         f"* **Does it buy a better tail?** On a road where speed rarely ends in a crash, "
         f"`--cvar-weight 1` lifts the mean of the worst tenth of episodes from "
         f"{tail['cvar', 'neutral']} to {tail['cvar', 'weight 1']} and lowers the mean of all from "
@@ -914,10 +917,10 @@ def answers(verdicts: dict[Contest, Verdict]) -> list[str]:
         f"by {calm.max():.3f} in the last. Flags for a high return leave {noisy.min():.3f} to "
         f"{noisy.max():.3f}. [Details](#calibration)",
         f"* **How good are the scripts beside others?** One line of flags scores {zoo} times what "
-        f"the zoo's PPO does on four MuJoCo tasks, each tuned there, and {rl} times what CleanRL "
-        f"does on three. The recurrent script is {novel['CartPoleNoVel-v1'].told(1)} from "
-        f"sb3-contrib's tuned one on CartPoleNoVel-v1 and {novel['PendulumNoVel-v1'].told(1)} on "
-        f"PendulumNoVel-v1. [Details](#tasks)",
+        f"the zoo's PPO does on four MuJoCo tasks, each tuned there, and has {cleanrl} times "
+        f"CleanRL's training returns on three. The recurrent script is ahead of sb3-contrib's "
+        f"tuned one by {novel['CartPoleNoVel-v1'].told(1)} on CartPoleNoVel-v1 and by "
+        f"{novel['PendulumNoVel-v1'].told(1)} on PendulumNoVel-v1. [Details](#tasks)",
         f"* **How fast are they?** The recurrent script makes {lstm.ours:,.0f} steps a second on "
         f"two cores, {lstm.ratio} times as many as sb3-contrib, and {one_core.ratio} times as many "
         f"on one. The feed-forward one is {breakout.ratio} times as fast as SB3's PPO on MinAtar "
@@ -980,12 +983,51 @@ def sections() -> dict[str, list[str]]:
     }
 
 
+# -------------------------------------------------------------------------------------- other pages
+def kind_of(script: str) -> str:
+    """The networks of a script in a word."""
+    return "recurrent" if script == LSTM else "feed-forward"
+
+
+def preset_table() -> list[str]:
+    """The flags of each task's preset."""
+    lines = common.markdown_head("preset | script | flags")
+    for script, names in (
+        (LSTM, ("pendulum_novel", "mountaincar_novel", "memory")),
+        (CATEGORICAL, ("pendulum", "acrobot", "lunarlander", "mujoco", "minatar")),
+    ):
+        for name in names:
+            flags = common.spelt_out(script, f"--preset {name}")
+            lines.append(common.markdown_row([f"`{name}`", kind_of(script), f"`{flags}`"]))
+    return lines
+
+
+def calibrated_table() -> list[str]:
+    """The flags with which real tasks are calibrated; of a flag given twice the last."""
+    lines = common.markdown_head("task | script | flags")
+    for cell in calibration.real_cells():
+        if cell.variant == "mean":
+            flags = {part.split()[0]: part for part in re.split(r" +(?=--)", cell.flags.strip())}
+            told = " ".join(flags.values())
+            lines.append(common.markdown_row([cell.task, kind_of(cell.script), f"`{told}`"]))
+    return lines
+
+
+def pages() -> dict[str, dict[str, list[str]]]:
+    """What is made here of each page, by section."""
+    return {
+        "README.md": sections(),
+        "tuning.md": {"Chosen flags": preset_table(), "Calibration": calibrated_table()},
+        "scaling.md": {"Many environments in one process": kept_memory()},
+    }
+
+
 def lines_of(found: dict[str, list[str]]) -> list[str]:
     """All of them, rules of tables left out."""
     return [line for lines in found.values() for line in lines if set(line) - set("|-: ")]
 
 
-# --------------------------------------------------------------------------------------- the README
+# ------------------------------------------------------------------------------------ check, write
 def missing(lines: Iterable[str], text: str) -> list[str]:
     """Lines that the text has not."""
     known = set(text.splitlines())
@@ -1007,19 +1049,23 @@ def renewed(lines: list[str], text: str) -> str:
 def main() -> None:
     """Parse; print, check or write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="only name lines README.md lacks")
-    parser.add_argument("--write", action="store_true", help="renew the lines of README.md")
+    parser.add_argument("--check", action="store_true", help="only name lines that pages lack")
+    parser.add_argument("--write", action="store_true", help="renew the lines of the pages")
     args = parser.parse_args()
-    found = sections()
-    lines = lines_of(found)
-    if args.write:
-        README.write_text(renewed(lines, README.read_text()))
+    lacking = []
+    for page, found in pages().items():
+        path = HERE / page
+        lines = lines_of(found)
+        if args.write:
+            path.write_text(renewed(lines, path.read_text()))
+        if args.write or args.check:
+            lacking += [f"{page}: {line}" for line in missing(lines, path.read_text())]
+            continue
+        for title, own in found.items():
+            print(f"## {title}", "", *own, "", sep="\n")
     if args.write or args.check:
-        lacking = missing(lines, README.read_text())
-        print(*lacking, f"{len(lacking)} of {len(lines)} lines are missing", sep="\n")
+        print(*lacking, f"{len(lacking)} lines are missing", sep="\n")
         sys.exit(bool(lacking))
-    for title, own in found.items():
-        print(f"## {title}", "", *own, "", sep="\n")
 
 
 if __name__ == "__main__":
