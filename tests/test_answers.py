@@ -64,7 +64,7 @@ def test_the_readme_has_no_other_numbers(pages):
 def test_pages_are_short(page):
     """Words apart from tables and code."""
     words = sum(len(line.split()) for line in prose(page))
-    assert words <= (2600 if page == "README.md" else 800)
+    assert words <= (2700 if page == "README.md" else 800)
 
 
 def anchors(text: str) -> set[str]:
