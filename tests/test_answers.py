@@ -1,0 +1,189 @@
+"""The pages of benchmarks/ say what the committed rows say, and no number besides."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "benchmarks"
+sys.path.append(str(FOLDER))
+PAGES = ("README.md", "tuning.md", "scaling.md", "ablations.md", "sweeps.md")
+# words with a digit that are no results: the kind of intervals, seeds, episodes of an evaluation,
+# the year of a paper
+ALLOWED = {"95", "1", "2", "5", "10", "1000", "50", "2021"}
+
+
+@pytest.fixture(scope="module")
+def answers():
+    """The program."""
+    return importlib.import_module("answers")
+
+
+@pytest.fixture(scope="module")
+def pages(answers):
+    """Lines that are made from the rows, by page."""
+    return {page: answers.lines_of(found) for page, found in answers.pages().items()}
+
+
+def prose(page: str) -> list[str]:
+    """The lines of a page without code and tables."""
+    text = re.sub(r"^```.*?^```", "", (FOLDER / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    return [line for line in text.splitlines() if not line.startswith("|")]
+
+
+# ---------------------------------------------------------------------------------------- the pages
+@pytest.mark.parametrize("page", ["README.md", "tuning.md", "scaling.md"])
+def test_lines_made_from_the_rows_stand_in_their_page(answers, pages, page):
+    """Each as a line of its own; where rows are new, `answers.py --write` renews them."""
+    assert answers.missing(pages[page], (FOLDER / page).read_text()) == []
+
+
+def test_the_readme_has_no_other_numbers(pages):
+    """Lines that are not made from the rows: names of tasks and of libraries apart, they have no
+    digit but those of ALLOWED. That goes for tables as well."""
+    text = (FOLDER / "README.md").read_text()
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    made = set(pages["README.md"])
+    found = set()
+    for line in text.splitlines():
+        if line not in made:
+            line = re.sub(r"`[^`]*`|\]\([^)]*\)", "", line)
+            line = re.sub(r"\b\w+-v\d\b|\b(SB3|sb3)\b|[Bb]aselines3", "", line)
+            found |= set(re.findall(r"[\d.,]*\d", line))
+    assert found <= ALLOWED
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_are_short(page):
+    """Words apart from tables and code."""
+    words = sum(len(line.split()) for line in prose(page))
+    assert words <= (2700 if page == "README.md" else 800)
+
+
+def anchors(text: str) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    """To files that are there and to headings that they have."""
+    text = (FOLDER / page).read_text()
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        if not link.startswith("http"):
+            path, _, anchor = link.partition("#")
+            file = FOLDER / path if path else FOLDER / page
+            assert file.exists(), link
+            assert not anchor or anchor in anchors(file.read_text()), link
+
+
+def test_the_numbers_of_ablations_are_in_their_table():
+    """Scores and steps, every number with a point or a comma."""
+    told = set(re.findall(r"-?\d+[.,]\d+", " ".join(prose("ablations.md")))) - {"0.1"}
+    table = (FOLDER / "results" / "ablations.md").read_text()
+    assert len(told) > 10
+    assert {number for number in told if number not in table} == set()
+
+
+# ----------------------------------------------------------------------------------- the arithmetic
+@pytest.mark.parametrize(
+    ("freedom", "quantile"), [(1, 12.706), (2, 4.303), (4, 2.776), (19, 2.093), (1e4, 1.960)]
+)
+def test_quantiles_of_student_are_those_of_the_tables(answers, freedom, quantile):
+    """Four digits of any printed table."""
+    assert answers.student(freedom) == pytest.approx(quantile, abs=6e-4)
+
+
+def test_welch_worked_by_hand(answers):
+    """Means 400 and 480 of two seeds each, spread 2 * 20: the standard error is 28.3, and t with 2
+    degrees of freedom is 4.303: 80 +- 121.7. Without any spread there is no interval."""
+    found = answers.welch(np.array([460.0, 500]), np.array([380.0, 420]))
+    assert found == pytest.approx((80, -41.7, 201.7), abs=0.1)
+    assert found.told(1) == "+80.0 (-41.7 to +201.7)"
+    assert answers.welch(np.ones(3), np.zeros(2)) == (1, 1, 1)
+
+
+def test_welch_is_that_of_scipy(answers):
+    """With other numbers of seeds and other spreads."""
+    stats = pytest.importorskip("scipy.stats")
+    rng = np.random.default_rng(0)
+    after, before = rng.normal(3, 1, 5), rng.normal(1, 4, 9)
+    test = stats.ttest_ind(after, before, equal_var=False).confidence_interval(0.95)
+    found = answers.welch(after, before)
+    assert (found.low, found.high) == pytest.approx((test.low, test.high), abs=1e-4)
+
+
+def test_figures_have_few_digits(answers):
+    """As many as a return of that size can bear."""
+    assert [answers.figure(x) for x in (4642.7, -193.52, 6.088)] == ["4643", "-193.5", "6.09"]
+    assert answers.figure(3.14159, 5000) == "3"
+    assert [answers.short_steps(x) for x in (50_000, 1_000_000)] == ["50k", "1M"]
+
+
+def test_where_the_mean_is_ahead_and_where_clearly(answers):
+    """Ahead by 1 with an interval above 0, behind by 1 with one that holds 0, and a tie."""
+    made = answers.Difference
+    found = {"a-v1": made(1, 0.5, 1.5), "b-v0": made(-1, -3, 1), "c": made(0, -1, 1)}
+    assert answers.won(found) == "2 of 3"
+    assert answers.clearly(found).endswith("above 0 on 1 and below it on none")
+    assert answers.behind(found) == "b"
+    assert answers.behind(found | {"d": made(-1, -3, 1)}) == "b and d"
+
+
+def test_published_values_are_those_of_the_other_tables(answers):
+    """learning.py compares with the zoo and CleanRL by the same numbers, and nothing else is known
+    of them."""
+    learning = importlib.import_module("learning")
+    for task, known in learning.PUBLISHED.items():
+        zoo = answers.published(task, answers.ZOO)
+        zoo = zoo or answers.published(task, answers.ZOO, "recurrent PPO")
+        for row, value, steps in (
+            (zoo, known.zoo, known.zoo_steps),
+            (answers.published(task, "CleanRL"), known.cleanrl, known.cleanrl_steps),
+        ):
+            if row is None:
+                assert np.isnan(value)
+            else:
+                assert float(row["value"]) == value
+                assert answers.short_steps(int(row["steps"])) == steps
+    rows = answers.PUBLISHED.rows()
+    assert len({(row["task"], row["source"], row["kind"]) for row in rows}) == len(rows)
+
+
+def test_the_best_published_value_has_a_name(answers):
+    """Higher is better where returns are negative, too; steps are told where they differ, and what
+    took ten million is left out."""
+    assert answers.best("Walker2d-v5", 1_000_000) == "4502, sb3-contrib TRPO"
+    assert answers.best("Acrobot-v1", 500_000) == "-73.5 at 1M, zoo"
+    assert answers.best("MinAtar-Breakout-v1", 2_000_000) == "17, gymnax-blines"
+    assert answers.best("nothing-v0", 1) == "-"
+
+
+def test_older_versions_are_older():
+    """All are commits from before actor and critics were trained apart."""
+    answers = importlib.import_module("answers")
+    git = ["git", "-C", str(ROOT)]
+    known = subprocess.run([*git, "cat-file", "-e", "0da0e65"], capture_output=True)
+    if known.returncode:
+        pytest.skip("the history is not here")
+    for version in sorted(answers.OLDER):
+        line = [*git, "merge-base", "--is-ancestor", "0da0e65", version]
+        assert subprocess.run(line, capture_output=True).returncode == 1, version
+
+
+def test_lines_are_renewed_where_they_stood(answers):
+    """The number of a sentence and of a table's line changes; the rest stays, as does a line that
+    nothing is like."""
+    text = "# Title\n\n* Ours has 4 steps, theirs 5.\n\n| a task | 1.0 |\n\nWords alone.\n"
+    lines = ["* Ours has 6 steps, theirs 5.", "| a task | 2.0 |", "* Something else entirely."]
+    found = answers.renewed(lines, text)
+    assert found == text.replace("4", "6").replace("1.0", "2.0")
+    assert answers.missing(lines, found) == lines[2:]
