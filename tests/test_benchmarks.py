@@ -486,6 +486,51 @@ def test_tables_are_made_from_the_two_files(tmp_path, monkeypatch):
     np.testing.assert_array_equal(curve, [np.nan, 5.5, 5.5])
 
 
+def test_the_band_of_curves_worked_by_hand():
+    """Two seeds of 0 and 1 at the second step: both draws are one seed a quarter of the time each,
+    so that the interval is all there is. Of four seeds the lowest and the highest do not count."""
+    learning = importlib.import_module("learning")
+    band = learning.iqm_band(np.array([[5.0, 0.0], [5.0, 1.0]]))
+    np.testing.assert_array_equal(band, [[5, 0.5], [5, 0], [5, 1]])
+    four = learning.iqm_band(np.array([[0.0, 7], [1, 7], [2, 7], [90, 7]]))
+    np.testing.assert_array_equal(four.middle, [1.5, 7])
+    assert 0 <= four.low[0] < 1.5 < four.high[0] <= 90
+    assert four.low[1] == four.high[1] == 7
+
+
+def test_tasks_and_steps_are_told_in_short():
+    """Names without the module that registers them, steps with their unit."""
+    common = importlib.import_module("common")
+    tasks = {
+        "MountainCarContinuousNoVel-v0": "MountainCar, no velocities",
+        "popgym:popgym-RepeatFirstEasy-v0": "RepeatFirst",
+        "envs:MinAtar/Asterix-v1": "Asterix",
+        "HalfCheetah-v5": "HalfCheetah-v5",
+    }
+    assert {task: common.title_of(task) for task in tasks} == tasks
+    counts = {0: "0", -0.5: "-0.5", 2500: "2.5k", -1000: "-1k", 1_500_000: "1.5M"}
+    assert {count: common.brief_count(count) for count in counts} == counts
+
+
+def test_a_figure_is_written_small_and_opaque(tmp_path):
+    """White stays white, at 200 dots an inch; no figure stays open."""
+    pytest.importorskip("matplotlib")
+    from PIL import Image
+
+    common = importlib.import_module("common")
+    plt = common.pyplot()
+    figure, panel = plt.subplots(figsize=(2, 1))
+    panel.plot([0, 1], [0, 1], color=common.OURS)
+    common.letter(panel, 1, "a title")
+    assert panel.get_title(loc="left") == r"$\bf{(b)}$ a title"
+    common.save(figure, tmp_path / "figure.png")
+    assert not plt.get_fignums()
+    picture = Image.open(tmp_path / "figure.png")
+    assert (picture.mode, picture.size) == ("P", (400, 200))
+    assert "transparency" not in picture.info
+    assert picture.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
+
+
 # ------------------------------------------------------------------------------ programs that train
 NAMES = ["distributional_ppo_lstm", "distributional_ppo_categorical"]
 COMPOSED = ["ppo_lstm_categorical", "ppo_quantile"]
