@@ -140,12 +140,25 @@ def test_an_interval_holds_what_is_known(critics):
     """100 seeds of a uniform law on two tasks: the IQM's standard error is about 0.02; of equal
     scores the interval is a point."""
     rng = np.random.default_rng(1)
-    text = critics.estimate(critics.iqm, rng.random((100, 2)))
-    point, low, high = (float(word.strip("()")) for word in text.split() if word != "to")
+    point, low, high = critics.estimate(critics.iqm, rng.random((100, 2)))
     assert low < 0.5 < high
     assert low < point < high
     assert 0.04 < high - low < 0.16
-    assert critics.estimate(critics.iqm, np.ones((5, 3))) == "1.00 (1.00 to 1.00)"
+    assert str(critics.estimate(critics.iqm, np.ones((5, 3)))) == "1.00 (1.00 to 1.00)"
+
+
+def test_the_forest_has_a_head_and_a_line_for_every_critic_that_has_run(critics, monkeypatch):
+    """Beside the scalar critic stands whoever has a rival; what has not run has no line."""
+    family = critics.FAMILIES["recurrent"]
+    ones = np.ones((2, 5))
+    raw = {"32 quantiles": 2 * ones, "scalar": ones}
+    monkeypatch.setattr(critics, "raw_scores", lambda family: raw)
+    monkeypatch.setattr(critics, "REPEATS", 3)
+    head, quantiles, scalar = critics.forest_lines("name", family._replace(low={}))
+    assert head == critics.Line("name: 5 tasks, 2 seeds", head=True)
+    assert (quantiles.text, quantiles.default, quantiles.end) == ("32 quantiles", True, (2, 2, 2))
+    assert quantiles.better == (1, 1, 1)
+    assert (scalar.default, scalar.end, scalar.better) == (False, (1, 1, 1), None)
 
 
 def test_scores_are_one_for_the_mean_of_the_reference(critics):
