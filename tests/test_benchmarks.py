@@ -10,6 +10,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -723,6 +724,31 @@ def test_the_faster_peer_counts():
     assert speed.peer({"sb3": one, "sb3-2threads": two}) == "sb3-2threads"
     assert speed.peer({"sb3": two, "sb3-2threads": one}) == "sb3"
     assert speed.peer({"sb3": one, "sb3-2threads": []}) == "sb3"
+
+
+def test_ratios_are_of_repeats_that_took_turns():
+    """Ours 10, 30, 20 in three repeats, the peer 5 and 20 in the first two: medians 20 and 12.5;
+    ratios of a repeat 2 and 1.5. Without rows of the peer nothing is known, and nothing drawn."""
+    speed = importlib.import_module("speed")
+    rows = defaultdict(list)
+    for program, values in (("ours", (10, 30, 20)), ("sb3", (5, 20))):
+        for repeat, value in enumerate(values):
+            rows[program].append({"repeat": str(repeat), "value": str(value)})
+    assert speed.ratio(rows, "sb3") == (1.6, 1.5, 2)
+    assert speed.compare(rows, "sb3") == "1.6 (1.5, 2.0)"
+    assert speed.speeds(rows["ours"]) == (20, 10, 30)
+    assert np.isnan(speed.ratio(rows, "sb3-1core", "ours-1core")).all()
+    assert np.isnan(speed.speeds([])).all()
+
+
+def test_cells_that_lack_rows_are_drawn(tmp_path):
+    """Ours alone of one cell; and nothing at all."""
+    pytest.importorskip("matplotlib")
+    speed = importlib.import_module("speed")
+    for rows in ([], [{"threads": "1", "cell": "cartpole", "program": "ours", "value": "10"}]):
+        told = [row | {"repeat": "0", "commit": "abc"} for row in rows]
+        speed.draw(tmp_path / "speed.png", speed.pick(told, "1"))
+        assert (tmp_path / "speed.png").stat().st_size > 10_000
 
 
 def test_what_a_user_waits_for_worked_by_hand(monkeypatch, tmp_path):
