@@ -74,6 +74,16 @@ def test_a_run_is_drawn(inspect_run, script, tmp_path, monkeypatch, capsys, env)
     assert Path(run_dir, "critics.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_picture_tells_the_flags_of_its_run(inspect_run, script):
+    """Presets, and what differs from them; not what is called, saved, evaluated or the machine."""
+    args = script.preset_args("calibrated", gamma=0.9, norm_obs=False, seed=3, eval_episodes=1)
+    told = inspect_run.flags_of(script, args)
+    assert told.startswith("--preset calibrated ")
+    assert sorted(told.split(" --")[1:]) == ["gamma 0.9", "no-norm-obs"]
+    assert inspect_run.flags_of(script, script.Args(masked_obs=(1, 3))) == "--masked-obs 1 3"
+    assert inspect_run.flags_of(script, script.Args(torch_threads=2)) == "default flags"
+
+
 @pytest.mark.parametrize("line", [["nowhere"], ["RUN", "--states", "0", "1", "2", "99999"]])
 def test_what_cannot_be_drawn_costs_one_line(inspect_run, script, tmp_path, monkeypatch, line):
     """A directory without a run; a step beyond the episode."""
