@@ -628,8 +628,8 @@ DRAWN = (
 
 
 def draw_process(panels: Any, truth: np.ndarray, drawn: list[tuple[np.ndarray, Any]]) -> None:
-    """The truth and predictions (seeds, levels) above; below what these are off, over the standard
-    deviation of the truth."""
+    """Draw the truth and predictions (seeds, levels) above. Below is what these are off, over the
+    standard deviation of the truth."""
     above, below = panels
     levels = LEVELS[SHOWN]
     above.plot(levels, truth[SHOWN], color="#D0D0D0", lw=5, label="truth")
@@ -645,7 +645,7 @@ def draw_process(panels: Any, truth: np.ndarray, drawn: list[tuple[np.ndarray, A
 
 
 def draw(groups: dict[Setting, list[Row]]) -> None:
-    """Predicted quantile functions over the truth and their errors, a column for each process."""
+    """Draw predicted quantile functions over the truth, and errors; each process has a column."""
     plt = common.pyplot()
     figure, axes = plt.subplots(2, 5, figsize=(common.WIDTH, 4.1), sharex=True)
     for number, (task, law) in enumerate(PROCESSES.items()):

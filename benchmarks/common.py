@@ -449,8 +449,8 @@ def rows_by_setting(table: Table, changed: int) -> dict[Setting, list[Row]]:
 
 @lru_cache(maxsize=1)
 def curve_rows_by_setting(archive: Archive, changed: int) -> dict[Setting, list[Row]]:
-    """Bins of each setting. `changed`: when the file was written, so that a newer one is read
-    anew."""
+    """Return the bins of each setting. `changed` is when the file was written, so that a newer one
+    is read anew."""
     return by_setting(archive.curve_rows())
 
 
@@ -551,7 +551,7 @@ WIDTH = 9  # inches of a figure, which READMEs show about 900 pixels wide
 
 
 def pyplot() -> ModuleType:
-    """Matplotlib, for files alone, in the style of all figures."""
+    """Return matplotlib, which draws into files alone and in the style of all figures."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -580,7 +580,7 @@ def save(figure: Any, path: Path) -> None:
 
 
 def brief_count(count: float, _: int = 0) -> str:
-    """A number of steps on an axis: 500k, 1.5M."""
+    """Return how an axis tells a number of steps: 500k, 1.5M."""
     for unit, sign in ((1e6, "M"), (1e3, "k")):
         if abs(count) >= unit:
             return f"{count / unit:g}{sign}"
@@ -588,7 +588,7 @@ def brief_count(count: float, _: int = 0) -> str:
 
 
 def title_of(task: str) -> str:
-    """A task as a reader knows it: without the module that registers it."""
+    """Return a task as a reader knows it, without the module that registers it."""
     name = task.split(":")[-1].split("/")[-1].removeprefix("popgym-")
     if task.split(":")[0] in ("popgym", "envs"):
         return name.rpartition("-v")[0].removesuffix("Easy")

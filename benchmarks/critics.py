@@ -197,7 +197,7 @@ def resampled(scores: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 class Estimate(NamedTuple):
-    """A figure with its 95 % interval."""
+    """It is a figure with its 95 % interval."""
 
     value: float
     low: float
@@ -208,7 +208,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(function: Callable[..., float], *samples: np.ndarray) -> Estimate:
-    """A figure of one sample or two, with its 95 % interval, stratified by task."""
+    """Return a figure of one sample or two, with its 95 % interval, stratified by task."""
     rng = np.random.default_rng(0)
     draws = [function(*(resampled(x, rng) for x in samples)) for _ in range(REPEATS)]
     low, high = np.percentile(draws, [2.5, 97.5])
@@ -280,7 +280,7 @@ ORDER = ("recurrent", "MuJoCo", "MuJoCo, fresh seeds", "MinAtar")  # of the figu
 
 
 class Line(NamedTuple):
-    """One line of the forest: a family's head, or a critic with its figures."""
+    """One line of the forest is a family's head, or a critic with its figures."""
 
     text: str
     head: bool = False
@@ -290,7 +290,7 @@ class Line(NamedTuple):
 
 
 def forest_lines(title: str, family: Family) -> list[Line]:
-    """The head of a family, and a line for every critic that has run on all its tasks."""
+    """Return the head of a family and a line for every critic that has run on all its tasks."""
     scores = normalised(family, raw_scores(family))
     seeds = " and ".join(str(n) for n in sorted({len(own) for own in scores.values()}))
     lines = [Line(f"{title}: {len(family.tasks)} tasks, {seeds} seeds", head=True)]
@@ -303,7 +303,7 @@ def forest_lines(title: str, family: Family) -> list[Line]:
 
 
 def draw_estimate(panel: Any, place: int, line: Line, shown: Estimate) -> None:
-    """A point with its interval, and both in figures at the right edge."""
+    """Draw a point with its interval, and write both at the right edge."""
     colour = common.OURS if line.better else common.FLOOR
     fill = colour if line.default or not line.better else "white"
     panel.plot((shown.low, shown.high), (place, place), "|-", color=colour, ms=6)
@@ -313,8 +313,8 @@ def draw_estimate(panel: Any, place: int, line: Line, shown: Estimate) -> None:
 
 
 def draw(families: dict[str, Family]) -> None:
-    """A forest: what each critic reaches at the end, and its probability to be better than the
-    scalar one; a line a critic, with 95 % intervals."""
+    """Draw what each critic reaches at the end, and its probability to be better than the scalar
+    one. A critic has a line, with 95 % intervals."""
     plt = common.pyplot()
     names = sorted(families, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
     lines = [line for name in names for line in forest_lines(name, families[name])]

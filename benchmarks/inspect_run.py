@@ -138,7 +138,7 @@ def median_episode(seen: Seen) -> int:
 
 
 def told_flag(name: str, value: Any) -> str:
-    """A flag as one types it."""
+    """Return a flag as one types it."""
     typed = name.replace("_", "-")
     if isinstance(value, bool):
         return f"--{typed}" if value else f"--no-{typed}"
@@ -147,7 +147,7 @@ def told_flag(name: str, value: Any) -> str:
 
 
 def flags_of(script: ModuleType, args: Any) -> str:
-    """What made the run what it is: its presets, and other flags that are not at their default."""
+    """Return what made the run what it is: its presets, and flags that differ from these."""
     preset = tuple(getattr(args, "preset", ()))
     usual = script.preset_flags(preset) if preset else {}
     apart = {"env_id", "preset", "seed"}  # and what has no effect on learning
@@ -163,7 +163,7 @@ def flags_of(script: ModuleType, args: Any) -> str:
 
 
 def draw_fan(panel: Any, seen: Seen, episode: int, states: list[int]) -> None:
-    """Along one episode: deciles, V, realised return; the letters are those of panels below."""
+    """Draw deciles, V and the realised return along one episode. Letters name panels below."""
     length = int(seen.alive[:, episode].sum())
     steps = np.arange(length)
     deciles = seen.deciles[:, :length, episode]

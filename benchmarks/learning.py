@@ -746,8 +746,8 @@ SAID = {  # variants of ABLATIONS in a figure's words
 
 
 def draw_steps(panel: Any, cells: list[Cell]) -> None:
-    """Steps to the threshold of one task's cells: every seed a point, the median a bar. Runs that
-    never reach it are counted in a strip at the right edge."""
+    """Draw steps to the threshold of one task's cells: every seed is a point, the median a bar.
+    Runs that never reach it are counted in a strip at the right edge."""
     last = float(rows_of(cells[0])[0]["steps"])
     never = 1.1 * last
     panel.axvspan(1.03 * last, 1.45 * last, color="#F3F3F3", lw=0)
@@ -774,7 +774,7 @@ def draw_steps(panel: Any, cells: list[Cell]) -> None:
 
 
 def draw_ablations(cells: list[Cell]) -> None:
-    """Steps to the threshold with one thing changed at a time, a panel for each task."""
+    """Draw steps to the threshold with one thing changed at a time; each task has a panel."""
     plt = common.pyplot()
     panels: dict[tuple[bool, str], list[Cell]] = {}
     for cell in cells:
@@ -810,7 +810,7 @@ def latest(bins: list[Bin], grid: np.ndarray) -> np.ndarray:
 
 
 class Band(NamedTuple):
-    """The interquartile mean over seeds, step by step, and its 95 % interval."""
+    """It is the interquartile mean over seeds, step by step, with its 95 % interval."""
 
     middle: np.ndarray
     low: np.ndarray
@@ -818,7 +818,7 @@ class Band(NamedTuple):
 
 
 def iqm_band(curves: np.ndarray, repeats: int = 2_000) -> Band:
-    """Of curves (seeds, steps): the interval is a bootstrap's over whole curves."""
+    """Return the band of curves (seeds, steps). The bootstrap draws whole curves."""
     seeds = len(curves)
     cut = seeds // 4
 
@@ -848,7 +848,7 @@ PEERS = {  # rows of GRID in a figure's words
 
 
 def look_of(cell: Cell) -> dict[str, Any] | None:
-    """How a cell's curve is drawn; nothing for cells that the figure leaves out."""
+    """Return how a cell's curve is drawn, or nothing for a cell that the figure leaves out."""
     if cell.script in (LSTM, CATEGORICAL):
         known = {"default": (common.OURS, "-"), "no_memory": (common.FLOOR, ":")}
         if cell.variant not in known:
@@ -861,7 +861,7 @@ def look_of(cell: Cell) -> dict[str, Any] | None:
 
 
 def family_of(task: str) -> str:
-    """What kind of task it is, in a figure's words."""
+    """Return what kind of task it is, in a figure's words."""
     if "popgym" in task:
         return "POPGym Easy"
     if "MinAtar" in task:
@@ -872,7 +872,7 @@ def family_of(task: str) -> str:
 
 
 def draw_curves(panel: Any, cells: list[Cell]) -> None:
-    """The curves of one task, and how many seeds they are of."""
+    """Draw the curves of one task, and tell how many seeds they are of."""
     for cell in cells:
         runs = ARCHIVE.curves_of(cell)
         steps = int(min(numbers(rows_of(cell), "steps")))
@@ -893,7 +893,7 @@ def draw_curves(panel: Any, cells: list[Cell]) -> None:
 
 
 def legend_looks(tasks: list[str], cells: list[Cell]) -> list[dict[str, Any]]:
-    """Lines of the legend: ours, and which peer the panels of which letters show."""
+    """Return the lines of the legend, which tells in which panels which peer is."""
     looks = [{"color": common.OURS, "label": "ours"}]
     for kind, words in PEERS.items():
         own = {cell.task for cell in cells if (cell.script, cell.variant) == kind}
@@ -906,11 +906,13 @@ def legend_looks(tasks: list[str], cells: list[Cell]) -> list[dict[str, Any]]:
 
 
 def draw_learning() -> None:
-    """Training curves of ours and of the peers: a panel for each task that has run."""
+    """Draw training curves of ours and of the peers; each task that has run has a panel."""
     plt = common.pyplot()
     drawn = [cell for cell in GRID if look_of(cell) and rows_of(cell)]
     drawn.sort(key=lambda cell: cell.variant == "no_memory")  # seeds are told in the legend's order
     tasks = [task for task in SHOWN if any(cell.task == task for cell in drawn)]
+    if not tasks:
+        return
     rows = -(-len(tasks) // 5)
     figure, axes = plt.subplots(rows, 5, figsize=(common.WIDTH, 1.6 * rows + 0.8), squeeze=False)
     for number, (panel, task) in enumerate(zip(axes.flat, tasks)):

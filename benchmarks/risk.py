@@ -279,7 +279,7 @@ MARKERS = {  # with their sizes: one is seen around the other where both are at 
 
 
 def draw_policies(panel: Any, task: str, groups: dict[Setting, list[Row]]) -> None:
-    """CVaR over mean of one task, an arrow from each neutral policy to its averse ones."""
+    """Draw CVaR over mean of one task. Arrows lead from each neutral policy to its averse ones."""
     for script, (marker, size, _) in MARKERS.items():
         places = {}
         for variant, (colour, _) in POLICIES.items():
@@ -300,7 +300,7 @@ def draw_policies(panel: Any, task: str, groups: dict[Setting, list[Row]]) -> No
 
 
 def draw(groups: dict[Setting, list[Row]], optimum: Optimum) -> None:
-    """CVaR over mean, a panel for each task, with what the cliff allows at best."""
+    """Draw CVaR over mean; each task has a panel, the cliff's with what it allows at best."""
     plt = common.pyplot()
     figure, axes = plt.subplots(1, 3, figsize=(common.WIDTH, 3.7))
     for number, (panel, task) in enumerate(zip(axes, TITLES)):

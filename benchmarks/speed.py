@@ -600,7 +600,7 @@ def markdown(names: str, lines: list[list]) -> list[str]:
 
 
 class Spread(NamedTuple):
-    """A figure over the repeats of a measurement; all nan where there are none."""
+    """It is a figure over the repeats of a measurement, and nan where there are none."""
 
     middle: float
     low: float
@@ -608,13 +608,13 @@ class Spread(NamedTuple):
 
 
 def speeds(rows: list[Row]) -> Spread:
-    """Steps per second: median, lowest and highest."""
+    """Return the median, lowest and highest number of steps per second."""
     values = [float(row["value"]) for row in rows] or [math.nan]
     return Spread(median(values), min(values), max(values))
 
 
 def ratio(rows: Programs, program: str, mine: str = "ours") -> Spread:
-    """Ratio of the median speeds, and the lowest and highest ratio of a repeat."""
+    """Return the ratio of the median speeds, and the lowest and highest ratio of a repeat."""
     peers = {row["repeat"]: float(row["value"]) for row in rows[program]}
     pairs = [row for row in rows[mine] if row["repeat"] in peers]
     ratios = [float(row["value"]) / peers[row["repeat"]] for row in pairs] or [math.nan]
@@ -622,7 +622,7 @@ def ratio(rows: Programs, program: str, mine: str = "ours") -> Spread:
 
 
 def compare(rows: Programs, program: str, mine: str = "ours") -> str:
-    """The same, in words."""
+    """Tell the ratio in words."""
     told = ratio(rows, program, mine)
     return f"{told.middle:.1f} ({told.low:.1f}, {told.high:.1f})"
 
@@ -874,15 +874,16 @@ AXES_SAID = {
 
 
 def draw_spread(panel: Any, place: float, told: Spread, **look: Any) -> None:
-    """A point at the median, a bar from the lowest to the highest repeat; nothing without rows."""
+    """Draw a point at the median and a bar from the lowest to the highest repeat, if there are
+    any."""
     if not math.isnan(told.middle):
         panel.plot((told.low, told.high), (place, place), "-", color=look["color"], lw=1.2)
         panel.plot(told.middle, place, **{"ls": "", "marker": "o", "ms": 4.5} | look)
 
 
 def draw_cell(axes: Any, place: int, rows: Programs) -> None:
-    """Speeds of a cell in the left panel, ratios to the peer in the right one; a little lower what
-    was measured on one core."""
+    """Draw speeds of a cell in the left panel, ratios to the peer in the right one. What was
+    measured on one core stands a little lower."""
     left, right = axes
     high, low = place - 0.13, place + 0.2
     draw_spread(left, high, speeds(rows["floor"]), color=common.FLOOR)
@@ -901,7 +902,7 @@ def draw_cell(axes: Any, place: int, rows: Programs) -> None:
 
 
 def draw_cells(axes: Any, picked: dict[str, Programs]) -> None:
-    """Every cell of the grid that was measured."""
+    """Draw every cell of the grid that was measured."""
     left, right = axes
     cells = [cell for cell in GRID if picked[cell]["ours"]]
     for place, cell in enumerate(cells):
@@ -926,7 +927,7 @@ def draw_cells(axes: Any, picked: dict[str, Programs]) -> None:
 
 
 def draw_growth(panels: Any, picked: dict[str, Programs]) -> None:
-    """Speed of the recurrent script over each size, the others being the reference's."""
+    """Draw the recurrent script's speed over each size; the others are the reference's."""
     for number, (panel, (axis, sizes)) in enumerate(zip(panels, AXES.items())):
         for program, colour, line in (("ours", common.OURS, "-"), ("kept", common.SKY, "--")):
             found = {size: speeds(picked[f"growth-{axis}-{size}"][program]) for size in sizes}
@@ -951,7 +952,7 @@ def draw_growth(panels: Any, picked: dict[str, Programs]) -> None:
 
 
 def draw(path: Path, picked: dict[str, Programs]) -> None:
-    """Steps per second and ratios to the peer of every cell above, growth with each size below."""
+    """Draw steps per second and ratios to the peer of every cell, and growth with sizes below."""
     plt = common.pyplot()
     figure = plt.figure(figsize=(common.WIDTH, 7))
     above, below = figure.subfigures(2, 1, height_ratios=(2.6, 1))
