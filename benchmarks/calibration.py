@@ -612,27 +612,63 @@ def report() -> None:
     draw(groups)
 
 
-def draw(groups: dict[Setting, list[Row]]) -> None:
-    """Predicted quantile functions over the truth, a panel for each process."""
-    plt = common.pyplot()
-    figure, axes = plt.subplots(1, 5, figsize=(14, 3.6), constrained_layout=True)
-    drawn = (
-        (LSTM, "recommended", "C0", "quantiles, recommended flags"),
-        (CATEGORICAL, "recommended", "C2", "categorical, recommended flags"),
-        (LSTM, "sr_lambda, kappa 1, K 32", "C1", "quantiles, kappa 1"),
-        (LSTM, "lambda_return, kappa 0, K 32", "C3", "quantiles, lambda_return"),
-    )
+PANELS = {
+    "gaussian": "Gaussian rewards",
+    "skewed": "good or bad branch",
+    "time_limit": "time limit, no end",
+    "heavy_tail": "Student's t, 3 d.o.f.",
+    "disaster": "2 % disaster",
+}
+DRAWN = (
+    (LSTM, "recommended", common.OURS, "-", "quantiles, recommended flags"),
+    (CATEGORICAL, "recommended", common.SKY, "--", "atoms, recommended flags"),
+    (LSTM, "sr_lambda, kappa 1, K 32", common.PEER, "-.", "quantiles, Huber κ = 1"),
+    (LSTM, "lambda_return, kappa 0, K 32", common.GOLD, ":", "quantiles of lambda-returns"),
+)
+
+
+def draw_process(panels: Any, truth: np.ndarray, drawn: list[tuple[np.ndarray, Any]]) -> None:
+    """Draw the truth and predictions (seeds, levels) above. Below is what these are off, over the
+    standard deviation of the truth."""
+    above, below = panels
     levels = LEVELS[SHOWN]
-    for panel, (task, law) in zip(axes, PROCESSES.items()):
-        panel.plot(levels, law.truth[SHOWN], color="0.75", lw=6, label="truth")
-        for script, variant, colour, label in drawn:
-            for row in groups.get(Setting(task, script, variant), [])[:1]:
-                curve = np.array(row["curve"].split(), float)
-                panel.plot(levels, curve, color=colour, lw=1.5, label=label)
-        panel.set(title=task.replace("_", " "), xlabel="probability of a smaller return")
-    axes[0].set_ylabel("discounted return")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
-    figure.savefig(RESULTS / "calibration.png", dpi=130)
+    above.plot(levels, truth[SHOWN], color="#D0D0D0", lw=5, label="truth")
+    below.axhline(0, color="#D0D0D0", lw=5)
+    for curves, look in drawn:
+        errors = (curves - truth[SHOWN]) / truth.std()
+        for panel, own in ((above, curves), (below, errors)):
+            panel.plot(levels, own.mean(0), **look)
+            ends = {"color": look["color"], "alpha": 0.25, "lw": 0}
+            panel.fill_between(levels, own.min(0), own.max(0), **ends)
+    below.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
+    below.set_xlabel("probability of less", fontsize=7)
+
+
+def draw(groups: dict[Setting, list[Row]]) -> None:
+    """Draw predicted quantile functions over the truth, and errors; each process has a column."""
+    plt = common.pyplot()
+    figure, axes = plt.subplots(2, 5, figsize=(common.WIDTH, 4.1), sharex=True)
+    for number, (task, law) in enumerate(PROCESSES.items()):
+        drawn = []
+        for script, variant, colour, line, label in DRAWN:
+            rows = groups.get(Setting(task, script, variant), [])
+            if rows:
+                curves = np.array([row["curve"].split() for row in rows], float)
+                drawn.append((curves, {"color": colour, "ls": line, "label": label}))
+        draw_process(axes[:, number], law.truth, drawn)
+        common.letter(axes[0, number], number, PANELS[task])
+    axes[0, 0].set_ylabel("discounted return")
+    axes[1, 0].set_ylabel("error / standard deviation")
+    figure.align_ylabels(axes[:, 0])
+    figure.legend(
+        *axes[0, 0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=5,
+        title="Recommended flags in (a) to (c): mean of three seeds, band from the lowest to the "
+        "highest; else one seed",
+        title_fontsize=7.5,
+    )
+    common.save(figure, RESULTS / "calibration.png")
 
 
 def main() -> None:

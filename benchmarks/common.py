@@ -406,11 +406,11 @@ class Archive:
     def curves_of(self, cell: Cell) -> list[list[Bin]]:
         """The bins of each of a cell's runs, in the order of their seeds."""
         runs: dict[int, list[Bin]] = {int(row["seed"]): [] for row in self.rows_of(cell)}
-        for row in self.curve_rows():
-            if setting_of(row) == cell.setting:
-                mean, latest = float(row["return"]), float(row["last_20"])
-                one = Bin(int(row["step"]), mean, int(row["episodes"]), latest)
-                runs[int(row["seed"])].append(one)
+        changed = self.curves.stat().st_mtime_ns if self.curves.exists() else 0
+        for row in curve_rows_by_setting(self, changed).get(cell.setting, []):
+            mean, latest = float(row["return"]), float(row["last_20"])
+            one = Bin(int(row["step"]), mean, int(row["episodes"]), latest)
+            runs[int(row["seed"])].append(one)
         return list(runs.values())
 
     def keep(self, row: dict[str, Any], bins: Iterable[Bin]) -> None:
@@ -445,6 +445,13 @@ def rows_by_setting(table: Table, changed: int) -> dict[Setting, list[Row]]:
     """Rows of each setting in the order of their seeds. `changed`: when the file was written, so
     that a newer one is read anew."""
     return by_setting(sorted(table.rows(), key=lambda row: int(row["seed"])))
+
+
+@lru_cache(maxsize=1)
+def curve_rows_by_setting(archive: Archive, changed: int) -> dict[Setting, list[Row]]:
+    """Return the bins of each setting. `changed` is when the file was written, so that a newer one
+    is read anew."""
+    return by_setting(archive.curve_rows())
 
 
 def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -505,11 +512,84 @@ def require(*packages: str) -> None:
         sys.exit(f"error: {found}; pip install -r {HERE.name}/requirements.txt")
 
 
+# ------------------------------------------------------------------------------------------ figures
+# Okabe and Ito's colours, which the colour-blind tell apart; each means the same in every figure
+OURS, PEER, FLOOR = "#0072B2", "#D55E00", "#7F7F7F"
+SKY, GREEN, GOLD, PINK = "#56B4E9", "#009E73", "#E69F00", "#CC79A7"
+INK = "#222222"  # text, medians, references
+STYLE = {
+    "figure.dpi": 100,
+    "figure.constrained_layout.use": True,
+    "savefig.facecolor": "white",  # opaque: READMEs are read on dark pages, too
+    "savefig.dpi": 200,
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.titlelocation": "left",
+    "axes.labelsize": 8,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": "#666666",
+    "axes.linewidth": 0.7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E6E6E6",
+    "grid.linewidth": 0.6,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "xtick.color": "#666666",
+    "ytick.color": "#666666",
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "legend.fontsize": 7.5,
+    "legend.frameon": False,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 4.5,
+    "errorbar.capsize": 2,
+}
+WIDTH = 9  # inches of a figure, which READMEs show about 900 pixels wide
+
+
 def pyplot() -> ModuleType:
-    """Matplotlib, for files alone."""
+    """Return matplotlib, which draws into files alone and in the style of all figures."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot
 
+    colours = [OURS, PEER, GREEN, PINK, GOLD, SKY, FLOOR]
+    matplotlib.rcParams |= STYLE | {"axes.prop_cycle": matplotlib.cycler(color=colours)}
     return matplotlib.pyplot
+
+
+def letter(panel: Any, number: int, title: str = "", **options: Any) -> None:
+    """Title a panel with its letter: (a) is number 0."""
+    panel.set_title(f"$\\bf{{({chr(ord('a') + number)})}}$ {title}".rstrip(), **options)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure as a PNG of 256 colours, a third of the size that matplotlib writes."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    pyplot().close(figure)
+    picture = Image.open(file).convert("RGB")
+    quantised = picture.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    quantised.save(path, optimize=True)
+
+
+def brief_count(count: float, _: int = 0) -> str:
+    """Return how an axis tells a number of steps: 500k, 1.5M."""
+    for unit, sign in ((1e6, "M"), (1e3, "k")):
+        if abs(count) >= unit:
+            return f"{count / unit:g}{sign}"
+    return f"{count:g}"
+
+
+def title_of(task: str) -> str:
+    """Return a task as a reader knows it, without the module that registers it."""
+    name = task.split(":")[-1].split("/")[-1].removeprefix("popgym-")
+    if task.split(":")[0] in ("popgym", "envs"):
+        return name.rpartition("-v")[0].removesuffix("Easy")
+    return re.sub(r"(Continuous)?NoVel-v\d", ", no velocities", name)

@@ -17,15 +17,16 @@ run: its final evaluation, and the mean of its training returns over all steps. 
 (score - low) / (mean of the reference - low): 1 is what the scalar critic gets, on MuJoCo the
 single one, else the twins. Reported as Agarwal et al. 2021 ask: interquartile mean over tasks and
 seeds, probability of improvement over the scalar critic of as many heads, 95 % intervals by
-bootstrap stratified by task, performance profiles; and, ours, the scalar critic's share of runs
-that end below 0.9 minus the row's. (Their library, rliable 1.2.0, does not import beside pandas 3.)
+bootstrap stratified by task; and, ours, the scalar critic's share of runs that end below 0.9 minus
+the row's. The figure has the first two of the final evaluation. (Their library, rliable 1.2.0,
+does not import beside pandas 3.)
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import common
 import learning
@@ -34,7 +35,6 @@ from common import CATEGORICAL, LSTM, LSTM_ATOMS, QUANTILE, RESULTS, Cell, Row
 
 SCALAR = "--num-quantiles 1 --kappa 10 --value-from distribution"
 REPEATS = 2_000  # of the bootstrap
-COLOURS = {"HL-Gauss": "C0", "two-hot": "C1", "quantiles": "C2", "scalar": "C3"}
 
 
 class Critic(NamedTuple):
@@ -196,20 +196,31 @@ def resampled(scores: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return np.take_along_axis(scores, rows, 0)
 
 
-def estimate(function: Callable[..., float], *samples: np.ndarray) -> str:
-    """A figure of one sample or two, with its 95 % interval, stratified by task."""
+class Estimate(NamedTuple):
+    """It is a figure with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+def estimate(function: Callable[..., float], *samples: np.ndarray) -> Estimate:
+    """Return a figure of one sample or two, with its 95 % interval, stratified by task."""
     rng = np.random.default_rng(0)
     draws = [function(*(resampled(x, rng) for x in samples)) for _ in range(REPEATS)]
     low, high = np.percentile(draws, [2.5, 97.5])
-    return f"{function(*samples):.2f} ({low:.2f} to {high:.2f})"
+    return Estimate(function(*samples), float(low), float(high))
 
 
 def beside(
     function: Callable[..., float], scores: dict[str, np.ndarray], name: str, family: Family
-) -> str:
+) -> Estimate | None:
     """A figure of a row beside its scalar rival, with its interval; nothing for the rival."""
     rival = scores.get(family.critics[name].rival)
-    return "-" if rival is None else estimate(function, scores[name], rival)
+    return None if rival is None else estimate(function, scores[name], rival)
 
 
 def short(task: str) -> str:
@@ -236,9 +247,9 @@ def table(title: str, family: Family) -> list[str]:
         figures = []
         for scores in measured:
             figures.append(estimate(iqm, scores[name]))
-            figures.append(beside(improvement, scores, name, family))
+            figures.append(beside(improvement, scores, name, family) or "-")
         figures.append(f"{(ends[name] < 0.9).sum()} of {ends[name].size}")
-        figures.append(beside(fewer_low, ends, name, family))
+        figures.append(beside(fewer_low, ends, name, family) or "-")
         lines.append(common.markdown_row([name, len(raw[name]), *means, *figures]))
     return lines
 
@@ -265,30 +276,81 @@ def lost(title: str, family: Family) -> list[str]:
     return lines
 
 
+ORDER = ("recurrent", "MuJoCo", "MuJoCo, fresh seeds", "MinAtar")  # of the figure, from above
+
+
+class Line(NamedTuple):
+    """One line of the forest is a family's head, or a critic with its figures."""
+
+    text: str
+    head: bool = False
+    default: bool = False  # of its script
+    end: Estimate | None = None
+    better: Estimate | None = None
+
+
+def forest_lines(title: str, family: Family) -> list[Line]:
+    """Return the head of a family and a line for every critic that has run on all its tasks."""
+    scores = normalised(family, raw_scores(family))
+    seeds = " and ".join(str(n) for n in sorted({len(own) for own in scores.values()}))
+    lines = [Line(f"{title}: {len(family.tasks)} tasks, {seeds} seeds", head=True)]
+    for name, own in scores.items():
+        critic = family.critics[name]
+        better = beside(improvement, scores, name, family)
+        default = critic.variant == "default" and critic.script in (LSTM, CATEGORICAL)
+        lines.append(Line(name, False, default, estimate(iqm, own), better))
+    return lines
+
+
+def draw_estimate(panel: Any, place: int, line: Line, shown: Estimate) -> None:
+    """Draw a point with its interval, and write both at the right edge."""
+    colour = common.OURS if line.better else common.FLOOR
+    fill = colour if line.default or not line.better else "white"
+    panel.plot((shown.low, shown.high), (place, place), "|-", color=colour, ms=6)
+    panel.plot(shown.value, place, "o", color=colour, mfc=fill, ms=5)
+    at_edge = panel.get_yaxis_transform()
+    panel.text(1.02, place, str(shown), transform=at_edge, va="center", fontsize=6.5)
+
+
 def draw(families: dict[str, Family]) -> None:
-    """Performance profiles: share of runs above a score, over the score; a panel for a family."""
+    """Draw what each critic reaches at the end, and its probability to be better than the scalar
+    one. A critic has a line, with 95 % intervals."""
     plt = common.pyplot()
-    rows = -(-len(families) // 2)
-    figure, axes = plt.subplots(
-        rows, 2, figsize=(8.8, 4.2 * rows), constrained_layout=True, squeeze=False
+    names = sorted(families, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
+    lines = [line for name in names for line in forest_lines(name, families[name])]
+    size = (common.WIDTH, 0.21 * len(lines) + 1.3)
+    figure, (ends, better) = plt.subplots(1, 2, figsize=size, sharey=True)
+    for place, line in enumerate(lines):
+        if line.head:
+            for panel in (ends, better):
+                panel.axhspan(place - 0.5, place + 0.5, color="#F3F3F3", lw=0)
+            continue
+        draw_estimate(ends, place, line, line.end)
+        if line.better:
+            draw_estimate(better, place, line, line.better)
+    for panel, middle in ((ends, 1), (better, 0.5)):
+        panel.axvline(middle, color=common.INK, lw=0.8, ls="--", zorder=1)
+        panel.grid(axis="y", visible=False)
+        panel.tick_params(axis="y", length=0)
+    common.letter(ends, 0, "interquartile mean of the final scores")
+    common.letter(better, 1, "probability of a better end than the scalar critic")
+    ends.set(xlabel="score; 1: mean of the reference, a scalar critic")
+    better.set(xlabel="probability of improvement; 0.5: a coin", xlim=(0, 1))
+    ends.set_yticks(range(len(lines)), [line.text for line in lines])
+    ends.set_ylim(len(lines) - 0.4, -0.6)
+    for label, line in zip(ends.get_yticklabels(), lines):
+        label.set_fontweight("bold" if line.head else "normal")
+    looks = (
+        {"mfc": common.OURS, "color": common.OURS, "label": "distributional, the script's default"},
+        {"mfc": "white", "color": common.OURS, "label": "distributional, other"},
+        {"mfc": common.FLOOR, "color": common.FLOOR, "label": "scalar"},
     )
-    for panel, (title, family) in zip(axes.flat, families.items()):
-        scores = normalised(family, raw_scores(family))
-        highest = max(x.max() for x in scores.values())
-        taus = np.linspace(0, highest, 101)
-        for name in scores:
-            profile = [(scores[name] > tau).mean() for tau in taus]
-            colour = next(colour for kind, colour in COLOURS.items() if kind in name)
-            style = "--" if name.endswith("single") else "-"
-            panel.plot(taus, profile, style, color=colour, lw=1.5, label=name)
-        panel.axvline(1, color="0.6", lw=0.8)
-        panel.set(title=title, xlabel=f"score; 1: mean of {family.reference}", ylim=(0, 1.02))
-        panel.legend(fontsize=7, frameon=False)
-    for row in axes:
-        row[0].set_ylabel("share of runs with a larger score")
-    for panel in axes.flat[len(families) :]:
-        panel.set_axis_off()
-    figure.savefig(RESULTS / "critics.png", dpi=120)
+    handles = [plt.Line2D([], [], marker="o", **look) for look in looks]
+    title = "Bars: 95 % intervals, bootstrap over seeds by task. Twins, single: two critics or one"
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=3, title=title, title_fontsize=7.5
+    )
+    common.save(figure, RESULTS / "critics.png")
 
 
 def report() -> None:

@@ -15,8 +15,10 @@ kept their functions' names: it runs the copy of the source that lies there.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import sys
+import textwrap
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -27,7 +29,8 @@ import numpy as np
 
 LEVELS = np.arange(1, 10) / 10  # of the fan
 FINE = np.arange(1, 100) / 100  # of a whole distribution
-SHADES = ("#d6e6f4", "#abd0e6", "#6aaed6", "#3787c0")
+SHADES = ("#D6E6F4", "#ABD0E6", "#6AAED6", "#3787C0")  # of the fan, from outside
+REALISED = common.GOLD
 MOST = 2_000  # steps of an episode that are looked at
 
 
@@ -134,57 +137,89 @@ def median_episode(seen: Seen) -> int:
     return int(order[len(order) // 2])
 
 
+def told_flag(name: str, value: Any) -> str:
+    """Return a flag as one types it."""
+    typed = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{typed}" if value else f"--no-{typed}"
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return f"--{typed} {' '.join(map(str, values))}"
+
+
+def flags_of(script: ModuleType, args: Any) -> str:
+    """Return what made the run what it is: its presets, and flags that differ from these."""
+    preset = tuple(getattr(args, "preset", ()))
+    usual = script.preset_flags(preset) if preset else {}
+    apart = {"env_id", "preset", "seed"}  # and what has no effect on learning
+    for group in ("RunArgs", "MachineArgs"):
+        apart |= set(getattr(getattr(script, group, None), "__dataclass_fields__", ()))
+    told = [told_flag("preset", preset)] if preset else []
+    for one in dataclasses.fields(args):
+        value = getattr(args, one.name)
+        default = usual.get(one.name, one.default)
+        if one.name not in apart and value != default and (value or default):
+            told.append(told_flag(one.name, value))
+    return " ".join(told) or "default flags"
+
+
 def draw_fan(panel: Any, seen: Seen, episode: int, states: list[int]) -> None:
-    """Along one episode: deciles, V, realised return."""
+    """Draw deciles, V and the realised return along one episode. Letters name panels below."""
     length = int(seen.alive[:, episode].sum())
     steps = np.arange(length)
     deciles = seen.deciles[:, :length, episode]
     for i in range(4):
         name = f"deciles {i + 1} to {9 - i}"
         panel.fill_between(steps, deciles[i], deciles[8 - i], color=SHADES[i], lw=0, label=name)
-    panel.plot(steps, seen.values[:length, episode], color="0.1", lw=1, label="value V")
-    panel.plot(steps, seen.returns[:length, episode], color="C3", lw=1.2, label="realised")
+    panel.plot(steps, seen.values[:length, episode], color=common.INK, lw=0.9, label="value V")
+    panel.plot(steps, seen.returns[:length, episode], color=REALISED, label="realised")
     low, high = panel.get_ylim()
     for number, step in enumerate(states):
         panel.axvline(step, color="0.5", lw=0.8, ls=":")
-        panel.text(step, high, " abcd"[number + 1], va="bottom", ha="center", color="0.3")
+        place = {"va": "bottom", "ha": "center", "color": common.INK, "fontsize": 7}
+        panel.text(step, high, f"({'cdef'[number]})", **place)
     panel.set_ylim(low, high)
     panel.set(xlabel="step of the episode", ylabel="discounted return to go")
-    panel.legend(loc="best", fontsize=8, frameon=False, ncols=2)
+    panel.legend(loc="best", ncols=2)
 
 
 def draw_calibration(panel: Any, seen: Seen) -> None:
     """Histogram of the probability integral transform."""
-    panel.bar(np.arange(10) + 0.5, shares(seen), width=0.92, color="C0")
-    panel.axhline(0.1, color="0.3", lw=1, ls="--", label="calibrated")
+    panel.bar(np.arange(10) + 0.5, shares(seen), width=0.92, color=common.OURS)
+    panel.axhline(0.1, color=common.INK, lw=1, ls="--", label="calibrated")
     panel.set_xticks(range(11), ["", *range(1, 10), ""])
+    panel.grid(axis="x", visible=False)
     panel.set(xlabel="between which predicted deciles", ylabel="share of realised returns")
-    panel.legend(loc="best", fontsize=8, frameon=False)
+    panel.legend(loc="best")
 
 
-def draw_state(panel: Any, curve: np.ndarray, realised: float, title: str) -> None:
+def draw_state(panel: Any, curve: np.ndarray, realised: float) -> None:
     """The predicted distribution function of one state, and what came."""
-    panel.plot(curve, FINE, color="C0", lw=1.6)
-    panel.axvline(realised, color="C3", lw=1.2)
-    panel.set(title=title, xlabel="discounted return", ylim=(0, 1))
+    panel.plot(curve, FINE, color=common.OURS)
+    panel.axvline(realised, color=REALISED)
+    panel.set(xlabel="discounted return", ylim=(0, 1))
+    panel.locator_params(axis="x", nbins=4)
 
 
 def draw(path: Path, title: str, seen: Seen, curves: np.ndarray, states: list[int]) -> None:
     """The picture: fan and calibration above, four distributions (99, 4) below."""
     plt = common.pyplot()
-    figure = plt.figure(figsize=(10, 6.2), constrained_layout=True)
-    grid = figure.add_gridspec(2, 12, height_ratios=(1.5, 1))
+    figure = plt.figure(figsize=(common.WIDTH, 5.6))
+    grid = figure.add_gridspec(2, 12, height_ratios=(1.6, 1))
     episode = median_episode(seen)
-    draw_fan(figure.add_subplot(grid[0, :8]), seen, episode, states)
-    draw_calibration(figure.add_subplot(grid[0, 8:]), seen)
+    fan = figure.add_subplot(grid[0, :8])
+    draw_fan(fan, seen, episode, states)
+    common.letter(fan, 0, "predicted along the episode of median return", pad=14)
+    bars = figure.add_subplot(grid[0, 8:])
+    draw_calibration(bars, seen)
+    common.letter(bars, 1, "all states of all episodes", pad=14)
     for number, step in enumerate(states):
         panel = figure.add_subplot(grid[1, 3 * number : 3 * number + 3])
-        realised = seen.returns[step, episode]
-        draw_state(panel, curves[:, number], realised, f"{'abcd'[number]}: step {step}")
+        draw_state(panel, curves[:, number], seen.returns[step, episode])
+        common.letter(panel, 2 + number, f"step {step}")
         if number == 0:
             panel.set_ylabel("probability of less")
-    figure.suptitle(title)
-    figure.savefig(path, dpi=120)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=7.5)
+    common.save(figure, path)
 
 
 def inspect(run_dir: Path, episodes: int, states: list[int]) -> Path:
@@ -201,7 +236,9 @@ def inspect(run_dir: Path, episodes: int, states: list[int]) -> Path:
         raise ValueError(f"--states {max(states)}: the episode shown has {length} steps")
     curves = whole_distributions(agent, obs[:, episode], states)
     path = run_dir / "critics.png"
-    title = f"{args.env_id}, {script.__name__.removesuffix('_of_run')}, {episodes} episodes"
+    name = script.__name__.removesuffix("_of_run")
+    head = f"{args.env_id}, {name}, seed {args.seed}; {episodes} episodes of the sampled policy"
+    title = "\n".join([head, *textwrap.wrap(flags_of(script, args), 140)])
     draw(path, title, seen, curves, states)
     told = ", ".join(f"{name} {x:.3g}" for name, x in numbers(seen).items())
     print(f"{seen.alive.sum():,} states of {episodes} episodes, discounted returns: {told}")

@@ -718,22 +718,88 @@ def panel_of(cell: Cell) -> tuple[bool, str]:
     return cell.script in (CATEGORICAL, QUANTILE), cell.task
 
 
+# ------------------------------------------------------------------------------------------ figures
+SAID = {  # variants of ABLATIONS in a figure's words
+    "no_floor": "no entropy floor",
+    "single_critic": "a single critic",
+    "twin_min": "twins: smaller mean",
+    "twin_mean": "twins: mean",
+    "twin_min_quantile": "twins: smaller quantiles",
+    "clip_mean_only": "value clip: mean",
+    "clip_per_quantile": "value clip: each quantile",
+    "clip_mean_and_variance": "value clip: mean, variance",
+    "no_norm_returns": "returns not normalised",
+    "no_popart": "no PopArt rescaling",
+    "raw_observations": "observations not normalised",
+    "sr_lambda": "SR(λ) targets",
+    "kappa_0": "Huber κ = 0",
+    "kappa_0.1": "Huber κ = 0.1",
+    "kappa_1": "Huber κ = 1",
+    "quantiles_8": "8 quantiles",
+    "quantiles_128": "128 quantiles",
+    "sequence_16": "sequences of 16 steps",
+    "two_hot": "two-hot targets",
+    "atoms_21": "21 atoms",
+    "atoms_101": "101 atoms",
+    "exchanged": "32 quantiles, not atoms",
+}
+
+
+def draw_steps(panel: Any, cells: list[Cell]) -> None:
+    """Draw steps to the threshold of one task's cells: every seed is a point, the median a bar.
+    Runs that never reach it are counted in a strip at the right edge."""
+    last = float(rows_of(cells[0])[0]["steps"])
+    never = 1.1 * last
+    panel.axvspan(1.03 * last, 1.45 * last, color="#F3F3F3", lw=0)
+    for place, cell in enumerate(cells):
+        steps = np.array(numbers(rows_of(cell), "steps_to_threshold"))
+        default = cell.variant == "default"
+        colour = common.OURS if default else common.SKY
+        lost = int(np.isinf(steps).sum())
+        panel.plot(steps, [place] * len(steps), "o", color=colour, alpha=0.75, mew=0)
+        if lost:
+            panel.plot(never, place, "x", color=common.INK, mew=1.2)
+            panel.text(1.17 * last, place, f"{lost} of {len(steps)}", va="center", fontsize=6.5)
+        middle = min(np.median(steps), never)
+        panel.plot([middle] * 2, [place - 0.38, place + 0.38], color=common.INK, lw=1.6)
+        if default:
+            panel.axvline(middle, color=common.OURS, lw=0.8, ls=":")
+    panel.text(1.24 * last, -0.75, "never", ha="center", va="center", fontsize=7)
+    panel.set(xlim=(0, 1.45 * last), ylim=(len(cells) - 0.4, -1.2))
+    panel.set_xticks([0, last / 2, last])
+    panel.set_yticks(range(len(cells)), [SAID.get(cell.variant, cell.variant) for cell in cells])
+    panel.tick_params(axis="y", length=0)
+    panel.grid(axis="y", visible=False)
+    panel.xaxis.set_major_formatter(common.brief_count)
+
+
 def draw_ablations(cells: list[Cell]) -> None:
-    """Every seed a point, a panel for each task."""
+    """Draw steps to the threshold with one thing changed at a time; each task has a panel."""
     plt = common.pyplot()
     panels: dict[tuple[bool, str], list[Cell]] = {}
     for cell in cells:
-        panels.setdefault(panel_of(cell), []).append(cell)
+        if rows_of(cell) and name_of(cell) in THRESHOLDS:
+            panels.setdefault(panel_of(cell), []).append(cell)
+    if not panels:
+        return
 
-    figure, axes = plt.subplots(1, len(panels), figsize=(12, 5), constrained_layout=True)
-    for panel, ((feed_forward, task), own) in zip(axes, panels.items()):
-        for cell in own:
-            scores = scores_of(cell)
-            panel.plot(scores, [cell.variant] * len(scores), "o", color="C0", alpha=0.6)
-        panel.invert_yaxis()
+    figure, axes = plt.subplots(1, len(panels), figsize=(common.WIDTH, 3.7), squeeze=False)
+    for number, ((feed_forward, task), own) in enumerate(panels.items()):
+        draw_steps(axes[0][number], own)
         kind = "feed-forward, atoms" if feed_forward else "recurrent, quantiles"
-        panel.set(title=f"{task}\n{kind}", xlabel="evaluation return, by seed")
-    figure.savefig(RESULTS / "ablations.png", dpi=110)
+        common.letter(axes[0][number], number, f"{common.title_of(task)}\n{kind}")
+        threshold = THRESHOLDS[name_of(own[0])]
+        axes[0][number].set_xlabel(f"steps to a return of {threshold:g}")
+    looks = (
+        {"marker": "o", "color": common.OURS, "label": "one seed, default"},
+        {"marker": "o", "color": common.SKY, "label": "one seed, one thing changed"},
+        {"marker": "|", "color": common.INK, "ms": 10, "mew": 1.6, "label": "median over seeds"},
+        {"marker": "x", "color": common.INK, "mew": 1.2, "label": "seeds that never reach it"},
+    )
+    handles = [plt.Line2D([], [], ls="", **look) for look in looks]
+    handles.append(plt.Line2D([], [], color=common.OURS, lw=0.8, ls=":", label="default's median"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=5)
+    common.save(figure, RESULTS / "ablations.png")
 
 
 def latest(bins: list[Bin], grid: np.ndarray) -> np.ndarray:
@@ -743,25 +809,130 @@ def latest(bins: list[Bin], grid: np.ndarray) -> np.ndarray:
     return means[np.searchsorted(steps, grid, side="right")]
 
 
-def draw_learning() -> None:
-    """Training curves with memory and without."""
-    plt = common.pyplot()
-    task = "CartPoleNoVel-v1"
-    grid = np.arange(2000, 100_001, 1000)
-    figure, axes = plt.subplots(figsize=(7, 3.6), constrained_layout=True)
-    with_memory, without = (cell_of(LSTM, task, name) for name in ("default", "no_memory"))
-    for cell, colour, name in ((with_memory, "C0", "LSTM"), (without, "C3", "state zeroed")):
+class Band(NamedTuple):
+    """It is the interquartile mean over seeds, step by step, with its 95 % interval."""
+
+    middle: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+def iqm_band(curves: np.ndarray, repeats: int = 2_000) -> Band:
+    """Return the band of curves (seeds, steps). The bootstrap draws whole curves."""
+    seeds = len(curves)
+    cut = seeds // 4
+
+    def middle(ordered: np.ndarray) -> np.ndarray:
+        return ordered[..., cut : seeds - cut, :].mean(-2)
+
+    rows = np.random.default_rng(0).integers(seeds, size=(repeats, seeds))
+    draws = middle(np.sort(curves[rows], axis=1))
+    low, high = np.percentile(draws, [2.5, 97.5], axis=0)
+    return Band(middle(np.sort(curves, axis=0)), low, high)
+
+
+SHOWN = (  # all feed-forward tasks, and ten of the recurrent ones
+    *("CartPoleNoVel-v1", "PendulumNoVel-v1", "MountainCarContinuousNoVel-v0"),
+    *[f"popgym:popgym-{name}-v0" for name in POPGYM[:7]],
+    *("CartPole-v1", "Pendulum-v1", "Acrobot-v1", "LunarLander-v3"),
+    *ROBOTS,
+    "Swimmer-v5",
+    *[f"envs:MinAtar/{game}-v1" for game in GAMES],
+)
+PEERS = {  # rows of GRID in a figure's words
+    (CONTRIB, "zoo"): "RecurrentPPO of sb3-contrib, flags of rl-zoo",
+    (CONTRIB, "equal_time"): "RecurrentPPO, our flags, stopped after our wall time",
+    (SB3, "default"): "PPO of Stable-Baselines3, its default flags",
+    (SB3, "same_flags"): "PPO of Stable-Baselines3, our flags",
+}
+
+
+def look_of(cell: Cell) -> dict[str, Any] | None:
+    """Return how a cell's curve is drawn, or nothing for a cell that the figure leaves out."""
+    if cell.script in (LSTM, CATEGORICAL):
+        known = {"default": (common.OURS, "-"), "no_memory": (common.FLOOR, ":")}
+        if cell.variant not in known:
+            return None
+        colour, line = known[cell.variant]
+        return {"color": colour, "ls": line}
+    if (cell.script, cell.variant) in PEERS:
+        return {"color": common.PEER, "ls": "--"}
+    return None
+
+
+def family_of(task: str) -> str:
+    """Return what kind of task it is, in a figure's words."""
+    if "popgym" in task:
+        return "POPGym Easy"
+    if "MinAtar" in task:
+        return "MinAtar"
+    if task in (*ROBOTS, "Swimmer-v5"):
+        return "MuJoCo"
+    return "recurrent" if "NoVel" in task else "feed-forward"
+
+
+def draw_curves(panel: Any, cells: list[Cell]) -> None:
+    """Draw the curves of one task, and tell how many seeds they are of."""
+    for cell in cells:
         runs = ARCHIVE.curves_of(cell)
-        if not runs:
-            continue
+        steps = int(min(numbers(rows_of(cell), "steps")))
+        grid = steps * np.arange(1, common.BINS + 1) // common.BINS
         curves = np.array([latest(bins, grid) for bins in runs])
-        label = f"{name}, median of {len(runs)} seeds"
-        axes.plot(grid, curves.T, color=colour, lw=0.6, alpha=0.5)
-        axes.plot(grid, np.median(curves, 0), color=colour, lw=2.2, label=label)
-    axes.axhline(500, color="0.6", lw=0.8, ls="--")
-    axes.set(xlabel="environment steps", ylabel="training return", title=task)
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 0.14), frameon=False)
-    figure.savefig(RESULTS / "learning.png", dpi=130)
+        known = np.isfinite(curves).all(0)  # from where on every run has ended an episode
+        band = iqm_band(curves[:, known])
+        look = look_of(cell)
+        panel.plot(grid[known], band.middle, **look)
+        panel.fill_between(grid[known], band.low, band.high, color=look["color"], alpha=0.2, lw=0)
+    seeds = ", ".join(str(len(rows_of(cell))) for cell in cells)
+    told = f"{family_of(cells[0].task)}; seeds: {seeds}"
+    panel.text(0, 1.02, told, transform=panel.transAxes, fontsize=6.5, color="#666666")
+    panel.xaxis.set_major_formatter(common.brief_count)
+    panel.yaxis.set_major_formatter(common.brief_count)
+    panel.locator_params(nbins=4)
+    panel.set_xlim(left=0)
+
+
+def legend_looks(tasks: list[str], cells: list[Cell]) -> list[dict[str, Any]]:
+    """Return the lines of the legend, which tells in which panels which peer is."""
+    looks = [{"color": common.OURS, "label": "ours"}]
+    for kind, words in PEERS.items():
+        own = {cell.task for cell in cells if (cell.script, cell.variant) == kind}
+        letters = [chr(ord("a") + number) for number, task in enumerate(tasks) if task in own]
+        if letters:
+            label = f"({letters[0]}) to ({letters[-1]}): {words}"
+            looks.append({"color": common.PEER, "ls": "--", "label": label})
+    looks.append({"color": common.FLOOR, "ls": ":", "label": "(a): ours, LSTM state zeroed"})
+    return looks
+
+
+def draw_learning() -> None:
+    """Draw training curves of ours and of the peers; each task that has run has a panel."""
+    plt = common.pyplot()
+    drawn = [cell for cell in GRID if look_of(cell) and rows_of(cell)]
+    drawn.sort(key=lambda cell: cell.variant == "no_memory")  # seeds are told in the legend's order
+    tasks = [task for task in SHOWN if any(cell.task == task for cell in drawn)]
+    if not tasks:
+        return
+    rows = -(-len(tasks) // 5)
+    figure, axes = plt.subplots(rows, 5, figsize=(common.WIDTH, 1.6 * rows + 0.8), squeeze=False)
+    for number, (panel, task) in enumerate(zip(axes.flat, tasks)):
+        draw_curves(panel, [cell for cell in drawn if cell.task == task])
+        common.letter(panel, number, common.title_of(task), fontsize=7.5, pad=13)
+    for panel in axes.flat[len(tasks) :]:
+        panel.set_axis_off()
+    for panel in axes[:, 0]:
+        panel.set_ylabel("training return", fontsize=7)
+    for panel in axes[-1]:
+        panel.set_xlabel("environment steps", fontsize=7)
+    handles = [plt.Line2D([], [], **look) for look in legend_looks(tasks, drawn)]
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=2,
+        title="Interquartile mean over seeds (mean of three); band: 95 % bootstrap interval",
+        title_fontsize=7.5,
+    )
+    common.save(figure, RESULTS / "learning.png")
 
 
 def report() -> None:

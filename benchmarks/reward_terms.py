@@ -254,7 +254,7 @@ def draw(episode: Episode, path: Any) -> None:
     axis.set(xlabel="step of an episode", ylabel="discounted return")
     axis.set_title("Values of each term (pale: what came)", fontsize=10)
     axis.legend(frameon=False, fontsize=8, ncols=3)
-    figure.savefig(path, dpi=200)
+    common.save(figure, path)
 
 
 # -------------------------------------------------------------------------------------------- runs

@@ -262,36 +262,70 @@ def line(setting: Setting, rows: list[Row]) -> str:
     return common.markdown_row([*names, len(rows), *figures, seeds, told])
 
 
+TITLES = {  # of the panels, with what is at stake
+    "lottery": "Lottery: 0.9 for sure,\nor a gamble of mean 1 and a bad tail",
+    "road": "Road: driving fast pays,\na crash costs ten",
+    "cliff": "Slippery CliffWalking: a short way\nalong the edge, or a detour",
+}
+POLICIES = {  # variants with their colours and words
+    "neutral": (common.FLOOR, "neutral: maximises the mean"),
+    "weight 0.5": (common.SKY, "averse: half mean, half CVaR (--cvar-weight 0.5)"),
+    "weight 1": (common.OURS, "averse: CVaR alone (--cvar-weight 1)"),
+}
+MARKERS = {  # with their sizes: one is seen around the other where both are at the same place
+    CATEGORICAL: ("o", 7, "feed-forward, atoms"),
+    LSTM: ("s", 4, "recurrent, quantiles"),
+}
+
+
+def draw_policies(panel: Any, task: str, groups: dict[Setting, list[Row]]) -> None:
+    """Draw CVaR over mean of one task. Arrows lead from each neutral policy to its averse ones."""
+    for script, (marker, size, _) in MARKERS.items():
+        places = {}
+        for variant, (colour, _) in POLICIES.items():
+            rows = groups.get(Setting(task, script, variant))
+            if rows is None:
+                continue
+            mean, cvar = estimate(rows, "mean"), estimate(rows, "cvar")
+            places[variant] = (mean.mean, cvar.mean)
+            look = {"color": colour, "ms": size, "mec": "white", "mew": 0.7}
+            bars = {"elinewidth": 1, "capsize": 0, "zorder": 3}
+            panel.errorbar(*places[variant], cvar.half, mean.half, marker, **look, **bars)
+        for variant, place in places.items():
+            if variant != "neutral" and "neutral" in places:
+                arrow = {"arrowstyle": "->", "color": POLICIES[variant][0], "lw": 0.9}
+                arrow |= {"shrinkA": 4, "shrinkB": 4, "connectionstyle": "arc3,rad=0.12"}
+                panel.annotate("", place, places["neutral"], arrowprops=arrow)
+    panel.margins(0.12)
+
+
 def draw(groups: dict[Setting, list[Row]], optimum: Optimum) -> None:
-    """CVaR over mean, a panel for each task, a colour for each variant."""
-    figure, axes = common.pyplot().subplots(1, 2, figsize=(9, 3.8), constrained_layout=True)
-    panels = dict(zip(("road", "cliff"), axes))
-    colours: dict[tuple[str, str], dict[str, str]] = {}
-    for setting in ordered(groups):
-        task, script, variant = setting
-        known = colours.setdefault((task, script), {})
-        known[variant] = f"C{len(known)}"
-        if task not in panels:  # in the table alone
-            continue
-        mean = estimate(groups[setting], "mean")
-        cvar = estimate(groups[setting], "cvar")
-        panels[task].errorbar(
-            mean.mean,
-            cvar.mean,
-            cvar.half,
-            mean.half,
-            "s" if script == LSTM else "o",
-            color=known[variant],
-            label=f"{variant}, {setting.kind}",
-            capsize=2,
-        )
-    best = "best mean, best CVaR"
-    panels["cliff"].plot(optimum.mean, optimum.its_cvar, "*", color="black", label=best)
-    for task, panel in panels.items():
-        panel.set(title=task, xlabel="mean return", ylabel="CVaR at 0.1")
-        if panel.has_data():
-            panel.legend(frameon=False, fontsize=7)
-    figure.savefig(RESULTS / "risk.png", dpi=130)
+    """Draw CVaR over mean; each task has a panel, the cliff's with what it allows at best."""
+    plt = common.pyplot()
+    figure, axes = plt.subplots(1, 3, figsize=(common.WIDTH, 3.7))
+    for number, (panel, task) in enumerate(zip(axes, TITLES)):
+        draw_policies(panel, task, groups)
+        common.letter(panel, number, TITLES[task])
+        level = "0.2" if task == "lottery" else "0.1"
+        panel.set(xlabel="mean return", ylabel=f"CVaR$_{{{level}}}$ of the return")
+    axes[-1].plot(optimum.mean, optimum.its_cvar, "*", color=common.INK, ms=8, zorder=4)
+    handles = [
+        plt.Line2D([], [], marker="D", ls="", color=colour, label=words)
+        for colour, words in POLICIES.values()
+    ]
+    for marker, size, words in MARKERS.values():
+        look = {"marker": marker, "ms": size, "color": common.INK, "label": words}
+        handles.append(plt.Line2D([], [], ls="", **look))
+    best = "(c): best mean and best CVaR possible"
+    handles.append(plt.Line2D([], [], marker="*", ls="", color=common.INK, ms=8, label=best))
+    title = (
+        "Means over five seeds with 95 % intervals; arrows from the neutral policy. CVaR at 0.1: "
+        "mean of the worst tenth of the episodes"
+    )
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=2, title=title, title_fontsize=7.5
+    )
+    common.save(figure, RESULTS / "risk.png")
 
 
 def report() -> None:

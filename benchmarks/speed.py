@@ -599,13 +599,32 @@ def markdown(names: str, lines: list[list]) -> list[str]:
     return [*common.markdown_head(names, rule=" --- "), *map(common.markdown_row, lines), ""]
 
 
-def compare(rows: Programs, program: str, mine: str = "ours") -> str:
-    """Ratio of the median speeds, and the lowest and highest ratio of a repeat."""
+class Spread(NamedTuple):
+    """It is a figure over the repeats of a measurement, and nan where there are none."""
+
+    middle: float
+    low: float
+    high: float
+
+
+def speeds(rows: list[Row]) -> Spread:
+    """Return the median, lowest and highest number of steps per second."""
+    values = [float(row["value"]) for row in rows] or [math.nan]
+    return Spread(median(values), min(values), max(values))
+
+
+def ratio(rows: Programs, program: str, mine: str = "ours") -> Spread:
+    """Return the ratio of the median speeds, and the lowest and highest ratio of a repeat."""
     peers = {row["repeat"]: float(row["value"]) for row in rows[program]}
     pairs = [row for row in rows[mine] if row["repeat"] in peers]
-    ratios = [float(row["value"]) / peers[row["repeat"]] for row in pairs]
-    ratio = middle(rows[mine]) / middle(rows[program])
-    return f"{ratio:.1f} ({min(ratios):.1f}, {max(ratios):.1f})"
+    ratios = [float(row["value"]) / peers[row["repeat"]] for row in pairs] or [math.nan]
+    return Spread(middle(rows[mine]) / middle(rows[program]), min(ratios), max(ratios))
+
+
+def compare(rows: Programs, program: str, mine: str = "ours") -> str:
+    """Tell the ratio in words."""
+    told = ratio(rows, program, mine)
+    return f"{told.middle:.1f} ({told.low:.1f}, {told.high:.1f})"
 
 
 def peer(rows: Programs) -> str:
@@ -829,33 +848,132 @@ def report(table: Table) -> None:
         draw(table.path.with_suffix(".png"), pick(rows, everyone[0]))
 
 
-def draw(path: Path, picked: dict[str, Programs]) -> None:
-    """Steps per second: the grid on the left, growth on the right."""
-    plt = common.pyplot()
-    figure, (grid, lines) = plt.subplots(1, 2, figsize=(10, 4.2), constrained_layout=True)
+# ------------------------------------------------------------------------------------------- figure
+SAID = {  # cells in the figure's words
+    "recurrent": "CartPole, no velocities; LSTM 128",
+    "recurrent-lstm64": "the same, LSTM 64",
+    "recurrent-lstm256": "the same, LSTM 256",
+    "recurrent-seq32": "the same, sequences of 32 steps",
+    "recurrent-envs32": "the same, 32 environments, not 8",
+    "recurrent-episodes20": "the same, episodes of 20 steps",
+    "recurrent-episodes60": "the same, episodes of 60 steps",
+    "recurrent-episodes500": "the same, episodes of 500 steps",
+    "cartpole": "CartPole-v1",
+    "cheetah-1x2048": "HalfCheetah-v5, 1 environment",
+    "cheetah-8x256": "HalfCheetah-v5, 8 environments",
+    "minatar": "MinAtar Breakout",
+    "pong": "Atari Pong",
+    "pong-recurrent": "Atari Pong, LSTM 128",
+}
+AXES_SAID = {
+    "num_envs": "environments",
+    "num_steps": "steps of a rollout",
+    "lstm_hidden_size": "LSTM units",
+    "num_quantiles": "quantiles",
+}
 
+
+def draw_spread(panel: Any, place: float, told: Spread, **look: Any) -> None:
+    """Draw a point at the median and a bar from the lowest to the highest repeat, if there are
+    any."""
+    if not math.isnan(told.middle):
+        panel.plot((told.low, told.high), (place, place), "-", color=look["color"], lw=1.2)
+        panel.plot(told.middle, place, **{"ls": "", "marker": "o", "ms": 4.5} | look)
+
+
+def draw_cell(axes: Any, place: int, rows: Programs) -> None:
+    """Draw speeds of a cell in the left panel, ratios to the peer in the right one. What was
+    measured on one core stands a little lower."""
+    left, right = axes
+    high, low = place - 0.13, place + 0.2
+    draw_spread(left, high, speeds(rows["floor"]), color=common.FLOOR)
+    draw_spread(left, high, speeds(rows["cleanrl"]), color=common.PEER, marker="^")
+    draw_spread(left, high, speeds(rows[peer(rows)]), color=common.PEER)
+    draw_spread(left, high, speeds(rows["ours"]), color=common.OURS)
+    draw_spread(left, low, speeds(rows["sb3-1core"]), color=common.PEER, mfc="white")
+    draw_spread(left, low, speeds(rows["ours-1core"]), color=common.OURS, mfc="white")
+    compiled = ratio(rows, peer(rows), "compiled")
+    draw_spread(right, high, compiled, color=common.SKY, marker="D", ms=4)
+    draw_spread(right, high, ratio(rows, peer(rows)), color=common.OURS)
+    one_core = ratio(rows, "sb3-1core", "ours-1core")
+    draw_spread(right, low, one_core, color=common.OURS, mfc="white")
+    at_edge = right.get_yaxis_transform()
+    right.text(1.02, place, str(len(rows["ours"])), transform=at_edge, va="center", fontsize=6.5)
+
+
+def draw_cells(axes: Any, picked: dict[str, Programs]) -> None:
+    """Draw every cell of the grid that was measured."""
+    left, right = axes
     cells = [cell for cell in GRID if picked[cell]["ours"]]
-    for program, colour in (("ours", "C0"), ("sb3", "C3"), ("floor", "0.6")):
-        speeds = [middle(picked[cell][program]) for cell in cells]
-        if cells:
-            grid.semilogx(speeds, range(len(cells)), "o", color=colour, label=program)
-    grid.set_yticks(range(len(cells)), cells)
-    grid.invert_yaxis()
-    grid.grid(axis="y", color="0.9")
-    grid.tick_params(axis="x", which="minor", labelbottom=False)
-    grid.set(xlabel="steps per second")
+    for place, cell in enumerate(cells):
+        draw_cell(axes, place, picked[cell])
+    recurrent = [place for place, cell in enumerate(cells) if GRID[cell].script == LSTM]
+    for panel in axes:
+        for place in recurrent:
+            panel.axhspan(place - 0.5, place + 0.5, color="#F5F5F5", lw=0)
+        panel.set_ylim(len(cells) - 0.4, -0.6)
+        panel.grid(axis="y", visible=False)
+        panel.tick_params(axis="y", length=0)
+    left.set_yticks(range(len(cells)), [SAID.get(cell, cell) for cell in cells])
+    left.set(xscale="log", xlabel="steps per second (shaded: recurrent)")
+    left.xaxis.set_major_formatter(common.brief_count)
+    right.axvline(1, color=common.INK, lw=0.8, ls="--", zorder=1)
+    right.set(xlabel="times as fast as the peer")
+    right.set_xlim(left=0)
+    right.tick_params(axis="y", labelleft=False)
+    common.letter(left, 0, "speed")
+    right.set_title("repeats", loc="right", fontsize=6.5)
+    common.letter(right, 1, "ours over the peer, on as many cores")
 
-    for axis, sizes in AXES.items():
-        found = {size: picked[f"growth-{axis}-{size}"]["ours"] for size in sizes}
-        speeds = {size: middle(rows) for size, rows in found.items() if rows}
-        if speeds:
-            lines.loglog([*speeds], [*speeds.values()], "o-", label=axis)
-    lines.set(xlabel="size", ylabel="steps per second")
 
-    for axes in (grid, lines):
-        if axes.has_data():
-            axes.legend(frameon=False)
-    figure.savefig(path, dpi=130)
+def draw_growth(panels: Any, picked: dict[str, Programs]) -> None:
+    """Draw the recurrent script's speed over each size; the others are the reference's."""
+    for number, (panel, (axis, sizes)) in enumerate(zip(panels, AXES.items())):
+        for program, colour, line in (("ours", common.OURS, "-"), ("kept", common.SKY, "--")):
+            found = {size: speeds(picked[f"growth-{axis}-{size}"][program]) for size in sizes}
+            told = {size: one for size, one in found.items() if not math.isnan(one.middle)}
+            if told:
+                middles = [one.middle for one in told.values()]
+                panel.plot([*told], middles, f"o{line}", color=colour, ms=3.5)
+                panel.vlines(
+                    [*told],
+                    [one.low for one in told.values()],
+                    [one.high for one in told.values()],
+                    color=colour,
+                )
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.set_xticks(sizes, [str(size) for size in sizes])
+        panel.minorticks_off()
+        panel.yaxis.set_major_formatter(common.brief_count)
+        panel.set_xlabel(AXES_SAID[axis])
+        common.letter(panel, 2 + number)
+    panels[0].set_ylabel("steps per second")
+
+
+def draw(path: Path, picked: dict[str, Programs]) -> None:
+    """Draw steps per second and ratios to the peer of every cell, and growth with sizes below."""
+    plt = common.pyplot()
+    figure = plt.figure(figsize=(common.WIDTH, 7))
+    above, below = figure.subfigures(2, 1, height_ratios=(2.6, 1))
+    draw_cells(above.subplots(1, 2, sharey=True), picked)
+    draw_growth(below.subplots(1, len(AXES), sharey=True), picked)
+    looks = (
+        {"color": common.OURS, "label": "ours"},
+        {"color": common.PEER, "label": "peer: Stable-Baselines3, sb3-contrib"},
+        {"color": common.FLOOR, "label": "floor: what any program must do"},
+        {"color": common.OURS, "mfc": "white", "label": "ours, one core"},
+        {"color": common.PEER, "mfc": "white", "label": "peer, one core"},
+        {"color": common.PEER, "marker": "^", "label": "CleanRL"},
+        {"color": common.SKY, "marker": "D", "ms": 4, "label": "ours with --compile"},
+        {"color": common.SKY, "ls": "--", "ms": 3.5, "label": "(c): ours, memory kept"},
+    )
+    handles = [plt.Line2D([], [], **{"ls": "", "marker": "o"} | look) for look in looks]
+    title = "Median; bars: lowest to highest of repeats that take turns. Two cores but where told"
+    above.legend(
+        handles=handles, loc="outside lower center", ncols=4, title=title, title_fontsize=7.5
+    )
+    common.save(figure, path)
 
 
 def main() -> None:

@@ -528,18 +528,19 @@ def plot(sweep: Sweep, found: list[Outcome]) -> None:
     """Returns over each varied flag or, of a population, score and flags over steps."""
     kinds = {name: kind for name, kind, _ in map(domain, sweep.vary)}
     panels = ["score", *kinds] if sweep.pbt else [*kinds]
-    size = (4 * len(panels), 3.6)
-    figure, axes = common.pyplot().subplots(
-        1, len(panels), figsize=size, squeeze=False, constrained_layout=True
-    )
-    for axis, name in zip(axes[0], panels):
+    size = (common.WIDTH, 3)
+    figure, axes = common.pyplot().subplots(1, len(panels), figsize=size, squeeze=False)
+    for number, (axis, name) in enumerate(zip(axes[0], panels)):
         scale = "log" if kinds.get(name) == "loguniform" else "linear"
         draw = partial(draw_member if sweep.pbt else draw_sample, axis, name, scale)
         for one in reversed(found):  # the best last, on top
             if one.told:
-                draw(one, "C1" if one is found[0] else "C0", one.steps == found[0].steps)
-    figure.suptitle(f"{sweep.script}: {len(found)} samples, the best in orange")
-    figure.savefig(sweep.folder / "sweep.png", dpi=120)
+                colour = common.GOLD if one is found[0] else common.OURS
+                draw(one, colour, one.steps == found[0].steps)
+        common.letter(axis, number)
+    title = f"{sweep.script}: {len(found)} samples, the best in orange; pale: stopped early"
+    figure.suptitle(title, fontsize=8)
+    common.save(figure, sweep.folder / "sweep.png")
     print(f"plot: {sweep.folder / 'sweep.png'}")
 
 

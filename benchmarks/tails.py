@@ -184,7 +184,7 @@ def draw(rows: list[Row]) -> None:
                 axis.annotate("", middles[variant], middles["neutral"], arrowprops=line)
         axis.set(title=task, xlabel="mean return", ylabel="CVaR_0.1 of the return")
     axes[0].legend(frameon=False)
-    figure.savefig(RESULTS / "tails.png", dpi=200)
+    common.save(figure, RESULTS / "tails.png")
 
 
 def main() -> None:

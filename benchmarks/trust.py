@@ -216,7 +216,7 @@ def draw(rows: list[Row]) -> None:
         axis.set(title=f"{task}, {change}", ylim=(0, 1.1))
         axis.set_xticks(levels, [f"{float(row['level']):g}" for row in own])
     axes[0][0].legend(frameon=False, fontsize=7)
-    figure.savefig(RESULTS / "trust.png", dpi=200)
+    common.save(figure, RESULTS / "trust.png")
 
 
 def main() -> None:

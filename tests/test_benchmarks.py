@@ -10,6 +10,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,6 +72,16 @@ def test_a_run_is_drawn(inspect_run, script, tmp_path, monkeypatch, capsys, env)
     told = capsys.readouterr().out
     assert "states of 3 episodes, discounted returns: mean" in told
     assert Path(run_dir, "critics.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_tells_the_flags_of_its_run(inspect_run, script):
+    """Presets, and what differs from them; not what is called, saved, evaluated or the machine."""
+    args = script.preset_args("calibrated", gamma=0.9, norm_obs=False, seed=3, eval_episodes=1)
+    told = inspect_run.flags_of(script, args)
+    assert told.startswith("--preset calibrated ")
+    assert sorted(told.split(" --")[1:]) == ["gamma 0.9", "no-norm-obs"]
+    assert inspect_run.flags_of(script, script.Args(masked_obs=(1, 3))) == "--masked-obs 1 3"
+    assert inspect_run.flags_of(script, script.Args(torch_threads=2)) == "default flags"
 
 
 @pytest.mark.parametrize("line", [["nowhere"], ["RUN", "--states", "0", "1", "2", "99999"]])
@@ -140,12 +151,25 @@ def test_an_interval_holds_what_is_known(critics):
     """100 seeds of a uniform law on two tasks: the IQM's standard error is about 0.02; of equal
     scores the interval is a point."""
     rng = np.random.default_rng(1)
-    text = critics.estimate(critics.iqm, rng.random((100, 2)))
-    point, low, high = (float(word.strip("()")) for word in text.split() if word != "to")
+    point, low, high = critics.estimate(critics.iqm, rng.random((100, 2)))
     assert low < 0.5 < high
     assert low < point < high
     assert 0.04 < high - low < 0.16
-    assert critics.estimate(critics.iqm, np.ones((5, 3))) == "1.00 (1.00 to 1.00)"
+    assert str(critics.estimate(critics.iqm, np.ones((5, 3)))) == "1.00 (1.00 to 1.00)"
+
+
+def test_the_forest_has_a_head_and_a_line_for_every_critic_that_has_run(critics, monkeypatch):
+    """Beside the scalar critic stands whoever has a rival; what has not run has no line."""
+    family = critics.FAMILIES["recurrent"]
+    ones = np.ones((2, 5))
+    raw = {"32 quantiles": 2 * ones, "scalar": ones}
+    monkeypatch.setattr(critics, "raw_scores", lambda family: raw)
+    monkeypatch.setattr(critics, "REPEATS", 3)
+    head, quantiles, scalar = critics.forest_lines("name", family._replace(low={}))
+    assert head == critics.Line("name: 5 tasks, 2 seeds", head=True)
+    assert (quantiles.text, quantiles.default, quantiles.end) == ("32 quantiles", True, (2, 2, 2))
+    assert quantiles.better == (1, 1, 1)
+    assert (scalar.default, scalar.end, scalar.better) == (False, (1, 1, 1), None)
 
 
 def test_scores_are_one_for_the_mean_of_the_reference(critics):
@@ -486,6 +510,51 @@ def test_tables_are_made_from_the_two_files(tmp_path, monkeypatch):
     np.testing.assert_array_equal(curve, [np.nan, 5.5, 5.5])
 
 
+def test_the_band_of_curves_worked_by_hand():
+    """Two seeds of 0 and 1 at the second step: both draws are one seed a quarter of the time each,
+    so that the interval is all there is. Of four seeds the lowest and the highest do not count."""
+    learning = importlib.import_module("learning")
+    band = learning.iqm_band(np.array([[5.0, 0.0], [5.0, 1.0]]))
+    np.testing.assert_array_equal(band, [[5, 0.5], [5, 0], [5, 1]])
+    four = learning.iqm_band(np.array([[0.0, 7], [1, 7], [2, 7], [90, 7]]))
+    np.testing.assert_array_equal(four.middle, [1.5, 7])
+    assert 0 <= four.low[0] < 1.5 < four.high[0] <= 90
+    assert four.low[1] == four.high[1] == 7
+
+
+def test_tasks_and_steps_are_told_in_short():
+    """Names without the module that registers them, steps with their unit."""
+    common = importlib.import_module("common")
+    tasks = {
+        "MountainCarContinuousNoVel-v0": "MountainCar, no velocities",
+        "popgym:popgym-RepeatFirstEasy-v0": "RepeatFirst",
+        "envs:MinAtar/Asterix-v1": "Asterix",
+        "HalfCheetah-v5": "HalfCheetah-v5",
+    }
+    assert {task: common.title_of(task) for task in tasks} == tasks
+    counts = {0: "0", -0.5: "-0.5", 2500: "2.5k", -1000: "-1k", 1_500_000: "1.5M"}
+    assert {count: common.brief_count(count) for count in counts} == counts
+
+
+def test_a_figure_is_written_small_and_opaque(tmp_path):
+    """White stays white, at 200 dots an inch; no figure stays open."""
+    pytest.importorskip("matplotlib")
+    from PIL import Image
+
+    common = importlib.import_module("common")
+    plt = common.pyplot()
+    figure, panel = plt.subplots(figsize=(2, 1))
+    panel.plot([0, 1], [0, 1], color=common.OURS)
+    common.letter(panel, 1, "a title")
+    assert panel.get_title(loc="left") == r"$\bf{(b)}$ a title"
+    common.save(figure, tmp_path / "figure.png")
+    assert not plt.get_fignums()
+    picture = Image.open(tmp_path / "figure.png")
+    assert (picture.mode, picture.size) == ("P", (400, 200))
+    assert "transparency" not in picture.info
+    assert picture.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
+
+
 # ------------------------------------------------------------------------------ programs that train
 NAMES = ["distributional_ppo_lstm", "distributional_ppo_categorical"]
 COMPOSED = ["ppo_lstm_categorical", "ppo_quantile"]
@@ -665,6 +734,31 @@ def test_the_faster_peer_counts():
     assert speed.peer({"sb3": one, "sb3-2threads": two}) == "sb3-2threads"
     assert speed.peer({"sb3": two, "sb3-2threads": one}) == "sb3"
     assert speed.peer({"sb3": one, "sb3-2threads": []}) == "sb3"
+
+
+def test_ratios_are_of_repeats_that_took_turns():
+    """Ours 10, 30, 20 in three repeats, the peer 5 and 20 in the first two: medians 20 and 12.5;
+    ratios of a repeat 2 and 1.5. Without rows of the peer nothing is known, and nothing drawn."""
+    speed = importlib.import_module("speed")
+    rows = defaultdict(list)
+    for program, values in (("ours", (10, 30, 20)), ("sb3", (5, 20))):
+        for repeat, value in enumerate(values):
+            rows[program].append({"repeat": str(repeat), "value": str(value)})
+    assert speed.ratio(rows, "sb3") == (1.6, 1.5, 2)
+    assert speed.compare(rows, "sb3") == "1.6 (1.5, 2.0)"
+    assert speed.speeds(rows["ours"]) == (20, 10, 30)
+    assert np.isnan(speed.ratio(rows, "sb3-1core", "ours-1core")).all()
+    assert np.isnan(speed.speeds([])).all()
+
+
+def test_cells_that_lack_rows_are_drawn(tmp_path):
+    """Ours alone of one cell; and nothing at all."""
+    pytest.importorskip("matplotlib")
+    speed = importlib.import_module("speed")
+    for rows in ([], [{"threads": "1", "cell": "cartpole", "program": "ours", "value": "10"}]):
+        told = [row | {"repeat": "0", "commit": "abc"} for row in rows]
+        speed.draw(tmp_path / "speed.png", speed.pick(told, "1"))
+        assert (tmp_path / "speed.png").stat().st_size > 10_000
 
 
 def test_what_a_user_waits_for_worked_by_hand(monkeypatch, tmp_path):
