@@ -1147,50 +1147,9 @@ def test_the_difference_of_two_versions_worked_by_hand(versions):
 
 
 # ------------------------------------------------------------------------------------------ READMEs
-SCRIPTS = ("distributional_ppo_lstm", "distributional_ppo_categorical")
-PEERS = ("sb3_contrib_recurrent_ppo", "stable_baselines3_ppo")
-
-
-def final_scores(scripts, task):
-    """Evaluations at the end of the runs of the one of these programs that has a row of `task`: by
-    its defaults, or else by what takes their place."""
-    rows = importlib.import_module("learning").ARCHIVE.table.rows()
-    for variant in ("default", "first", "zoo", "same_flags", "equal_time"):
-        for script in scripts:
-            wanted = (script, task, variant)
-            scores = [float(row["return_mean"]) for row in rows if known_as(row) == wanted]
-            if scores:
-                return np.array(scores)
-    raise LookupError(task)
-
-
-def known_as(row):
-    """Script, task as README calls it, and variant of a kept run."""
-    return row["script"], row["task"].split(":")[-1].replace("/", "-"), row["variant"]
-
-
 def cells_of(line):
-    """What stands between the bars of a table's line."""
+    """Return what stands between the bars of a table's line."""
     return [cell.strip() for cell in line.strip("|\n").split("|")]
-
-
-def readme_rows():
-    """Task, mean (seeds), worst seed and the peer's mean (seeds) of README's table of results."""
-    text = (ROOT / "README.md").read_text()
-    table = text.split("## Results")[1].split("| task, steps |")[1].split("\n\n")[0]
-    return [cells_of(line) for line in table.splitlines()[2:]]
-
-
-@pytest.mark.parametrize("row", readme_rows(), ids=lambda row: row[0])
-def test_readmes_results_are_those_of_the_committed_runs(row):
-    """Every line of its table, from the rows of the runs."""
-    task = row[0].split(",")[0]
-    for told, scripts in ((row[1], SCRIPTS), (row[3], PEERS)):
-        scores = final_scores(scripts, task)
-        seeds = len(scores)
-        assert told in (f"{scores.mean():.1f} ({seeds})", f"{scores.mean():.0f} ({seeds})")
-        if scripts is SCRIPTS:
-            assert row[2] in (f"{scores.min():.1f}", f"{scores.min():.0f}")
 
 
 def test_the_table_of_learning_is_that_of_the_committed_runs():
