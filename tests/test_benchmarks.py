@@ -751,6 +751,28 @@ def test_ratios_are_of_repeats_that_took_turns():
     assert np.isnan(speed.speeds([])).all()
 
 
+def test_a_share_of_the_floor_is_that_of_one_thread():
+    """The floor has 40 steps a second. Old rows train in one thread: 30 of them. New ones of LSTMs
+    and images train in two: the 20 of one core count, or nothing does. Others go on in one."""
+    speed = importlib.import_module("speed")
+    old, new = min(speed.ONE_THREAD), "abcdef0"
+    for cell, commit, one_core, share in (
+        ("recurrent", old, True, "75%"),
+        ("recurrent", new, True, "50% on one core"),
+        ("recurrent", new, False, "-"),
+        ("pong", old, False, "75%"),
+        ("pong", new, False, "-"),
+        ("minatar", new, False, "-"),
+        ("cartpole", new, True, "75%"),
+    ):
+        rows = defaultdict(list)
+        for program, value in (("ours", 30), ("floor", 40), ("ours-1core", 20)):
+            if one_core or program != "ours-1core":
+                row = {"value": str(value), "commit": commit, "threads": "1"}
+                rows[program].append(row)
+        assert speed.share_of_floor(cell, rows) == share
+
+
 def test_cells_that_lack_rows_are_drawn(tmp_path):
     """Ours alone of one cell; and nothing at all."""
     pytest.importorskip("matplotlib")
