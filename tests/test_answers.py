@@ -189,7 +189,8 @@ def test_age_is_told_from_the_rows(answers, monkeypatch):
         assert answers.current().startswith(begin)
     monkeypatch.setattr(answers, "OLDER", set())
     monkeypatch.setattr(answers, "older_rows", lambda: {"runs": (5, 9)})
-    assert " Newer are all default runs of CartPoleNoVel-v1, " in answers.current()
+    assert re.search(r" Newer are all default runs of \d\d tasks\.", answers.current())
+    assert not any(map(answers.mixed, answers.CONTESTS))
 
 
 def test_a_gain_is_claimed_where_an_interval_leaves_a_coin_out(answers):
@@ -264,3 +265,15 @@ def test_lines_are_renewed_where_they_stood(answers):
     found = answers.renewed(lines, text)
     assert found == text.replace("4", "6").replace("1.0", "2.0")
     assert answers.missing(lines, found) == lines[2:]
+
+
+def test_a_line_is_renewed_where_its_name_stands(answers):
+    """Its words may be others altogether; where two have the name the words decide."""
+    text = "* **Age.** All are old, alas.\n* **Other.** Yes and no.\n| a | 1 |\n| a | of b |\n"
+    lines = ["* **Age.** No.", "| a | of c |"]
+    assert answers.renewed(lines, text).splitlines() == [
+        "* **Age.** No.",
+        "* **Other.** Yes and no.",
+        "| a | 1 |",
+        "| a | of c |",
+    ]
