@@ -4,6 +4,7 @@
     python benchmarks/tune.py distributional_ppo_lstm CartPoleNoVel-v1 --seeds 1000 1001 --kappa 1
     python benchmarks/tune.py --report CartPoleNoVel-v1     # what the rows say, a line per setting
     python benchmarks/tune.py --report CartPoleNoVel-v1 --seeds 1000 1001     # of these seeds alone
+    python benchmarks/tune.py --report MuJoCo --seeds 2000 2001     # four robots in one score
 
 Whatever this program does not know goes to the script. Runs that have a row are skipped.
 """
@@ -31,6 +32,8 @@ COLUMNS = (
     "commit",
 )
 TABLE = Table(RESULTS / "tuning.csv", COLUMNS, end="\n")
+# The highest final evaluations after 1M steps by an on-policy method, of results/published.csv.
+BEST = {"Hopper-v5": 3450, "Walker2d-v5": 4502, "Ant-v5": 3554, "HalfCheetah-v5": 4628}
 
 
 def run_one(run: Run) -> dict[str, object]:
@@ -136,6 +139,50 @@ def report(task: str, seeds: Sequence[int] = ()) -> list[str]:
     return [f"{task}, all with {' '.join(sorted(shared)) or 'nothing'}:", "", *lines]
 
 
+def score_line(flags: str, scores: dict[str, list[float]]) -> str:
+    """Tell the means of the robots' evaluations, the mean of their scores with its standard error,
+    and how many runs score less than a half."""
+    means = [f"{np.mean(scores[task]) * BEST[task]:.0f}" for task in BEST]
+    errors = [np.var(scores[task], ddof=1) / len(scores[task]) for task in BEST]
+    score = np.mean([np.mean(scores[task]) for task in BEST])
+    error = np.sqrt(np.sum(errors)) / len(BEST)
+    runs = np.concatenate([scores[task] for task in BEST])
+    told = f"{score:.3f} ± {error:.3f}"
+    return common.markdown_row([flags, len(runs), *means, told, sum(runs < 0.5)])
+
+
+def mujoco_report(seeds: Sequence[int]) -> list[str]:
+    """Tell of each setting that ran on all four robots how it scores, the highest score first.
+
+    The score of a run is its evaluation over the best published one. A robot's mean score has the
+    standard error of its runs, and the mean over robots the error that follows from theirs.
+    """
+    found: dict[frozenset[str], dict[str, list[float]]] = {}  # by the flags of a setting
+    for row in TABLE.rows():
+        if row["task"] in BEST and (not seeds or int(row["seed"]) in seeds):
+            score = float(row["return_mean"]) / BEST[row["task"]]
+            scores = found.setdefault(parts(row["flags"]), {})
+            scores.setdefault(row["task"], []).append(score)
+    whole = {
+        flags: scores
+        for flags, scores in found.items()
+        if all(len(scores.get(task, ())) > 1 for task in BEST)
+    }
+    if not whole:
+        return ["MuJoCo: no setting has two rows of each robot."]
+
+    shared = frozenset.intersection(*whole)
+    lines = []
+    for flags, scores in whole.items():
+        mean = np.mean([np.mean(scores[task]) for task in BEST])
+        own = " ".join(sorted(flags - shared)) or "none"
+        lines.append((mean, score_line(own, scores)))
+    names = [task.removesuffix("-v5") for task in BEST]
+    head = common.markdown_head(" | ".join(["flags", "runs", *names, "score", "below half"]))
+    ranked = [line for _, line in sorted(lines, reverse=True)]
+    return [f"MuJoCo, all with {' '.join(sorted(shared))}:", "", *head, *ranked]
+
+
 def main() -> None:
     """Parse, run what is missing, append."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
@@ -146,11 +193,13 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     args, flags = parser.parse_known_args()
     if args.report:
-        print(*report(args.task, args.seeds or ()), sep="\n")
+        tell = mujoco_report if args.task == "MuJoCo" else lambda seeds: report(args.task, seeds)
+        print(*tell(args.seeds or ()), sep="\n")
         return
     if not args.script:
         parser.error("name the script ahead of the task")
-    cell = Cell(args.task, args.script, "tuning", " ".join(flags), args.seeds or range(1000, 1008))
+    line = common.spelt_out(args.script, " ".join(flags))  # a preset may change later
+    cell = Cell(args.task, args.script, "tuning", line, args.seeds or range(1000, 1008))
     run_missing(cell, args.processes)
 
 
