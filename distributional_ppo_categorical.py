@@ -931,6 +931,7 @@ PRESETS = {
             "learning_rate": 3e-4,
             "num_minibatches": 32,
             "update_epochs": 10,
+            "norm_adv_memory": 0,
             "target_kl": 0.02,
             "norm_returns_memory": 10,
         },

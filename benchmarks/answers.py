@@ -152,10 +152,12 @@ def published(task: str, source: str, kind: str = "PPO") -> Row | None:
 
 
 def own_flags(version: str, cell: common.Cell) -> bool:
-    """Whether the version ran with nothing but flags of the task's preset."""
-    preset = set(re.split(r" +(?=--)", common.spelt_out(cell.script, cell.flags)))
+    """Tell whether the version ran with the flags that the task's preset has today."""
     extra = version.partition(" ")[2]
-    return not extra or set(re.split(r" +(?=--)", extra)) <= preset
+    line = f"{cell.flags} {extra}".strip()
+    preset = learning.MUJOCO if cell.flags == versions.MUJOCO else cell.flags
+    today = common.spelt_out(cell.script, preset)
+    return tune.parts(common.spelt_out(cell.script, line)) == tune.parts(today)
 
 
 def newest(cell: common.Cell) -> str | None:

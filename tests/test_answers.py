@@ -157,16 +157,17 @@ def test_the_newest_version_with_the_own_flags_is_compared(answers, monkeypatch)
     """Variants, other flags, few seeds, what was taken back and old versions do not count; flags
     that the preset has do."""
     task, joint = "Hopper-v5", answers.JOINT
-    kept = " --norm-returns-memory 10"  # of the preset
+    joined = " --norm-adv-memory 0"  # the preset since
+    one, two = "1111111" + joined, "2222222" + joined
     [cell] = [cell for cell in answers.versions.CELLS if cell.task == task]
-    rows = [(joint, task, 8, 100), ("1111111", task, 4, 200)]
+    rows = [(joint, task, 8, 100), (one, task, 4, 200)]
     for more, expected in (
-        ([], "1111111"),
-        ([("2222222", task, 3, 0), ("2222222", "CartPole-v1", 8, 0)], "1111111"),
-        ([("2222222 soft_rate", task, 8, 0), ("2222222 --gamma 0.9", task, 8, 0)], "1111111"),
-        ([("21ffcba", task, 8, 0), (min(answers.OLDER), task, 8, 0)], "1111111"),
-        ([("2222222" + kept, task, 8, 0)], "2222222" + kept),
-        ([("2222222", task, 6, 0)], "2222222"),
+        ([], one),
+        ([(two, task, 3, 0), ("2222222", "CartPole-v1", 8, 0)], one),
+        ([("2222222", task, 8, 0), (two + " --gamma 0.9", task, 8, 0)], one),
+        ([("21ffcba" + joined, task, 8, 0), (min(answers.OLDER) + joined, task, 8, 0)], one),
+        ([(two + " --norm-returns-memory 10", task, 8, 0)], two + " --norm-returns-memory 10"),
+        ([(two, task, 6, 0)], two),
     ):
         archive(answers, monkeypatch, rows + more)
         assert answers.newest(cell) == expected

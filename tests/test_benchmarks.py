@@ -1204,6 +1204,29 @@ def test_the_table_of_learning_is_that_of_the_committed_runs():
     assert published == rows
 
 
+def test_the_update_apart_is_told_as_its_rows_say():
+    """Seeds, mean and low runs of Hopper-v5 for each variant of tuning.md's first table."""
+    versions = importlib.import_module("versions")
+    text = (ROOT / "benchmarks" / "tuning.md").read_text()
+    counts = ["none", "one", "two", "three", "four"]
+    variants = {
+        "joint update": ["4359cde"],
+        "apart, as it was": ["bcab7a2", "7cffc2f"],
+        "`--norm-adv-memory 0`": ["7cffc2f --norm-adv-memory 0"],
+        "`soft_rate`": ["7cffc2f soft_rate"],
+    }
+    for name, names in variants.items():
+        scores = np.concatenate(
+            [
+                versions.evaluations(version, "Hopper-v5", versions.seeds_of(version, "Hopper-v5"))
+                for version in names
+            ]
+        )
+        [line] = [line for line in text.splitlines() if line.startswith(f"| {name}")]
+        low = counts[sum(scores < 2000)]
+        assert cells_of(line)[1] == f"{len(scores)}: {scores.mean():.0f}, {low}"
+
+
 def test_tuned_settings_are_told_as_their_rows_say():
     """Lines of settings in tuning.md are those of the program."""
     tune = importlib.import_module("tune")
