@@ -3446,13 +3446,16 @@ def play(
         env.stop_recording()
 
 
+LONGEST_EPISODE = 10_000  # steps of an evaluation's episode, where the task has no limit
+
+
 def run_episode(
     env: gym.Env, agent: Agent, args: Args, episode: int, status: StatusLine
 ) -> list[float]:
     """Play one episode of an evaluation. Returns its rewards."""
     obs, _ = env.reset(seed=derived_seed(args.seed, "evaluations", episode, bits=31))
     check_finite(obs[None], obs[None], np.zeros(1), f"reset of evaluation episode {episode}")
-    limit = env.spec.max_episode_steps or 10_000
+    limit = env.spec.max_episode_steps or LONGEST_EPISODE
     state = None
     rewards = []
     ended = False

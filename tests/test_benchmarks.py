@@ -1031,6 +1031,7 @@ def test_speed_and_scaling_report_on_the_committed_rows(monkeypatch, tmp_path, c
     assert capsys.readouterr().out.count("| recurrent CartPole-v1 16 |") == 3
 
 
+@pytest.mark.slow
 def test_unchanged_tells_versions_apart(monkeypatch, tmp_path, capsys):
     """The present recurrent script beside an identical copy, then beside one with another default:
     many numbers are compared, and all are equal to the last bit only if nothing was changed."""

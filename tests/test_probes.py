@@ -154,6 +154,7 @@ def test_the_mean_of_quantiles_does_not_see_a_rare_reward(tmp_path, monkeypatch)
     assert values(agent, [[0.0]])[0] < 0.5 * mean
 
 
+@pytest.mark.slow
 def test_predicted_spread_is_that_of_the_return(script, tmp_path):
     """iid N(0, 1) rewards, ten steps, lambda 1: std sqrt(sum 0.9^2k), k < n, with n steps left."""
     flags = {"gamma": 0.9, "gae_lambda": 1.0, "num_envs": 16, "num_steps": 40, "anneal_lr": True}

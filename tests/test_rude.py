@@ -423,11 +423,12 @@ def test_a_task_without_end_is_evaluated_with_words(script, monkeypatch, capsys)
     args = small_args(script, "Endless", eval_episodes=2, num_envs=1, num_minibatches=1)
     agent = make_agent(script, args)
     monkeypatch.setattr(script.StatusLine, "due", True)
+    monkeypatch.setattr(script, "LONGEST_EPISODE", 1_200)
     script.evaluate(agent, args)
     out = capsys.readouterr().out
     assert "evaluation: step 17 of episode 1 of 2\n" in out
-    assert "evaluation: step 10,000 of episode 2 of 2\n" in out
-    cut = "evaluations cut this task, which has no time limit, at 10,000 steps"
+    assert "evaluation: step 1,200 of episode 2 of 2\n" in out
+    cut = "evaluations cut this task, which has no time limit, at 1,200 steps"
     assert out.count(cut) == 1
 
 
