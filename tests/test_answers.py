@@ -62,8 +62,9 @@ def test_the_readme_has_no_other_numbers(pages):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_are_short(page):
-    """Words apart from tables and code."""
-    words = sum(len(line.split()) for line in prose(page))
+    """Words apart from code and from tables with the flags that stand ahead of them."""
+    lines = [line for line in prose(page) if ", all with --" not in line]
+    words = sum(len(line.split()) for line in lines)
     assert words <= (2850 if page == "README.md" else 800)
 
 
