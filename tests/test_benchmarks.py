@@ -1208,7 +1208,7 @@ def test_the_table_of_learning_is_that_of_the_committed_runs():
 def test_the_update_apart_is_told_as_its_rows_say():
     """Seeds, mean and low runs of Hopper-v5 for each variant of tuning.md's first table."""
     versions = importlib.import_module("versions")
-    text = (ROOT / "benchmarks" / "tuning.md").read_text()
+    text = (ROOT / "benchmarks" / "tuning.md").read_text().split("\n## ")[1]
     counts = ["none", "one", "two", "three", "four"]
     variants = {
         "joint update": ["4359cde"],
