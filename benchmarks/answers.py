@@ -1049,7 +1049,8 @@ def current() -> str:
     what = "before actor and critics got separate losses and optimizers"
     if not old:
         return f"Yes. None of {rows} runs of ours was trained {what}."
-    moved = joined(f"{one.told} on {one.task}" for one in changes("Hopper-v5", "HalfCheetah-v5"))
+    tasks = ("Hopper-v5", "HalfCheetah-v5", "PendulumNoVel-v1")
+    moved = joined(f"{one.told} on {one.task}" for one in changes(*tasks))
     effect = f"On tuning seeds that moved the mean by {moved}, so it may matter."
     if old == rows:
         return f"The returns are not. All {rows} runs of ours were trained {what}. {effect}"
