@@ -72,6 +72,8 @@ def test_the_environment_of_the_readme_trains(monkeypatch, tmp_path):
 def test_python_of_the_readme_runs(monkeypatch, tmp_path):
     """Training, loading and acting, with fewer steps; then the fan along an episode."""
     pytest.importorskip("matplotlib").use("Agg")
+    import matplotlib.pyplot as plt
+
     script = importlib.import_module("distributional_ppo_categorical")
 
     def quick(*names: str, **flags):
@@ -85,6 +87,7 @@ def test_python_of_the_readme_runs(monkeypatch, tmp_path):
     exec(training, scope)
     [drawing] = [x.split("```")[0] for x in blocks if "plt.plot(fan)" in x]
     exec(drawing.replace("runs/...", scope["results"]["run_dir"]), scope)
+    plt.close("all")
     assert len(scope["fan"]) > 1
     assert len(scope["fan"][0]) == 9
 
