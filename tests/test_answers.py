@@ -68,24 +68,6 @@ def test_pages_are_short(page):
     assert words <= (2850 if page == "README.md" else 800)
 
 
-def anchors(text: str) -> set[str]:
-    """Of its headings, as GitHub makes them."""
-    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page):
-    """To files that are there and to headings that they have."""
-    text = (FOLDER / page).read_text()
-    for link in re.findall(r"\]\(([^)]+)\)", text):
-        if not link.startswith("http"):
-            path, _, anchor = link.partition("#")
-            file = FOLDER / path if path else FOLDER / page
-            assert file.exists(), link
-            assert not anchor or anchor in anchors(file.read_text()), link
-
-
 def test_the_numbers_of_ablations_are_in_their_table():
     """Scores and steps, every number with a point or a comma."""
     told = set(re.findall(r"-?\d+[.,]\d+", " ".join(prose("ablations.md")))) - {"0.1"}

@@ -1,4 +1,4 @@
-"""README tells what the scripts do and what the committed rows say."""
+"""README tells what the scripts do and what the committed rows say. Links of all pages work."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [Path("README.md"), Path("tests/README.md")]
+PAGES += sorted(path.relative_to(ROOT) for path in ROOT.glob("benchmarks/*.md"))
 SCRIPTS = ("distributional_ppo_lstm", "distributional_ppo_categorical")
 RECIPE = re.compile(r"\| [^|]+ \| `python (\w+)\.py ?([^`]*)` \| ([-\d.]+) \| (\d+) \| (\d+) s \|")
 
@@ -98,15 +100,17 @@ def anchors_of(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in found}
 
 
-def test_links_lead_somewhere():
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_links_lead_somewhere(page):
     """Files exist, and so do the headings that a link names."""
-    for link in re.findall(r"\]\(([^)]+)\)", README):
+    text = (ROOT / page).read_text()
+    for link in re.findall(r"\]\(([^)]+)\)", text):
         if link.startswith("http"):
             continue
-        path, _, anchor = link.partition("#")
-        text = (ROOT / path).read_text() if path.endswith(".md") else README if not path else ""
-        assert (ROOT / path).exists(), link
-        assert not anchor or anchor in anchors_of(text), link
+        name, _, anchor = link.partition("#")
+        path = ROOT / page.parent / name if name else ROOT / page
+        assert path.exists(), link
+        assert not anchor or anchor in anchors_of(path.read_text()), link
 
 
 # ------------------------------------------------------------------------------- what the rows say
