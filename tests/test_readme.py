@@ -180,6 +180,15 @@ def test_runs_on_known_distributions():
     assert f"whose return distributions are known all {total} runs have" in README
 
 
+def test_the_picture_of_one_run():
+    """How many episodes it has, and which share of the returns lies between the outer deciles."""
+    text = (RESULTS / "inspect.txt").read_text()
+    episodes = re.search(r"of (\d+) episodes", text)[1]
+    share = 100 * float(re.search(r"between deciles 1 and 9 ([\d.]+)", text)[1])
+    assert f"On the right are {episodes} episodes" in README
+    assert f"Of the returns {share:.0f} % lie between the first and the ninth decile" in README
+
+
 def test_slow_simulators():
     """The median ratio of the newest five pairs."""
     rows = [row for row in rows_of("scaling.csv") if row["kind"] == "slow"]
