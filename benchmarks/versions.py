@@ -54,6 +54,12 @@ VARIANTS = {
         "sqrt().nan_to_num(1.0).clamp(max=1)",
         "sqrt().nan_to_num(1.0).mul(3).clamp(max=1)",
     ),
+    "gradient_scaled": (  # the factor is one of the advantages, not of the actor's rate
+        """(advantages=scaled.float())
+    optimizers.actor.param_groups[0]["lr"] = factor * learning_rate""",
+        """(advantages=(factor * scaled).float())
+    optimizers.actor.param_groups[0]["lr"] = learning_rate""",
+    ),
 }
 COLUMNS = (
     "version",  # commit, then the name of a variant and further flags
