@@ -866,7 +866,7 @@ def take_step(optimizer: optim.Adam, gradient: Tensor, norm: float, max_norm: fl
     optimizer.step()
 
 
-# ------------------------------------------------------------------ formulas of policy and moments
+# ------------------------------------------------------------------------------------------ presets
 class Preset(NamedTuple):
     """Flags for a kind of task or for a purpose."""
 
@@ -987,6 +987,7 @@ PRESETS = {
 }
 
 
+# ------------------------------------------------------------------ formulas of policy and moments
 def schedules(args: Args, progress: float) -> tuple[float, float, float]:
     """Return both learning rates and the entropy coefficient at this fraction of the run.
 

@@ -924,7 +924,7 @@ def take_step(optimizer: optim.Adam, gradient: Tensor, norm: float, max_norm: fl
     optimizer.step()
 
 
-# ------------------------------------------------------------------ formulas of policy and moments
+# ------------------------------------------------------------------------------------------ presets
 class Preset(NamedTuple):
     """Flags for a kind of task or for a purpose."""
 
@@ -1028,6 +1028,7 @@ PRESETS = {
 }
 
 
+# ------------------------------------------------------------------ formulas of policy and moments
 def schedules(args: Args, progress: float) -> tuple[float, float, float]:
     """Return both learning rates and the entropy coefficient at this fraction of the run.
 
@@ -1776,9 +1777,6 @@ def in_numpy(network: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
         return network(torch.as_tensor(x, device=device)).cpu().numpy()
 
     return forward_in_torch
-
-
-LAYERS_OF_VECTORS = (nn.Sequential, nn.Linear, nn.ReLU, nn.Tanh)
 
 
 def lstm_in_numpy(lstm: nn.LSTM) -> Callable[[np.ndarray, np.ndarray], tuple]:
