@@ -210,8 +210,8 @@ class PPOArgs:
     norm_adv: bool = True
     """Normalise the advantages of each rollout."""
     norm_adv_memory: Annotated[CountOrZero, Needs("norm_adv", False)] = 100
-    """Rollouts over which the running std of advantages fades. Where the std is smaller than that,
-    the actor's learning rate is as much smaller. 0: it is not."""
+    """Rollouts over which the running std of advantages fades. They are divided by it where their
+    own std is smaller. 0: always by their own."""
     clip_coef: Positive = 0.2
     """Clipping range of the probability ratio."""
     ent_coef: NonNegative = 0.0
@@ -405,7 +405,7 @@ class Batch(NamedTuple):
     actions: Tensor  # (B, P) or (B, A)
     params: Tensor  # (B, P, largest part) or (B, 2, A) of the policy that acted
     log_probs: Tensor  # (B,) of the actions under that policy, nats
-    advantages: Tensor  # (B,) as the policy's loss takes them
+    advantages: Tensor  # (B,) in the task's units, which `update` normalises
     targets: Tensor  # (B, K) what the value distributions learn
     returns: Tensor  # (B,) lambda-returns, normalised: what the mean outputs learn
     old_values: Tensor  # (B, C, 1 or 2) mean, and V, before the update, for value clipping
@@ -632,25 +632,25 @@ def first_return_moments(rollout: Rollout, args: Args) -> Tensors:
     return batch_moments(sums.flatten())
 
 
-def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> tuple[Tensor, float]:
-    """Normalise the advantages of a rollout. Returns them and a factor for the actor's rate.
+def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
+    """Normalise the advantages of a rollout, but let them be small where they usually are larger.
 
-        factor = std / max(std, running std)
+        A' = (A - mean) / max(std, running std)
 
     The running std of `agent.adv_moments` takes in this rollout. Where all returns are alike, the
-    std is the noise of rounding and of the critics, and dividing by it turns that noise into a
-    gradient of full size. A small rate keeps the policy then. A small gradient would not: Adam
-    divides by the size of recent gradients.
+    std is the noise of rounding and of the critics, and dividing by it would turn that noise into a
+    gradient of full size. The running std is ours.
     """
     if not args.norm_adv:
-        return advantages, 1.0
-    _, variance = batch_moments(advantages.flatten())
-    factor = 1.0
-    if args.norm_adv_memory:
-        agent.adv_moments.merge(torch.zeros_like(variance), variance, weight=1)
-        factor = float((variance / agent.adv_moments.var).sqrt().nan_to_num(1.0).clamp(max=1))
+        return advantages
     eps = 1e-30  # in the unit of the rewards, which may be any
-    return normalize_advantages(advantages, eps, average), factor
+    normalized = normalize_advantages(advantages, eps, average)
+    if not args.norm_adv_memory:
+        return normalized
+    _, variance = batch_moments(advantages.flatten())
+    agent.adv_moments.merge(torch.zeros_like(variance), variance, weight=1)
+    share = (variance / agent.adv_moments.var).sqrt().nan_to_num(1.0)  # of the running std
+    return normalized * share.clamp(max=1)
 
 
 def normalize_advantages(
@@ -750,10 +750,10 @@ def update(
     the steps that were taken. Raises RuntimeError for a loss or a gradient that is not finite.
     """
     learning_rate, critic_learning_rate, ent_coef = schedules(args, progress)
-    scaled, factor = scale_advantages(agent, batch.advantages, args)
+    scaled = scale_advantages(agent, batch.advantages, args)
     described = describe_advantages(batch.advantages, scaled)
     batch = batch._replace(advantages=scaled.float())
-    optimizers.actor.param_groups[0]["lr"] = factor * learning_rate
+    optimizers.actor.param_groups[0]["lr"] = learning_rate
     optimizers.critics.param_groups[0]["lr"] = critic_learning_rate
 
     actor_batches = minibatches(batch, args)
@@ -766,7 +766,6 @@ def update(
     )
     described |= describe_update(actor_rows, critic_rows, actor_norms, critic_norms, args)
     return described | {
-        "policy/rate_factor": factor,
         "charts/learning_rate": learning_rate,
         "charts/critic_learning_rate": critic_learning_rate,
         "policy/entropy_coef": ent_coef,
@@ -2386,11 +2385,12 @@ def describe_critics(
 
 def describe_advantages(raw: Tensor, scaled: Tensor) -> dict[str, float]:
     """Describe advantages in the task's units, and as the policy's loss takes them."""
-    raw = gather(raw.reshape(1, -1))
+    raw, scaled = (gather(x.reshape(1, -1)) for x in (raw, scaled))
     return {
         "adv/mean_raw": float(raw.mean()),
         "adv/std_raw": float(raw.std(correction=0)),
-        "adv/abs_max": float(gather(scaled.reshape(1, -1)).abs().max()),
+        "adv/std": float(scaled.std(correction=0)),
+        "adv/abs_max": float(scaled.abs().max()),
     }
 
 
@@ -2435,12 +2435,14 @@ def empirical_cvar(returns: Tensor, alpha: float) -> float:
 DESCRIPTIONS = {
     "adv/abs_max": "The largest advantage that the policy's loss takes.",
     "adv/mean_raw": "Mean of the advantages, in the task's units.",
+    "adv/std": "Standard deviation of the advantages that the policy's loss takes. It is below 1 "
+    "where advantages vary less than they did.",
     "adv/std_raw": "Standard deviation of the advantages, in the task's units.",
     "charts/SPS": "Steps per second, without evaluations and checkpoints.",
     "charts/critic_learning_rate": "Learning rate of the critics' Adam.",
     "charts/episodic_length": "Length of each training episode.",
     "charts/episodic_return": "Return of each training episode, undiscounted.",
-    "charts/learning_rate": "Learning rate of the actor's Adam, ahead of policy/rate_factor.",
+    "charts/learning_rate": "Learning rate of the actor's Adam.",
     "charts/recent_returns": "Returns of the last 100 training episodes.",
     "cvar/coverage": "Share of returns, bootstrapped where cut, below the predicted quantile "
     "cvar_alpha. It equals cvar_alpha where the tail is right.",
@@ -2468,8 +2470,6 @@ DESCRIPTIONS = {
     "policy/epochs_done": "Epochs of the actor's steps. Less than update_epochs after a KL stop.",
     "policy/kl_exact": "KL divergence from the policy that acted, in nats, the mean.",
     "policy/kl_max": "KL divergence from the policy that acted, the largest of a minibatch.",
-    "policy/rate_factor": "Factor of the actor's learning rate: below 1 where advantages vary less "
-    "than they did.",
     "policy/ratio_first_minibatch_error": "Largest distance of a probability ratio from 1 before "
     "any step. It is rounding, or a bug.",
     "policy/ratio_mean": "Mean of the probability ratios.",

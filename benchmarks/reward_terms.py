@@ -165,9 +165,9 @@ def terms_loss(agent: TermsAgent, mb: Any, args: Any) -> tuple[Tensor, dict]:
 def update(agent: TermsAgent, optimizers: Any, batch: Any, args: Any, progress: float) -> None:
     """Train the actor, and then the critics, as the script does."""
     learning_rate, critic_learning_rate, ent_coef = script.schedules(args, progress)
-    scaled, factor = script.scale_advantages(agent, batch.advantages, args)
+    scaled = script.scale_advantages(agent, batch.advantages, args)
     batch = batch._replace(advantages=scaled.float())
-    optimizers.actor.param_groups[0]["lr"] = factor * learning_rate
+    optimizers.actor.param_groups[0]["lr"] = learning_rate
     optimizers.critics.param_groups[0]["lr"] = critic_learning_rate
 
     actor_batches = script.minibatches(batch, args)

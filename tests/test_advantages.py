@@ -190,76 +190,73 @@ def test_normalize_advantages_of_constant_input_is_zero(script, dtype, constant)
         assert out.equal(torch.zeros(n, 1, dtype=dtype))
 
 
-def factors(run: SimpleNamespace, *stds: float) -> list[float]:
-    """Factors of the actor's rate in rollouts of these standard deviations, mean 5."""
+def divisors(run: SimpleNamespace, *stds: float) -> list[float]:
+    """What advantages are divided by in rollouts of these standard deviations, mean 5."""
     found = []
     for std in stds:
-        advantages = 5 + std * tensor([[1, -1], [-1, 1]])
-        scaled, factor = run.script.scale_advantages(run.agent, advantages, run.args)
-        assert_close(scaled, tensor([[1, -1], [-1, 1]]))
-        found.append(factor)
+        signs = tensor([[1, -1], [-1, 1]])
+        scaled = run.script.scale_advantages(run.agent, 5 + std * signs, run.args)
+        assert_close(scaled, scaled[0, 0] * signs)
+        found.append(std / float(scaled[0, 0]))
     return found
 
 
-def test_the_rate_shrinks_with_the_std(script):
-    """Ours: std / max(std, its root mean square over rollouts, this one included).
+def test_advantages_are_divided_by_no_less_than_is_usual(script):
+    """Ours: the larger of std and its root mean square over rollouts, this one included.
 
     Stds 3, 4, 1: sqrt((9 + 16) / 2) is less than 4, but sqrt((9 + 16 + 1) / 3) is more than 1.
     """
     run = make_run(script, "Walk", norm_adv_memory=10)
-    assert factors(run, 3, 4, 1) == pytest.approx([1, 1, (3 / 26) ** 0.5])
+    assert divisors(run, 3, 4, 1) == pytest.approx([3, 4, (26 / 3) ** 0.5])
 
 
 def test_the_memory_of_advantages_is_of_ten_rollouts(script):
     """Ours: std 100, then 1: after ten in all (100^2 + 9) / 10, then a tenth beside ten fades."""
     run = make_run(script, "Walk", norm_adv_memory=10)
-    found = factors(run, 100, *[1] * 10)
-    assert found[9] == pytest.approx(1000.9**-0.5)
-    assert found[10] == pytest.approx(((10 * 1000.9 + 1) / 11) ** -0.5)
+    found = divisors(run, 100, *[1] * 10)
+    assert found[9] == pytest.approx(1000.9**0.5)
+    assert found[10] == pytest.approx(((10 * 1000.9 + 1) / 11) ** 0.5)
     run = make_run(script, "Walk", norm_adv_memory=1)  # half of it is gone each time
-    assert factors(run, 100, 1, 1) == pytest.approx([1, 5000.5**-0.5, 2500.75**-0.5])
+    assert divisors(run, 100, 1, 1) == pytest.approx([100, 5000.5**0.5, 2500.75**0.5])
 
 
 @pytest.mark.parametrize("memory", [0, 10])
 @pytest.mark.parametrize("std", [1e-20, 1e-6, 1.0, 1e18])
-def test_scaled_advantages_have_std_1_in_any_unit(script, std, memory):
-    """Ours: whatever came before. What does not vary gives zeros."""
+def test_advantages_in_any_unit_are_scaled_alike(script, std, memory):
+    """Ours: std 1, or less beside what came before. What does not vary gives zeros."""
     run = make_run(script, "Walk", norm_adv_memory=memory)
     for size, divisor in ((1, 1), (1e3, 1), (1, (1 + 1e6 + 1) / 3)):
-        found, factor = run.script.scale_advantages(
-            run.agent, size * std * tensor([3, -1]), run.args
-        )
-        assert_close(found, tensor([1, -1]))
-        assert factor == pytest.approx(divisor**-0.5 if memory else 1)
-    found, factor = run.script.scale_advantages(run.agent, tensor([7, 7]), run.args)
+        advantages = size * std * tensor([3, -1])
+        found = run.script.scale_advantages(run.agent, advantages, run.args)
+        expected = divisor**-0.5 if memory else 1
+        assert_close(found, expected * tensor([1, -1]))
+    found = run.script.scale_advantages(run.agent, tensor([7, 7]), run.args)
     assert found.tolist() == [0, 0]
-    assert factor == (not memory)
 
 
-def test_a_rollout_without_any_advantage_keeps_the_rate(script):
-    """Ours: where nothing has varied so far an entropy bonus may still act. 0 / 0 counts as 1."""
+def test_a_rollout_without_any_advantage_gives_zeros(script):
+    """Ours: nothing has varied so far, and 0 / 0 is no number."""
     run = make_run(script, "Walk", norm_adv_memory=10)
-    found = [run.script.scale_advantages(run.agent, torch.zeros(4, 2).double(), run.args)]
-    assert [(x.abs().max(), factor) for x, factor in found] == [(0, 1.0)]
+    found = run.script.scale_advantages(run.agent, torch.zeros(4, 2).double(), run.args)
+    assert found.equal(torch.zeros(4, 2).double())
 
 
 @pytest.mark.parametrize("flags", [{"norm_adv": False}, {"norm_adv_memory": 0}])
 def test_without_a_memory_nothing_is_remembered(script, flags):
-    """Ours: the factor is 1. --no-norm-adv also gives advantages back as they are."""
+    """Ours: --no-norm-adv also gives advantages back as they are."""
     run = make_run(script, "Walk", **flags)
     before = {key: x.clone() for key, x in run.agent.adv_moments.state_dict().items()}
-    found, factor = run.script.scale_advantages(run.agent, tensor([3, -1]), run.args)
+    found = run.script.scale_advantages(run.agent, tensor([3, -1]), run.args)
     assert found.tolist() == ([3, -1] if "norm_adv" in flags else [1, -1])
-    assert factor == 1
     assert_close(dict(run.agent.adv_moments.state_dict()), before)
 
 
 def test_the_memory_of_advantages_is_saved_with_the_weights(script):
-    """Ours: the rate of a loaded agent is what that of the old one would be."""
+    """Ours: a loaded agent divides as the old one would."""
     old, new = (make_run(script, "Walk", norm_adv_memory=10) for _ in range(2))
-    factors(old, 8, 2)
+    divisors(old, 8, 2)
     new.agent.load_state_dict(old.agent.state_dict())
-    assert factors(new, 1) == factors(old, 1) == pytest.approx([(69 / 3) ** -0.5])
+    assert divisors(new, 1) == divisors(old, 1) == pytest.approx([(69 / 3) ** 0.5])
 
 
 def test_explained_variance_worked_by_hand(script):

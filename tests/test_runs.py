@@ -30,10 +30,9 @@ value/p10 value/p50 value/p90
 twin/loss_1 twin/loss_2 twin/abs_difference twin/critic1_is_min
 cvar/predicted cvar/empirical cvar/coverage cvar/weight
 norm/return_mean norm/return_std norm/value_shift
-adv/mean_raw adv/std_raw adv/abs_max
+adv/mean_raw adv/std_raw adv/std adv/abs_max
 policy/kl_exact policy/kl_max policy/ratio_mean policy/ratio_std
 policy/ratio_first_minibatch_error policy/entropy_coef policy/epochs_done policy/stopped_early
-policy/rate_factor
 grad/actor grad/critic
 data/truncated_fraction
 time/rollout time/values time/update
