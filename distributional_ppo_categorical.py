@@ -3413,6 +3413,7 @@ def make_eval_env(args: Args) -> gym.Env:
     try:
         import_module("moviepy")
         env = make_env(args, render_mode="rgb_array")
+        follow_robot(env)
         env.reset(seed=0)
         frame = np.asarray(env.render())
         if env.render_mode != "rgb_array":
@@ -3424,6 +3425,16 @@ def make_eval_env(args: Args) -> gym.Env:
         remedy = "needs moviepy (pip install moviepy) and a task that renders rgb_array"
         raise UsageError(f"--capture-video: {str(error) or repr(error)}; {remedy}") from error
     return env
+
+
+def follow_robot(env: gym.Env) -> None:
+    """Look through the camera that follows a robot of MuJoCo. The default one stands still."""
+    renderer = getattr(env.unwrapped, "mujoco_renderer", None)
+    if renderer is None:
+        return
+    cameras = [renderer.model.camera(i).name for i in range(renderer.model.ncam)]
+    if "track" in cameras:
+        renderer.camera_id = cameras.index("track")
 
 
 # -------------------------------------------------------------------------------- many processes

@@ -49,6 +49,23 @@ def test_films_of_every_evaluation(script, tmp_path):
     assert films(directory) == [*later, *expected]
 
 
+@pytest.mark.parametrize(("task", "camera"), [("HalfCheetah-v5", 0), ("InvertedPendulum-v5", -1)])
+def test_films_follow_a_robot(script, monkeypatch, task, camera):
+    """The camera "track", number 0 of a HalfCheetah; -1 is gymnasium's own, which stands still."""
+    pytest.importorskip("moviepy", reason="films need it")
+    pytest.importorskip("mujoco")
+    from gymnasium.envs.mujoco.mujoco_rendering import MujocoRenderer
+
+    def look(renderer, mode):
+        seen.append(renderer.camera_id)
+        return np.zeros((4, 4, 3), np.uint8)
+
+    seen = []
+    monkeypatch.setattr(MujocoRenderer, "render", look)
+    script.make_eval_env(script.Args(env_id=task, capture_video=True)).close()
+    assert seen == [camera]
+
+
 def test_films_change_no_bit_of_the_run(script, tmp_path):
     """Metrics, evaluations included, weights and RNGs."""
     pytest.importorskip("moviepy", reason="films need it")
