@@ -61,7 +61,7 @@ OLDER = set(
     "b3e6820 b471efa bd9c57f d5b195a e4b91c8 eb6e91e fcee966 ff5f4c3".split()
 )
 JOINT = "4359cde"  # the last version of that kind
-ASTRAY = {"21ffcba"}  # a change of the actor's rate that was taken back
+ASTRAY = {"21ffcba", "0da0e65"}  # other factors of the actor's rate than today's
 FEWEST = 4  # seeds of a version that is compared with the joint one
 
 
