@@ -61,7 +61,10 @@ OLDER = set(
     "b3e6820 b471efa bd9c57f d5b195a e4b91c8 eb6e91e fcee966 ff5f4c3".split()
 )
 JOINT = "4359cde"  # the last version of that kind
-ASTRAY = {"21ffcba", "0da0e65"}  # other factors of the actor's rate than today's
+# Versions that scaled the actor's rate by the advantages' std, which --norm-adv-memory 0 prevents
+SCALED_RATE = {"6fae19e", "233762b", "21ffcba", "bcab7a2", "7cffc2f"}
+AS_TODAY = "gradient_scaled"  # the variant of these that does what later versions do
+ASTRAY = {"0da0e65"}  # only a part of today's update
 FEWEST = 4  # seeds of a version that is compared with the joint one
 
 
@@ -151,13 +154,17 @@ def published(task: str, source: str, kind: str = "PPO") -> Row | None:
     )
 
 
-def own_flags(version: str, cell: common.Cell) -> bool:
-    """Tell whether the version ran with the flags that the task's preset has today."""
-    extra = version.partition(" ")[2]
-    line = f"{cell.flags} {extra}".strip()
+def as_today(version: str, cell: common.Cell) -> bool:
+    """Tell whether a version ran as today's scripts do, with the flags of the task's preset."""
+    commit, *words = version.split()
+    scales_gradient = commit not in SCALED_RATE
+    if words[:1] == [AS_TODAY]:
+        scales_gradient = True
+        words = words[1:]
+    found = tune.parts(common.spelt_out(cell.script, " ".join([cell.flags, *words]).strip()))
     preset = learning.MUJOCO if cell.flags == versions.MUJOCO else cell.flags
-    today = common.spelt_out(cell.script, preset)
-    return tune.parts(common.spelt_out(cell.script, line)) == tune.parts(today)
+    same_flags = found == tune.parts(common.spelt_out(cell.script, preset))
+    return same_flags and (scales_gradient or "--norm-adv-memory 0" in found)
 
 
 def newest(cell: common.Cell) -> str | None:
@@ -167,7 +174,7 @@ def newest(cell: common.Cell) -> str | None:
         version
         for version in known
         if version.split()[0] not in OLDER | ASTRAY | {JOINT}
-        and own_flags(version, cell)
+        and as_today(version, cell)
         and len(versions.seeds_of(version, cell.task) & versions.seeds_of(JOINT, cell.task))
         >= FEWEST
     ]

@@ -148,9 +148,10 @@ def test_the_newest_version_with_the_own_flags_is_compared(answers, monkeypatch)
         ([], one),
         ([(two, task, 3, 0), ("2222222", "CartPole-v1", 8, 0)], one),
         ([("2222222", task, 8, 0), (two + " --gamma 0.9", task, 8, 0)], one),
-        ([("21ffcba" + joined, task, 8, 0), (min(answers.OLDER) + joined, task, 8, 0)], one),
+        ([("0da0e65" + joined, task, 8, 0), (min(answers.OLDER) + joined, task, 8, 0)], one),
         ([(two + " --norm-returns-memory 10", task, 8, 0)], two + " --norm-returns-memory 10"),
         ([(two, task, 6, 0)], two),
+        ([("7cffc2f" + joined, task, 8, 0)], "7cffc2f" + joined),  # no rate is scaled
     ):
         archive(answers, monkeypatch, rows + more)
         assert answers.newest(cell) == expected
@@ -158,6 +159,17 @@ def test_the_newest_version_with_the_own_flags_is_compared(answers, monkeypatch)
     [change] = answers.changes()
     assert change.told.startswith("+100.0 (")
     assert (change.task, len(change.before), len(change.after)) == (task, 4, 4)
+
+
+def test_versions_that_scaled_the_rate_do_not_count(answers, monkeypatch):
+    """But for the variant that scales the gradient, as today's scripts do."""
+    task = "CartPole-v1"
+    [cell] = [cell for cell in answers.versions.CELLS if cell.task == task]
+    rows = [(answers.JOINT, task, 8, 100), ("7cffc2f", task, 8, 200)]
+    archive(answers, monkeypatch, rows)
+    assert answers.newest(cell) is None
+    archive(answers, monkeypatch, [*rows, ("7cffc2f gradient_scaled", task, 8, 300)])
+    assert answers.newest(cell) == "7cffc2f gradient_scaled"
 
 
 def test_a_ceiling_is_called_so(answers):
