@@ -1,4 +1,4 @@
-"""Feed-forward PPO whose twin critics predict categorical distributions of the return (C51).
+"""Feed-forward PPO whose twin critics predict categorical distributions of the return.
 
     python distributional_ppo_categorical.py           # learns CartPole
     python distributional_ppo_categorical.py --help    # lists every flag with its range and default
@@ -19,11 +19,14 @@ Four things differ from most PPO scripts:
                          the next episode's first observation would be wrong.
     Critics come later   Nothing needs a value while the actor acts. Running the critics over the
                          rollout afterwards is faster, and it reaches every true successor.
-    Distributions        Each critic predicts a distribution of returns. By default V takes in one
+    Distributions        Each critic predicts probabilities of returns. By default it learns one
+                         lambda-return for each state, blurred by HL-Gauss. The presets `calibrated`
+                         and `averse` learn the distribution of the return itself. V takes in one
                          more output, the mean output (`--value-from`). With `--cvar-weight` the
                          policy learns from the tail of the distribution.
     Stop before a step   With `--target-kl` the KL divergence from the policy that acted is measured
-                         ahead of each step. The first minibatch that exceeds it ends the update.
+                         ahead of each step. The first minibatch that exceeds it ends the actor's
+                         steps, and the critics stop after that minibatch, too.
 
 Under torchrun many processes share the environments. `average` and `own` are all that the algorithm
 knows of them; with one process both return what they are given.
@@ -42,7 +45,7 @@ Shapes are written with these letters:
     J   weighted returns of a target distribution
 
 Rewards, values and returns are in the task's units, but rewards of Atari games are clipped. What
-networks see and predict is normalised, and so is what a `Batch` holds.
+networks see and predict is normalised, and so is what a `Batch` holds, but for its advantages.
 Papers are cited where their formulas are. The sibling, distributional_ppo_lstm.py, is
 recurrent and has quantile critics.
 """
@@ -108,7 +111,7 @@ SCRIPT = "distributional_ppo_categorical"  # checkpoints remember it
 # ------------------------------------------------------------------------------------------- flags
 @dataclass(frozen=True)
 class Range:
-    """A flag may have the finite numbers of a range."""
+    """The finite numbers that a flag may be, from `low` to `high`."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -120,17 +123,17 @@ class Range:
 
     def __str__(self) -> str:
         if math.isfinite(self.low) and math.isfinite(self.high):
-            return f"[{self.low:g}, {self.high:g}]"
+            return f"{'(' if self.above_low else '['}{self.low:g}, {self.high:g}]"
         if math.isfinite(self.low):
             return f"{'>' if self.above_low else '>='}{self.low:g}"
-        return ""
+        return f"<={self.high:g}" if math.isfinite(self.high) else ""
 
 
 def bounded(kind: Any, *bounds: Any) -> Any:
     """Return the type of a flag with its range, which help and checks read from here."""
     allowed = Range(*bounds)
     word = "INT" if kind is int else "FLOAT"
-    metavar = str(allowed) if str(allowed).startswith("[") else f"{word}{allowed}"
+    metavar = str(allowed) if "," in str(allowed) else f"{word}{allowed}"
     if kind == float | None:
         metavar = f"None|{metavar}"
     return Annotated[kind, allowed, tyro.conf.arg(metavar=metavar)]
@@ -188,7 +191,8 @@ class NetworkArgs:
     log_std_init: LogStd = 0.0
     """Initial log-std of Gaussian actions."""
     norm_obs: bool = True
-    """Normalise observation vectors by running moments, clipped to +-10."""
+    """Normalise observation vectors by running moments, clipped to +-10. The first rollout is only
+    clipped."""
 
 
 @dataclass
@@ -221,7 +225,7 @@ class PPOArgs:
     min_entropy: Annotated[Number, Needs("min_entropy_penalty", 0.0)] = 0.0
     """Mean entropy below which a penalty applies, in nats. Needs --min-entropy-penalty."""
     min_entropy_penalty: NonNegative = 0.0
-    """Weight of what the mean entropy lacks to --min-entropy, per nat."""
+    """Weight of the mean entropy's distance below --min-entropy, per nat."""
     max_grad_norm: Positive = 0.5
     """Norm to which the gradient of the actor is clipped, and that of the critics."""
     target_kl: PositiveOrNone = None
@@ -236,10 +240,10 @@ class CriticArgs:
     critic_learning_rate: PositiveOrNone = None
     """Learning rate of the critics' Adam at the start of the run. None: that of the actor's."""
     num_critics: Literal[1, 2] = 2
-    """Value heads, each with parameters of its own."""
+    """Value heads, each with a hidden layer of its own. They share the layers ahead of it."""
     value_from: Literal["distribution", "mean_head"] = "mean_head"
-    """V is the mean of the predicted distribution, or that and a correction by the mean output.
-    The mean output also learns from rewards that are too rare for the distribution."""
+    """V is the mean of the predicted distribution, or that and a correction, the mean output.
+    The mean output learns squared errors, also of rewards too rare for the distribution."""
     twin_reduce: Annotated[Literal["min", "mean"], Needs("num_critics", 1)] = "min"
     """How two critics give one prediction: the one with the smaller V, or their mean."""
     norm_returns: bool = True
@@ -254,7 +258,9 @@ class CriticArgs:
 
 
 # ---- value distribution: categorical (flags) -----------------------------------------------------
-# The two blocks between such marks are what another kind of value distribution replaces.
+# Another kind of value distribution replaces the two blocks between such marks. The file asks for
+# all methods of `ValueDistribution` but `split`, for `support`, whose ends must agree when weights
+# are loaded, and here for `vf_clip` and `CALIBRATED`.
 AtomCount = bounded(int, 2)
 BinWidths = bounded(float, 0.1, 100)
 
@@ -274,10 +280,10 @@ class ValueDistributionArgs:
     hl_gauss_sigma: Annotated[BinWidths, Needs("target_encoding", "two_hot")] = 0.75
     """Standard deviation of that Gaussian, in distances of neighbouring atoms."""
     vf_clip: Literal["none", "mean_only"] = "none"
-    """What value clipping keeps near its old value: nothing, or the mean and V."""
+    """What value clipping keeps near its old value: nothing, or the mean, and V with it."""
 
 
-CALIBRATED = {"target_encoding": "two_hot"}  # in the presets of that name and of averse policies
+CALIBRATED = {"target_encoding": "two_hot"}  # what the presets calibrated and averse set of these
 
 
 # ---- end of value distribution -------------------------------------------------------------------
@@ -317,7 +323,8 @@ class RunArgs:
     capture_video: Annotated[bool, Needs("eval_episodes", 0)] = False
     """Film the first 3 episodes of every evaluation. Needs moviepy."""
     resume: str = ""
-    """Run directory to continue with its own flags. --total-timesteps may grow."""
+    """Run directory to continue with its own flags. --total-timesteps may grow; schedules then go
+    by the new total, so that a learning rate that had fallen jumps up."""
     init_from: str = ""
     """Run directory or checkpoint whose weights and statistics the run starts from."""
     evaluate: str = ""
@@ -358,7 +365,7 @@ class Args(
     MachineArgs, RunArgs, RiskArgs, ValueDistributionArgs,
     CriticArgs, PPOArgs, NetworkArgs, TaskArgs,
 ):  # fmt: skip
-    """All flags. `Args(gamma=0.9)` raises `UsageError` for a value out of its range."""
+    """All flags. A value out of its range raises `UsageError`, as `Args(gamma=1.9)` does."""
 
     def __post_init__(self) -> None:
         check_flags(self)
@@ -633,7 +640,7 @@ def first_return_moments(rollout: Rollout, args: Args) -> Tensors:
 
 
 def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
-    """Normalise the advantages of a rollout, but let them be small where they usually are larger.
+    """Normalise the advantages of a rollout, but do not enlarge those of an unusually small one.
 
         A' = (A - mean) / max(std, running std)
 
@@ -740,7 +747,7 @@ def update(
 
     Each of them has its own loss, its own Adam and its own gradient norm, and goes through the
     rollout for `update_epochs` epochs of shuffled minibatches. With `target_kl` the actor may stop
-    early. The critics then stop after as many minibatches.
+    early. The critics then stop after as many minibatches as it has evaluated.
 
     The two loops may run at the same time (`run_both`). They draw no random numbers, and neither
     writes what the other reads. The critics do not know when the actor will stop, so they wait for
@@ -1052,7 +1059,7 @@ def explained_variance(predictions: Tensor, targets: Tensor) -> Tensor:
 
 
 class RunningMoments(nn.Module):
-    """It holds mean and variance of all data so far, in float64, saved with the weights.
+    """Running mean and variance, in float64, saved with the weights.
 
     `count` starts at 0, so the first update gives exactly the moments of its batch. A count above
     `max_count` is capped, so that old data fade. Moments are merged as in Chan et al. 1983; the
@@ -1272,11 +1279,12 @@ def sr_lambda_atoms(
     step = torch.arange(T, device=rewards.device)[:, None].expand_as(rewards)
     last = torch.where(ended, step, T).flip(0).cummin(0).values.flip(0)  # step the episode ends at
 
-    # A geometric n by inversion: P(n > i) = lambda^i. lambda 0 gives n - 1 = 0, lambda 1 gives T.
+    # A geometric n by inversion: P(n - 1 >= i) = lambda^i. n - 1 is 0 for lambda 0, and T for 1.
     if draws is None:
         draws = torch.rand(rewards.shape, generator=generator, device=rewards.device)
-    lengths = (draws.clamp(min=1e-30).log() / draws.new_tensor(gae_lambda).log()).abs()
-    at = torch.minimum(step + lengths.clamp(max=T).long(), last)  # step t + n - 1
+    more = (draws.clamp(min=1e-30).log() / draws.new_tensor(gae_lambda).log()).abs()
+    more = more.clamp(max=T).long()  # n - 1
+    at = torch.minimum(step + more, last)  # step t + n - 1
 
     # R^(n) is the sum of rewards to the end, without those after step t + n - 1. GAE of a critic
     # that says 0 gives these sums.
@@ -1292,14 +1300,15 @@ def sr_lambda_atoms(
 def cvar_advantages_categorical(
     target_probs: Tensor, probs: Tensor, atoms: Tensor, alpha: float
 ) -> Tensor:
-    """Compute the advantage of the policy gradient of CVaR_alpha, (T, N), without a gradient.
+    """Compute advantages for CVaR_alpha of every state's return, (T, N), without a gradient.
 
         nu  = VaR_alpha(Z(s_t)), an atom;  u(z) = nu + min(z - nu, 0) / alpha
         A_t = sum_k target_probs_k u(z_k) - CVaR_alpha(Z(s_t))
 
-    target_probs of the return and probs of Z are (T, N, K), on the same atoms (K,). The advantage
-    protects the tail of every state's own return distribution, not only that of the start state.
-    Source: Rockafellar & Uryasev 2000.
+    target_probs of the return and probs of Z are (T, N, K), on the same atoms (K,). Every
+    state is averse to the tail of its own return from there on, whatever was earned before. That is
+    not the policy gradient of the start state's CVaR (Tamar et al. 2015).
+    Source of u: Rockafellar & Uryasev 2000. Its use state by state is ours.
     """
     target_probs = target_probs.detach()
     probs = probs.detach()
@@ -1591,8 +1600,17 @@ class Convolutions(nn.Module):
         return self.layers(pixels).flatten(1)
 
 
+# A kind of action is a module with these members, and `make_action_dist` chooses it:
+#
+#     space, num_outputs       the space of the actions, and how many outputs the actor has for it
+#     forward(outputs)         params, (..., any shape), in torch, also for a whole rollout
+#     log_prob, entropy, kl    of params, (...), in nats; kl(old, new) is exact
+#     noise(*size)             (*size, ...) on the CPU, drawn once for a whole rollout
+#     sample(outputs, noise)   actions, in NumPy; noise 0.0 gives the mode
+#     to_env(actions)          what `envs.step` takes
+#     clamp_parameters()       after each step of the actor
 class GaussianActions(nn.Module):
-    """It is a diagonal Gaussian over the A floats of a Box. Its log-std knows no state.
+    """A diagonal Gaussian over the A floats of a Box. Its log-std does not depend on the state.
 
     params are mean and log-std, (..., 2, A). Dimensions are independent, so that log-probabilities,
     entropies and KL divergences add. Only what the environment receives is clipped to the bounds.
@@ -1889,11 +1907,12 @@ class Agent(nn.Module):
 
 
 # ==================================================================================================
-# Nothing below is about the algorithm.
-# The algorithm uses some of it. `make_envs` sets the autoreset mode that `collect_rollout` relies
-# on. `make_optimizers` sets the constants of Adam, and makes the vectors that it moves. `run_both`
-# calls two functions. `average` and `own` return what they are given where there is one process.
-# `check_finite` and `check_step` raise, and the `describe_` functions give metrics alone.
+# What follows surrounds the algorithm: tasks, metrics, files, processes and flags.
+# The algorithm depends on this much of it. `Run.iterations` seeds torch ahead of every iteration.
+# `make_envs` sets the autoreset mode that `collect_rollout` relies on. `make_optimizers` sets the
+# constants of Adam, and makes the vectors that it moves. `run_both` calls two functions. `average`
+# and `own` return what they are given where there is one process. `check_finite` and `check_step`
+# raise, and the `describe_` functions give metrics alone.
 # ==================================================================================================
 
 
@@ -1975,22 +1994,22 @@ def unfit_part(space: gym.Space, name: str = "observation") -> str:
 def vector_view(space: gym.Space, args: Args, hidden: tuple[int, ...]) -> tuple[Callable, Box]:
     """Return how anything else is seen, and the space of that: flat float32 vectors.
 
-    Masked and hidden entries are zeros.
+    Masked and hidden entries are zeros, whatever the task gives there.
     """
     unfit = unfit_part(space)
     if unfit:
         remedy = "which has no place in a vector; wrap the task in a module of yours, module:id"
         raise UsageError(f"--env-id {args.env_id}: {unfit}, {remedy}")
     is_flat = isinstance(space, Box) and len(space.shape) == 1
-    keep = np.ones(gym.spaces.flatdim(space), np.float32)
+    keep = np.ones(gym.spaces.flatdim(space), bool)
     for index in (*args.masked_obs, *hidden):
         if not 0 <= index < len(keep):
             raise UsageError(f"--masked-obs {index}: must be in 0..{len(keep) - 1}")
-        keep[index] = 0
+        keep[index] = False
 
     def see(obs: Any) -> np.ndarray:
         flat = obs if is_flat else gym.spaces.flatten(space, obs)
-        return np.asarray(flat, np.float32) * keep
+        return np.where(keep, flat, 0).astype(np.float32)
 
     return see, Box(-np.inf, np.inf, keep.shape, np.float32)
 
@@ -2016,7 +2035,7 @@ def misfit(space: gym.Space, value: Any, name: str = "observation") -> str:
 
 
 def misfit_of_one(space: gym.Space, value: Any) -> str:
-    """Say it for a space that has no parts."""
+    """Say how a value does not fit a space without parts. "" means that it fits."""
     if not isinstance(space, Box):
         return "" if value in space else f"is {value!r:.100}"
     try:
@@ -2267,8 +2286,9 @@ class EnvsInProcesses(gym.vector.VectorEnv):
         return x.reshape(self.num_envs, *x.shape[2:])
 
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[np.ndarray, dict]:
-        """Open an episode in each environment. Each has a seed."""
-        obs, _ = self.groups.reset(seed=[*np.reshape(seed, (-1, self.size)).tolist()])
+        """Open an episode in each environment. seed is None, or has one for each."""
+        seeds = None if seed is None else np.reshape(seed, (-1, self.size)).tolist()
+        obs, _ = self.groups.reset(seed=seeds, options=options)
         return self.join(obs), {}
 
     def step(self, actions: np.ndarray) -> tuple:
@@ -2433,7 +2453,7 @@ def empirical_cvar(returns: Tensor, alpha: float) -> float:
 
 # ------------------------------------------------------------------------------ tags of TensorBoard
 DESCRIPTIONS = {
-    "adv/abs_max": "The largest advantage that the policy's loss takes.",
+    "adv/abs_max": "The largest absolute advantage that the policy's loss takes.",
     "adv/mean_raw": "Mean of the advantages, in the task's units.",
     "adv/std": "Standard deviation of the advantages that the policy's loss takes. It is below 1 "
     "where advantages vary less than they did.",
@@ -2586,7 +2606,7 @@ def set_up_process(args: Args) -> None:
 
 
 def seed_generators(args: Args, index: int) -> None:
-    """Set the seeds of the generators of Python, NumPy and torch. Processes have indices."""
+    """Set the seeds of the generators of Python, NumPy and torch. Each process has an index."""
     for set_seed in (random.seed, np.random.seed):  # tasks may draw from these
         set_seed(derived_seed(args.seed, "tasks", index, bits=32))
     torch.manual_seed(derived_seed(args.seed, "weights", 0))

@@ -23,6 +23,13 @@ BLOCK = re.compile(
 SIBLING = re.compile(r" The sibling, .*?\.py, is\n.*?\.\n", re.DOTALL)
 QUANTILES = {  # sentences of the kind, by what they are about
     "title": "twin critics predict quantiles of the return.",
+    "learnt": """predicts quantiles of returns. By default they are quantiles of
+                         lambda-returns. The presets `calibrated` and `averse` learn those of the
+                         return itself. V takes in one more output, the mean output
+                         (`--value-from`). With `--cvar-weight` the policy learns from the tail of
+                         the distribution.""",
+    "value": """or comes from the mean output beside it.
+    The mean output also learns from rewards that are too rare for the distribution.""",
     "K": "K   quantiles of a predicted distribution",
     "J": "J   samples of a target distribution: 1 by default, K by SR(lambda)",
     "normalised": '"""Critics predict normalised returns (PopArt)."""',
@@ -31,7 +38,14 @@ QUANTILES = {  # sentences of the kind, by what they are about
     "moving": "# 3. The return statistics move, and the value heads with them.",
 }
 ATOMS = {
-    "title": "twin critics predict categorical distributions of the return (C51).",
+    "title": "twin critics predict categorical distributions of the return.",
+    "learnt": """predicts probabilities of returns. By default it learns one
+                         lambda-return for each state, blurred by HL-Gauss. The presets `calibrated`
+                         and `averse` learn the distribution of the return itself. V takes in one
+                         more output, the mean output (`--value-from`). With `--cvar-weight` the
+                         policy learns from the tail of the distribution.""",
+    "value": """or that and a correction, the mean output.
+    The mean output learns squared errors, also of rewards too rare for the distribution.""",
     "K": "K   atoms of a predicted distribution",
     "J": "J   weighted returns of a target distribution",
     "normalised": '"""Critics predict normalised returns."""',

@@ -10,6 +10,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -537,3 +538,11 @@ def test_a_module_may_lie_in_the_working_directory(tmp_path):
     program = [sys.executable, script.__file__, *flags.split()]
     done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_masked_entry_is_zero_whatever_the_task_shows(script):
+    """A sensor that is broken may be masked: 0 times infinity would be no number."""
+    space = gym.spaces.Box(-np.inf, np.inf, (3,))
+    see, _ = script.vector_view(space, script.Args(masked_obs=(2,)), (0,))
+    seen = see(np.float32([np.inf, 1.5, np.nan]))
+    assert (seen.tolist(), seen.dtype) == ([0, 1.5, 0], np.float32)

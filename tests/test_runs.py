@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -256,6 +257,19 @@ def test_there_are_no_more_processes_than_cores(script, monkeypatch, cores, size
     assert envs.num_envs == 6
     assert [index for _, index, _ in made] == [*range(1, 7, sizes)]
     assert {size for *_, size in made} == {sizes}
+
+
+def test_groups_of_environments_are_reset_like_others(script):
+    """With a seed for each, and without any, as gymnasium allows."""
+    args = small_args(script, "Walk", async_envs=True, num_envs=2)
+    envs, alone = script.make_envs(args), script.make_envs(replace(args, async_envs=False))
+    for seeds in ([3, 5], None):
+        found, _ = envs.reset(seed=seeds)
+        expected, _ = alone.reset(seed=seeds)
+        assert found.shape == expected.shape
+        assert seeds is None or np.array_equal(found, expected)
+    envs.close()
+    alone.close()
 
 
 def test_a_mistake_in_a_process_of_its_own_costs_one_line(tmp_path, capsys):
