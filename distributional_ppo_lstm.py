@@ -21,9 +21,9 @@ Four things differ from most PPO scripts:
                          rollout afterwards is faster, and it reaches every true successor.
     Distributions        Each critic predicts quantiles of returns. By default they are quantiles of
                          lambda-returns. The presets `calibrated` and `averse` learn those of the
-                         return itself. V takes in one more output, the mean output
-                         (`--value-from`). With `--cvar-weight` the policy learns from the tail of
-                         the distribution.
+                         return itself. By default V is not their mean but one more output of
+                         the same head, the mean output (`--value-from`). With `--cvar-weight` the
+                         policy learns from the tail of the distribution.
     Stop before a step   With `--target-kl` the KL divergence from the policy that acted is measured
                          ahead of each step. The first minibatch that exceeds it ends the actor's
                          steps, and the critics stop after that minibatch, too.
@@ -37,7 +37,7 @@ Shapes are written with these letters:
     N   environments
     L   steps of a training sequence, an unbroken stretch of one environment
     M   training sequences of a rollout, or of a minibatch
-    B   rows of a minibatch
+    B   samples of a minibatch
     D   entries of an observation; an image has three axes instead, channels first
     A   floats of a continuous action
     P   parts of a discrete action
@@ -143,10 +143,10 @@ def bounded(kind: Any, *bounds: Any) -> Any:
 
 @dataclass(frozen=True)
 class Needs:
-    """A flag needs another one to have any other value than this."""
+    """A flag has no effect while another one has this value. Typing it then is a mistake."""
 
     flag: str
-    other_than: Any
+    other_than: Any  # this value
 
 
 LOG_STD_RANGE = (-5.0, 2.0)  # of Gaussian actions: a std from 0.0067 to 7.4
@@ -264,9 +264,9 @@ class CriticArgs:
 
 
 # ---- value distribution: quantiles (flags) -------------------------------------------------------
-# Another kind of value distribution replaces the two blocks between such marks. The file asks for
-# all methods of `ValueDistribution` but `split`, for `support`, whose ends must agree when weights
-# are loaded, and here for `vf_clip` and `CALIBRATED`.
+# Another kind of value distribution replaces the two blocks between such marks. Outside of them the
+# file uses `vf_clip` and `CALIBRATED` of this block. Of `ValueDistribution` it uses `args`,
+# `moments`, `num_outputs`, `support`, whose ends must agree when weights are loaded, and methods.
 @dataclass
 class ValueDistributionArgs:
     """Quantiles of the return."""
@@ -337,7 +337,8 @@ class MachineArgs:
     torch_deterministic: Annotated[bool, Needs("cuda", False)] = True
     """Use deterministic cuDNN kernels. Runs on the CPU repeat exactly in any case."""
     async_envs: bool = False
-    """Step environments in other processes, one for each core. It pays for slow simulators."""
+    """Step environments in other processes, which share them evenly: at most one for each core. It
+    pays for slow simulators."""
     torch_threads: Count = 1
     """CPU threads of torch. One is the fastest for small networks."""
 
@@ -355,7 +356,7 @@ GROUPS = {  # in the order of --help
 
 
 @dataclass
-class Args(
+class Args(  # a dataclass has the fields of its last base first
     MachineArgs, RunArgs, RiskArgs, ValueDistributionArgs,
     CriticArgs, PPOArgs, NetworkArgs, TaskArgs,
 ):  # fmt: skip
@@ -703,7 +704,7 @@ def first_return_moments(rollout: Rollout, args: Args) -> Tensors:
 
 
 def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
-    """Normalise the advantages of a rollout, but do not enlarge those of an unusually small one.
+    """Normalise the advantages of a rollout, but divide by no less than their usual std.
 
         A' = (A - mean) / max(std, running std)
 
@@ -938,7 +939,8 @@ class Preset(NamedTuple):
     flags: dict[str, Any]
 
 
-# The flags of the benchmarks: each was tuned on seeds from 1000 on. Those of Atari are CleanRL's.
+# First those of tasks, then those of a purpose. benchmarks/tuning.md tells which were tuned, and
+# how. Atari's are CleanRL's.
 PRESETS = {
     "cartpole_novel": Preset("CartPole without its velocities: the defaults.", {}),
     "pendulum_novel": Preset(
@@ -1580,8 +1582,8 @@ def unroll_lstm(
 def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias_const: float = 0.0) -> nn.Module:
     """Give a layer orthogonal weights of gain `std` and constant biases.
 
-    A few layers get biases of 0.1. An observation that never changes is 0 when it is normalised,
-    and with biases of 0 all units of a ReLU network would be dead there.
+    The first convolution and the hidden layers of value heads get biases of 0.1. Where all inputs
+    are 0, as in a black image or in observations that never change, ReLU units would else be dead.
     """
     for name, parameter in layer.named_parameters():  # an LSTM has four
         if "bias" in name:
@@ -1592,7 +1594,7 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias_const: float = 
 
 
 class Convolutions(nn.Module):
-    """It encodes images (..., C, H, W) as (..., F), divided by their largest bound.
+    """It encodes images (..., channels, height, width) as (..., F), divided by their largest bound.
 
     Images with sides of 36 and more go through the layers of Mnih et al. 2015. Smaller grids go
     through the layer of Young & Tian 2019 (MinAtar).
@@ -1889,7 +1891,7 @@ class Agent(nn.Module):
 
     @property
     def second_thread_pays(self) -> bool:
-        """Tell whether operations take so long that actor and critics train faster at once."""
+        """Tell whether actor and critics train faster at once. Operations of LSTMs are long."""
         return not self.args.cuda
 
     def parts(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -2102,6 +2104,9 @@ def vector_view(space: gym.Space, args: Args, hidden: tuple[int, ...]) -> tuple[
         raise UsageError(f"--env-id {args.env_id}: {unfit}, {remedy}")
     is_flat = isinstance(space, Box) and len(space.shape) == 1
     keep = np.ones(gym.spaces.flatdim(space), bool)
+    if hidden and max(hidden) >= len(keep):
+        text = f"it shows {len(keep)} entries, and its velocities are said to be further on"
+        raise UsageError(f"--env-id {args.env_id}: {text}; use the newest version of the task")
     for index in (*args.masked_obs, *hidden):
         if not 0 <= index < len(keep):
             raise UsageError(f"--masked-obs {index}: must be in 0..{len(keep) - 1}")
@@ -2166,7 +2171,7 @@ def as_rows(obs: np.ndarray, space: Box) -> tuple[np.ndarray, bool]:
         if not found and not np.isfinite(row).all():
             found = f"observation {row} is not finite"
         if found:
-            raise ValueError(f"act: {found}")
+            raise ValueError(found)
     return rows, alone
 
 
@@ -2359,7 +2364,8 @@ class EnvsInProcesses(gym.vector.VectorEnv):
     """Environments in processes, of which there are no more than cores.
 
     AsyncVectorEnv has a process for each of its environments. Here each of those is a `Group`. More
-    processes than cores cost more than they gain, and each has the memory of its own imports.
+    processes than cores cost more than they gain, and each has the memory of its own imports. All
+    groups have the same size, so 7 environments on 4 cores are one group.
     """
 
     def __init__(
@@ -2372,7 +2378,7 @@ class EnvsInProcesses(gym.vector.VectorEnv):
         processes = max(n for n in range(1, most + 1) if num_envs % n == 0)
         self.size = num_envs // processes  # of a group
         firsts = range(RANK * num_envs, (RANK + 1) * num_envs, self.size)
-        makers = [partial(Group, args, 1 + first, self.size) for first in firsts]
+        makers = [partial(Group, args, os.getpid(), 1 + first, self.size) for first in firsts]
         multiprocessing.set_forkserver_preload(["gymnasium", "torch.utils.tensorboard", "tyro"])
         self.groups = gym.vector.AsyncVectorEnv(
             makers,
@@ -2409,11 +2415,12 @@ class EnvsInProcesses(gym.vector.VectorEnv):
 class Group(gym.Env):
     """Environments that share a process, which has generators of its own."""
 
-    def __init__(self, args: Args, index: int, size: int) -> None:
-        if multiprocessing.parent_process() is not None:
+    def __init__(self, args: Args, run: int, index: int, size: int) -> None:
+        if os.getpid() != run:  # AsyncVectorEnv also makes one in the process of the run
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends it
             torch.set_num_threads(1)
             seed_generators(args, WORLD_SIZE + index)
+            torch.manual_seed(derived_seed(args.seed, "tasks", WORLD_SIZE + index))
         mode = gym.vector.AutoresetMode.SAME_STEP
         makers = [lambda: make_env(args)] * size
         self.envs = gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=mode)
@@ -2678,6 +2685,8 @@ def derived_seed(seed: int, stream: str, index: int, bits: int = 63) -> int:
 def start(args: Args) -> tuple[Run, Agent, Optimizers, gym.vector.VectorEnv]:
     """Make what a run consists of: anew, resumed, or with the weights of another run."""
     check_flags(args)  # again: a flag may have changed since
+    if args.resume:
+        require_stored_flags(args, read_checkpoint(args.resume)[1], args.resume)
     set_up_process(args)
     envs, eval_env = open_environments(args)
     agent = make_agent(envs, args)
@@ -3330,7 +3339,10 @@ def make_run_dir(args: Args) -> Path:
 
 
 def write_origin(path: Path, args: Args) -> None:
-    """Write what makes the numbers of a run: flags, versions, commit, and the script's source."""
+    """Write what makes the numbers of a run: flags, versions, commit, and the script's source.
+
+    When a run is resumed, those of the new start take the place of the old ones.
+    """
     file = globals().get("__file__")  # a notebook has none
     source = Path(file).resolve() if file else None
     versions = {module.__name__: module.__version__ for module in (torch, gym, np, tyro)}
@@ -3769,6 +3781,14 @@ def parse_args(argv: list[str]) -> Args:
 
     _, stored = read_checkpoint(path)
     args = parse_flags(argv, asdict(stored))
+    require_stored_flags(args, stored, path)
+    none = bool(args.evaluate) and args.eval_episodes == 0
+    require_flag(args, "eval_episodes", not none, "must be at least 1 with --evaluate")
+    return args
+
+
+def require_stored_flags(args: Args, stored: Args, path: str) -> None:
+    """Raise `UsageError` where a flag differs from that of a stored run, and may not."""
     free = (
         "total_timesteps eval_episodes eval_every eval_sampled capture_video checkpoint_every "
         "save_envs torch_threads resume evaluate"
@@ -3782,14 +3802,11 @@ def parse_args(argv: list[str]) -> Args:
     least = stored.total_timesteps
     fewer = args.total_timesteps < least
     require_flag(args, "total_timesteps", not fewer, f"must not be below the run's, {least}")
-    none = bool(args.evaluate) and args.eval_episodes == 0
-    require_flag(args, "eval_episodes", not none, "must be at least 1 with --evaluate")
-    return args
 
 
 def evaluate_stored(args: Args) -> None:
     """Evaluate the agent of --evaluate, and keep the result in `evaluation.json` beside it."""
-    torch.set_num_threads(args.torch_threads)
+    set_up_process(args)
     path = checkpoint_path(args.evaluate)
     saved, _ = read_checkpoint(path)
     step = saved["global_step"]

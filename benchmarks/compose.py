@@ -25,9 +25,9 @@ QUANTILES = {  # sentences of the kind, by what they are about
     "title": "twin critics predict quantiles of the return.",
     "learnt": """predicts quantiles of returns. By default they are quantiles of
                          lambda-returns. The presets `calibrated` and `averse` learn those of the
-                         return itself. V takes in one more output, the mean output
-                         (`--value-from`). With `--cvar-weight` the policy learns from the tail of
-                         the distribution.""",
+                         return itself. By default V is not their mean but one more output of
+                         the same head, the mean output (`--value-from`). With `--cvar-weight` the
+                         policy learns from the tail of the distribution.""",
     "value": """or comes from the mean output beside it.
     The mean output also learns from rewards that are too rare for the distribution.""",
     "K": "K   quantiles of a predicted distribution",
@@ -41,9 +41,9 @@ ATOMS = {
     "title": "twin critics predict categorical distributions of the return.",
     "learnt": """predicts probabilities of returns. By default it learns one
                          lambda-return for each state, blurred by HL-Gauss. The presets `calibrated`
-                         and `averse` learn the distribution of the return itself. V takes in one
-                         more output, the mean output (`--value-from`). With `--cvar-weight` the
-                         policy learns from the tail of the distribution.""",
+                         and `averse` learn the distribution of the return itself. By default V
+                         adds one more output to its mean, the mean output (`--value-from`). With
+                         `--cvar-weight` the policy learns from the tail of the distribution.""",
     "value": """or that and a correction, the mean output.
     The mean output learns squared errors, also of rewards too rare for the distribution.""",
     "K": "K   atoms of a predicted distribution",

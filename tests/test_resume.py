@@ -176,6 +176,17 @@ def test_an_episode_goes_on_where_it_stopped(script, tmp_path, monkeypatch, caps
     assert AFRESH not in capsys.readouterr().out
 
 
+def test_a_resumed_run_keeps_its_flags_from_python_too(script, tmp_path, monkeypatch):
+    """Two sets of flags would mix: the agent has those of the run, the loop those that are given."""
+    args = flags_for(script, tmp_path, 2, env_id="CartPole-v1")
+    directory = stopped(script, monkeypatch, args, 1)
+    before = contents(directory)
+    for flags, said in (({"gamma": 0.5}, "gamma: not as in"), ({"total_timesteps": 24}, "below")):
+        with pytest.raises(script.UsageError, match=said):
+            script.train(replace(args, resume=str(directory), **flags))
+    assert_same(contents(directory), before)
+
+
 def test_a_run_may_be_stopped_after_every_iteration(script, tmp_path, monkeypatch):
     """Four resumes of one iteration each are one run."""
     args = flags_for(script, tmp_path, 4, env_id="CartPole-v1")

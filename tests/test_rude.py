@@ -159,7 +159,7 @@ def test_what_does_not_belong_to_its_space_is_named(script, capsys, kind, when):
 def test_an_agent_acts_on_what_belongs_to_its_space(script):
     """Eight numbers are not two rows of four; nobody acts on NaN, nor on bytes that are none."""
     agent = make_agent(script, small_args(script, "VectorBox"))
-    with pytest.raises(ValueError, match=r"act: observation has the shape \(8,\); its space"):
+    with pytest.raises(ValueError, match=r"^observation has the shape \(8,\); its space"):
         act(agent, np.zeros(8, np.float32))
     with pytest.raises(ValueError, match="not finite"):
         act(agent, np.full((2, 4), np.nan, np.float32))
@@ -546,3 +546,10 @@ def test_a_masked_entry_is_zero_whatever_the_task_shows(script):
     see, _ = script.vector_view(space, script.Args(masked_obs=(2,)), (0,))
     seen = see(np.float32([np.inf, 1.5, np.nan]))
     assert (seen.tolist(), seen.dtype) == ([0, 1.5, 0], np.float32)
+
+
+def test_older_robots_have_no_velocities_where_newer_ones_do(script, monkeypatch):
+    """The user typed no mask, so the line speaks of the task."""
+    monkeypatch.setitem(script.VELOCITIES, "CartPoleNoVel", (1, 4))
+    with pytest.raises(script.UsageError, match="--env-id CartPoleNoVel-v1: it shows 4 entries"):
+        script.make_env(script.Args(env_id="CartPoleNoVel-v1"))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import random
 import re
+import signal
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -255,8 +257,20 @@ def test_there_are_no_more_processes_than_cores(script, monkeypatch, cores, size
     args = small_args(script, "Counter", async_envs=True, num_envs=6, num_minibatches=1)
     envs = script.make_envs(args)
     assert envs.num_envs == 6
-    assert [index for _, index, _ in made] == [*range(1, 7, sizes)]
+    assert [index for _, _, index, _ in made] == [*range(1, 7, sizes)]
     assert {size for *_, size in made} == {sizes}
+
+
+def test_groups_draw_numbers_of_their_own(script, monkeypatch):
+    """For tasks that draw from the generators of Python, NumPy and torch, in other processes."""
+    monkeypatch.setattr(signal, "signal", lambda *inputs: None)
+    args = small_args(script, "Walk", num_envs=2)
+    drawn = []
+    with torch.random.fork_rng():
+        for index in (1, 2):
+            script.Group(args, -1, index, 1).close()
+            drawn.append((random.random(), np.random.rand(), float(torch.rand(()))))
+    assert all(one != two for one, two in zip(*drawn))
 
 
 def test_groups_of_environments_are_reset_like_others(script):
