@@ -177,7 +177,7 @@ def test_an_episode_goes_on_where_it_stopped(script, tmp_path, monkeypatch, caps
 
 
 def test_a_resumed_run_keeps_its_flags_from_python_too(script, tmp_path, monkeypatch):
-    """Two sets of flags would mix: the agent has those of the run, the loop those that are given."""
+    """Two sets would mix: the agent has the flags of the run, the loop those that are given."""
     args = flags_for(script, tmp_path, 2, env_id="CartPole-v1")
     directory = stopped(script, monkeypatch, args, 1)
     before = contents(directory)
