@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import math
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -34,7 +33,19 @@ import speed
 import truth
 import tune
 import versions
-from common import CATEGORICAL, HERE, LSTM, QUANTILE, RESULTS, Row, Setting, Table
+from common import (
+    CATEGORICAL,
+    HERE,
+    LSTM,
+    QUANTILE,
+    RESULTS,
+    Difference,
+    Row,
+    Setting,
+    Table,
+    half_width,
+    welch,
+)
 from learning import CONTRIB, SB3
 
 PUBLISHED = Table(
@@ -68,50 +79,7 @@ ASTRAY = {"0da0e65"}  # only a part of today's update
 FEWEST = 4  # seeds of a version that is compared with the joint one
 
 
-# --------------------------------------------------------------------------------------- statistics
-def student(freedom: float) -> float:
-    """The quantile at 0.975 of Student's t. With t = sqrt(freedom) tan(a) the density of the angle
-    is proportional to cos(a)^(freedom - 1)."""
-    angles = np.linspace(0, math.pi / 2, 200_001)
-    density = np.cos(angles) ** (freedom - 1)
-    mass = np.concatenate([[0], np.cumsum((density[1:] + density[:-1]) / 2)])
-    return math.sqrt(freedom) * math.tan(np.interp(0.95, mass / mass[-1], angles))
-
-
-def half_width(scores: np.ndarray) -> float:
-    """Half of the interval of a mean over seeds."""
-    return student(len(scores) - 1) * float(scores.std(ddof=1)) / math.sqrt(len(scores))
-
-
-class Difference(NamedTuple):
-    """Of two means, with its interval."""
-
-    mean: float
-    low: float
-    high: float
-
-    def told(self, digits: int = 0) -> str:
-        """In words, with the sign."""
-        return f"{self.mean:+.{digits}f} ({self.low:+.{digits}f} to {self.high:+.{digits}f})"
-
-    @property
-    def verdict(self) -> str:
-        """Of the former of the two in a word."""
-        return "ahead" if self.low > 0 else "behind" if self.high < 0 else "undecided"
-
-
-def welch(after: np.ndarray, before: np.ndarray) -> Difference:
-    """Of the mean of `after` from that of `before`, spreads and numbers of seeds their own."""
-    parts = [scores.var(ddof=1) / len(scores) for scores in (after, before)]
-    mean = float(after.mean() - before.mean())
-    error = sum(parts)
-    if error == 0:
-        return Difference(mean, mean, mean)
-    terms = [part**2 / (len(s) - 1) for part, s in zip(parts, (after, before))]
-    half = student(error**2 / sum(terms)) * math.sqrt(error)
-    return Difference(mean, mean - half, mean + half)
-
-
+# -------------------------------------------------------------------------------------------- words
 def mean_gain(scores: np.ndarray, rival: np.ndarray) -> float:
     """Difference of the means of normalised scores, (seeds, tasks)."""
     return float(scores.mean() - rival.mean())

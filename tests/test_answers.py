@@ -14,6 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks"
 sys.path.append(str(FOLDER))
+common = importlib.import_module("common")
+
 PAGES = ("README.md", "tuning.md", "scaling.md", "ablations.md", "sweeps.md")
 # words with a digit that are no results: the kind of intervals, seeds, episodes of an evaluation,
 # the year of a paper, lines that were drawn, panels of a figure
@@ -80,27 +82,41 @@ def test_the_numbers_of_ablations_are_in_their_table():
 @pytest.mark.parametrize(
     ("freedom", "quantile"), [(1, 12.706), (2, 4.303), (4, 2.776), (19, 2.093), (1e4, 1.960)]
 )
-def test_quantiles_of_student_are_those_of_the_tables(answers, freedom, quantile):
+def test_quantiles_of_student_are_those_of_the_tables(freedom, quantile):
     """Four digits of any printed table."""
-    assert answers.student(freedom) == pytest.approx(quantile, abs=6e-4)
+    assert common.student(freedom) == pytest.approx(quantile, abs=6e-4)
 
 
-def test_welch_worked_by_hand(answers):
+def test_half_of_an_interval_worked_by_hand():
+    """Ten seeds, half of them 1 and half of them 3: the standard error is 1/3, and t with 9 degrees
+    of freedom is 2.262. One seed has no interval; risk.py calls that 0."""
+    seeds = np.array([1.0, 3] * 5)
+    assert common.half_width(seeds) == pytest.approx(2.262 / 3, abs=1e-4)
+    assert np.isnan(common.half_width(np.ones(1)))
+    risk = importlib.import_module("risk")
+    rows = [{"mean": str(seed)} for seed in seeds]
+    assert risk.estimate(rows, "mean") == pytest.approx((2, 2.262 / 3), abs=1e-4)
+    assert risk.estimate(rows[:1], "mean") == (1, 0)
+
+
+def test_welch_worked_by_hand():
     """Means 400 and 480 of two seeds each, spread 2 * 20: the standard error is 28.3, and t with 2
-    degrees of freedom is 4.303: 80 +- 121.7. Without any spread there is no interval."""
-    found = answers.welch(np.array([460.0, 500]), np.array([380.0, 420]))
+    degrees of freedom is 4.303: 80 +- 121.7. Without any spread the interval is a point,
+    and of a single seed there is none."""
+    found = common.welch(np.array([460.0, 500]), np.array([380.0, 420]))
     assert found == pytest.approx((80, -41.7, 201.7), abs=0.1)
     assert found.told(1) == "+80.0 (-41.7 to +201.7)"
-    assert answers.welch(np.ones(3), np.zeros(2)) == (1, 1, 1)
+    assert common.welch(np.ones(3), np.zeros(2)) == (1, 1, 1)
+    assert common.welch(np.ones(3), np.zeros(1)).told() == "+1"
 
 
-def test_welch_is_that_of_scipy(answers):
+def test_welch_is_that_of_scipy():
     """With other numbers of seeds and other spreads."""
     stats = pytest.importorskip("scipy.stats")
     rng = np.random.default_rng(0)
     after, before = rng.normal(3, 1, 5), rng.normal(1, 4, 9)
     test = stats.ttest_ind(after, before, equal_var=False).confidence_interval(0.95)
-    found = answers.welch(after, before)
+    found = common.welch(after, before)
     assert (found.low, found.high) == pytest.approx((test.low, test.high), abs=1e-4)
 
 
@@ -113,7 +129,7 @@ def test_figures_have_few_digits(answers):
 
 def test_where_one_is_better_and_where_nothing_is_decided(answers):
     """Ahead by 1 with an interval above 0, behind by 1 with one that holds 0, and a tie."""
-    made = answers.Difference
+    made = common.Difference
     found = {"a-v1": made(1, 0.5, 1.5), "b-v0": made(-1, -3, 1), "c": made(0, -1, 1)}
     assert answers.standing(found) == "better on one, undecided on two and worse on none"
     assert [one.verdict for one in found.values()] == ["ahead", "undecided", "undecided"]
@@ -192,7 +208,7 @@ def test_age_is_told_from_the_rows(answers, monkeypatch):
 def test_a_gain_is_claimed_where_an_interval_leaves_a_coin_out(answers):
     """By the default critics' probabilities alone."""
     made, cells = answers.critics.Estimate, answers.CONTESTS
-    empty = answers.Difference(0, 0, 0)
+    empty = common.Difference(0, 0, 0)
 
     def verdicts(lows):
         return {
