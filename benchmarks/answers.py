@@ -554,6 +554,7 @@ class Cell(NamedTuple):
     told: str
 
 
+ENOUGH = 3  # repeats of both programs with which a newer version replaces an older one
 CELLS = [
     Cell("recurrent", "ours", "", "recurrent, 8 environments, LSTM 128"),
     Cell("recurrent", "ours-1core", "sb3-1core", "the same, on one core"),
@@ -569,9 +570,26 @@ CELLS = [
 ]
 
 
-def picked() -> dict[str, speed.Programs]:
-    """Rows of each cell's newest version, one torch thread."""
-    return speed.pick(Table(RESULTS / "speed.csv", speed.COLUMNS).rows(), "1")
+def rows_beside(cell: Cell) -> speed.Programs:
+    """Rows of a cell, one torch thread: those of the newest version with ENOUGH repeats of both
+    programs, or else of the one that has most of them."""
+    rows = Table(RESULTS / "speed.csv", speed.COLUMNS).rows()
+    commits = dict.fromkeys(row["commit"] for row in reversed(rows))  # the newest first
+    versions = []
+    for commit in commits:
+        own = [row for row in rows if row["commit"] == commit]
+        versions.append(speed.pick(own, "1")[cell.name])
+    return max(versions, key=lambda found: min(len(pairs_of(cell, found)), ENOUGH))
+
+
+def peer_of(cell: Cell, rows: speed.Programs) -> str:
+    """The program that ours is compared with."""
+    return cell.peer or speed.peer(rows)
+
+
+def pairs_of(cell: Cell, rows: speed.Programs) -> list[float]:
+    """Ratios of the repeats that have both programs."""
+    return speed.pair_ratios(rows, peer_of(cell, rows), cell.mine)
 
 
 class Pace(NamedTuple):
@@ -579,9 +597,9 @@ class Pace(NamedTuple):
 
     ours: float
     peer: float
-    ratio: str  # with the lowest and highest of a repeat
+    ratio: speed.Spread  # with the lowest and highest of a repeat
     threads: tuple[int, int]  # that train, of ours and of the peer
-    repeats: int
+    repeats: int  # that have both
     versions: set[str]
 
     @property
@@ -589,17 +607,26 @@ class Pace(NamedTuple):
         """Whether it was measured before the speed-up."""
         return bool(self.versions & OLDER)
 
+    def told(self, *remarks: str) -> str:
+        """The ratio in words, remarks in its brackets."""
+        ends = f"{self.ratio.low:.1f} to {self.ratio.high:.1f}"
+        return f"{self.ratio.middle:.1f} ({'; '.join([ends, *remarks])})"
+
 
 def pace(cell: Cell) -> Pace:
     """Of one line."""
-    rows = picked()[cell.name]
-    peer = cell.peer or speed.peer(rows)
-    ratio = speed.compare(rows, peer, cell.mine).replace(", ", " to ")
+    rows = rows_beside(cell)
+    peer = peer_of(cell, rows)
     mine = rows[cell.mine]
     two = cell.mine == "ours" and speed.trains_in_two_threads(cell.name, mine)
-    threads = (1 + two, 1 + peer.endswith("-2threads"))
-    commits = {row["commit"] for row in mine}
-    return Pace(speed.middle(mine), speed.middle(rows[peer]), ratio, threads, len(mine), commits)
+    return Pace(
+        speed.middle(mine),
+        speed.middle(rows[peer]),
+        speed.ratio(rows, peer, cell.mine),
+        (1 + two, 1 + peer.endswith("-2threads")),
+        len(pairs_of(cell, rows)),
+        {row["commit"] for row in mine},
+    )
 
 
 def speed_table() -> list[str]:
@@ -612,17 +639,17 @@ def speed_table() -> list[str]:
         speeds = [f"{found.ours:,.0f}", f"{found.peer:,.0f}"]
         threads = ", ".join(map(str, found.threads))
         older = "yes" if found.older else "no"
-        columns = [cell.told, *speeds, found.ratio, threads, found.repeats, older]
+        columns = [cell.told, *speeds, found.told(), threads, found.repeats, older]
         lines.append(common.markdown_row(columns))
     return lines
 
 
 def sizes() -> str:
     """Ratios of the recurrent script's other cells on CartPole."""
-    cells = picked()
-    names = [name for name in speed.GRID if name.startswith("recurrent-") and cells[name]["ours"]]
-    ratios = [speed.ratio(cells[name], speed.peer(cells[name])).middle for name in names]
-    old = sum(pace(Cell(name, "ours", "", "")).older for name in names)
+    names = [name for name in speed.GRID if name.startswith("recurrent-")]
+    found = [pace(Cell(name, "ours", "", "")) for name in names]
+    ratios = [one.ratio.middle for one in found]
+    old = sum(one.older for one in found)
     told = {0: "", len(names): " (older)"}
     aside = told.get(old, f" ({old} of them older)")
     return (
@@ -641,18 +668,17 @@ def slow() -> str:
 
 def speed_notes() -> list[str]:
     """What the table of speed does not say, a line each."""
-    cells = picked()
     waits = {line[1].split(",")[0]: line for line in speed.waiting_lines()}
     ours, theirs = waits[LSTM], waits[CONTRIB]
-    memory = {
-        cell: [speed.middle(cells[cell][program], "peak_mb") for program in ("ours", "sb3")]
-        for cell in speed.GRID
-    }
-    gaps = {cell: mine - peer for cell, (mine, peer) in memory.items()}
+    gaps = {}
+    for name in speed.GRID:
+        rows = rows_beside(Cell(name, "ours", "sb3", ""))
+        mine, peer = (speed.middle(rows[program], "peak_mb") for program in ("ours", "sb3"))
+        gaps[name] = mine - peer
     most = max(gaps, key=gaps.get)
     compiled = [
-        speed.compare(cells[cell], "ours", "compiled").replace(", ", " to ")
-        for cell in ("cheetah-1x2048", "cheetah-8x256", "minatar")
+        pace(Cell(name, "compiled", "ours", "")).told()
+        for name in ("cheetah-1x2048", "cheetah-8x256", "minatar")
     ]
     return [
         f"* **To a solved task.** The median recurrent run has learnt CartPoleNoVel-v1 after "
@@ -670,8 +696,8 @@ def speed_notes() -> list[str]:
 
 def kept_memory() -> list[str]:
     """What keeping freed memory gains with many environments; a line of scaling.md."""
-    cells = picked()["growth-num_envs-256"]
-    speeds = [f"{speed.middle(cells[program]):,.0f}" for program in ("kept", "ours")]
+    rows = rows_beside(Cell("growth-num_envs-256", "kept", "ours", ""))
+    speeds = [f"{speed.middle(rows[program]):,.0f}" for program in ("kept", "ours")]
     return [
         f"* With hundreds of environments glibc gives memory back after every large tensor and "
         f"gets it again. With `MALLOC_MMAP_THRESHOLD_=1000000000 "
@@ -1175,8 +1201,11 @@ def beside_others() -> str:
 
 
 def aged(found: Pace) -> str:
-    """A ratio that says whether it is from before the speed-up."""
-    return found.ratio.replace(")", "; older)") if found.older else found.ratio
+    """A ratio that says whether it is from before the speed-up, and of how few repeats it is."""
+    remarks = ["older"] if found.older else []
+    if found.repeats < ENOUGH:
+        remarks.append(f"{count_of(found.repeats)} repeat{'s' * (found.repeats != 1)}")
+    return found.told(*remarks)
 
 
 def fast() -> str:
@@ -1187,8 +1216,8 @@ def fast() -> str:
     pole, breakout = named["cartpole", "ours", ""], named["minatar", "ours", ""]
     return (
         f"* **How fast are they?** With an LSTM of 128 the recurrent script is {aged(lstm)} times "
-        f"as fast as sb3-contrib on two cores ({lstm.ours:,.0f} steps a second, "
-        f"{count_of(lstm.repeats)} repeats) and {aged(one_core)} times on one. {sizes()} "
+        f"as fast as sb3-contrib on two cores ({lstm.ours:,.0f} steps a second) and "
+        f"{aged(one_core)} times on one. {sizes()} "
         f"The feed-forward script is {aged(pole)} times as fast as SB3's PPO on CartPole-v1 and "
         f"{aged(breakout)} times on MinAtar. Compiled, it is {aged(eight)} times as fast with "
         f"eight HalfCheetahs and {aged(one)} times with one. Older rows are from before the last "

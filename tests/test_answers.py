@@ -141,6 +141,17 @@ def test_where_one_is_better_and_where_nothing_is_decided(answers):
     assert [answers.count_of(n) for n in (0, 8, 11)] == ["none", "eight", "11"]
 
 
+class Made:
+    """Rows in place of a table's."""
+
+    def __init__(self, rows):
+        self.made = rows
+
+    def rows(self):
+        """All of them."""
+        return self.made
+
+
 def archive(answers, monkeypatch, rows):
     """Put rows of versions.csv in place of the committed ones: version, task, seeds, return."""
     made = [
@@ -148,8 +159,7 @@ def archive(answers, monkeypatch, rows):
         for version, task, seeds, value in rows
         for seed in range(seeds)
     ]
-    table = type("Made", (), {"rows": lambda self: made})()
-    monkeypatch.setattr(answers.versions, "TABLE", table)
+    monkeypatch.setattr(answers.versions, "TABLE", Made(made))
 
 
 def test_the_newest_version_with_the_own_flags_is_compared(answers, monkeypatch):
@@ -219,6 +229,48 @@ def test_a_gain_is_claimed_where_an_interval_leaves_a_coin_out(answers):
     assert answers.gain_told(verdicts([0.4, 0.4, 0.6, 0.6, 0.4, 0.4])) == "No gain is shown."
     told = answers.gain_told(verdicts([0.4, 0.6, 0.4, 0.4, 0.4, 0.4]))
     assert told == "A gain is shown on MuJoCo alone."
+
+
+def speeds(*measured):
+    """Rows of speed.csv: commit, program, its speeds in repeats 0, 1 and so on."""
+    return [
+        {
+            "cell": "cartpole",
+            "threads": "1",
+            "commit": commit,
+            "program": program,
+            "repeat": str(repeat),
+            "value": str(value),
+        }
+        for commit, program, *values in measured
+        for repeat, value in enumerate(values)
+    ]
+
+
+def test_repeats_are_those_of_both_programs(answers, monkeypatch):
+    """New rows with one pair, or with two, do not replace three old ones; three do. What no older
+    version has measured is told with its few repeats."""
+    made = []
+    monkeypatch.setattr(answers, "Table", lambda *_: Made(made))
+    old = min(answers.OLDER)
+    before = speeds((old, "ours", 20, 20, 30), (old, "sb3", 10, 10, 10))
+    both, alone = (
+        answers.Cell("cartpole", *programs, "")
+        for programs in (("ours", ""), ("ours-1core", "sb3-1core"))
+    )
+    for peers, ratio, repeats, older in (
+        ((5,), 2, 3, True),
+        ((5, 5), 2, 3, True),
+        ((5, 5, 5), 6, 3, False),
+    ):
+        new = [("new", "ours", 30, 30, 30), ("new", "sb3", *peers)]
+        made[:] = before + speeds(*new, ("new", "ours-1core", 8, 9), ("new", "sb3-1core", 4))
+        found = answers.pace(both)
+        assert (found.ratio.middle, found.repeats, found.older) == (ratio, repeats, older)
+        assert answers.pace(alone).repeats == 1
+        assert answers.aged(answers.pace(alone)) == "2.1 (2.0 to 2.0; one repeat)"
+    made[:] = before
+    assert answers.aged(answers.pace(both)) == "2.0 (2.0 to 3.0; older)"
 
 
 def test_flags_are_alike_whatever_their_order_and_digits(answers):
