@@ -993,7 +993,8 @@ def older_rows() -> dict[str, tuple[int, int]]:
     """Rows of our scripts that are older than the change, and rows, by file."""
     counts = {}
     for name in ("runs", "risk", "calibration", "truth"):
-        rows = [row for row in Table(RESULTS / f"{name}.csv", ()).rows() if row["commit"]]
+        rows = Table(RESULTS / f"{name}.csv", ()).rows()
+        rows = [row for row in rows if row["script"] not in (SB3, CONTRIB)]
         counts[name] = (sum(row["commit"] in OLDER for row in rows), len(rows))
     return counts
 
@@ -1067,29 +1068,17 @@ def current() -> str:
     return f"Not all returns are. {old} of {rows} runs of ours were trained {what}.{told} {effect}"
 
 
-def flags_alike(flags: str) -> dict[str, tuple]:
-    """Flags as values, without those that change no score."""
-    found = {}
-    for part in tune.parts(flags.strip()):
-        name, *values = part.split()
-        found[name] = tuple(float(x) if re.fullmatch(r"[-\d.e]+", x) else x for x in values)
-    return {
-        name: values
-        for name, values in found.items()
-        if name not in ("--compile", "--total-timesteps") and (name, values) != ("--ent-coef", (0,))
-    }
-
-
-def tuned(line: Line) -> np.ndarray:
-    """Evaluations on tuning seeds with the flags of the reported runs."""
-    cell = learning.cell_of(line.script, line.task, "default")
-    wanted = flags_alike(common.spelt_out(line.script, cell.flags))
+def tuned(line: Line, reported: list[Row]) -> np.ndarray:
+    """Evaluations on tuning seeds with the flags of the reported runs, before separate updates;
+    none where these have no flags in common."""
+    wanted = {tune.parts(row["flags"]) for row in reported}
     return np.array(
         [
             float(row["return_mean"])
             for row in tune.TABLE.rows()
             if (row["script"], row["task"]) == (line.script, line.task)
-            and flags_alike(row["flags"]) == wanted
+            and row["commit"] in OLDER
+            and {tune.parts(row["flags"])} == wanted
         ]
     )
 
@@ -1098,9 +1087,9 @@ def optimism() -> str:
     """By how much tuning seeds are better than reported ones, where both are older rows."""
     gaps = {}
     for line in LINES:
-        cell = learning.cell_of(line.script, line.task, "default")
-        found = tuned(line)
-        if len(found) >= 8 and all(row["commit"] in OLDER for row in learning.rows_of(cell)):
+        reported = learning.rows_of(learning.cell_of(line.script, line.task, "default"))
+        found = tuned(line, reported)
+        if len(found) >= 8 and all(row["commit"] in OLDER for row in reported):
             gaps[line.task] = welch(found, scores(line.script, line.task))
     higher = sum(gap.mean > 0 for gap in gaps.values())
     clear = joined(

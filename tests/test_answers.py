@@ -273,11 +273,40 @@ def test_repeats_are_those_of_both_programs(answers, monkeypatch):
     assert answers.aged(answers.pace(both)) == "2.0 (2.0 to 3.0; older)"
 
 
-def test_flags_are_alike_whatever_their_order_and_digits(answers):
-    """3e-4 is 0.0003; compiling and an entropy bonus of 0 change no score here."""
-    one = answers.flags_alike("--gamma 0.9 --learning-rate 3e-4 --compile --ent-coef 0")
-    assert one == answers.flags_alike("--learning-rate 0.0003 --gamma 0.9")
-    assert one != answers.flags_alike("--learning-rate 0.0003 --gamma 0.99")
+def test_tuning_runs_are_those_with_the_flags_of_the_reported_ones(answers, monkeypatch):
+    """Whatever their order and whatever the preset says today; other flags, other tasks and newer
+    versions are left out, as is a task whose reported runs differ in their flags."""
+    old = min(answers.OLDER)
+    line = answers.Line("Hopper-v5", answers.CATEGORICAL)
+    rows = [
+        {"script": line.script, "task": task, "flags": flags, "commit": commit, "return_mean": mean}
+        for task, flags, commit, mean in (
+            ("Hopper-v5", "--b 2 --a 1", old, "5"),
+            ("Hopper-v5", "--a 1", old, "6"),
+            ("Hopper-v5", "--a 1 --b 2", "new", "7"),
+            ("Ant-v5", "--a 1 --b 2", old, "8"),
+        )
+    ]
+    monkeypatch.setattr(answers.tune, "TABLE", Made(rows))
+    reported = [{"flags": "--a 1 --b 2"}, {"flags": "--a 1 --b 2"}]
+    assert answers.tuned(line, reported).tolist() == [5]
+    assert not len(answers.tuned(line, [*reported, {"flags": "--a 1"}]))
+
+
+def test_rows_of_peers_are_not_ours(answers, monkeypatch):
+    """Whether they have a commit or none."""
+    old = min(answers.OLDER)
+    made = [
+        {"script": script, "commit": commit}
+        for script, commit in (
+            (answers.LSTM, old),
+            (answers.QUANTILE, "new"),
+            (answers.SB3, old),
+            (answers.CONTRIB, ""),
+        )
+    ]
+    monkeypatch.setattr(answers, "Table", lambda *_: Made(made))
+    assert answers.older_rows()["truth"] == (1, 2)
 
 
 def test_published_values_are_those_of_the_other_tables(answers):
