@@ -329,6 +329,20 @@ def test_published_values_are_those_of_the_other_tables(answers):
     assert len({(row["task"], row["source"], row["kind"]) for row in rows}) == len(rows)
 
 
+def test_ratios_to_others_are_means_of_tasks(answers):
+    """Ours has 1 and 3 times CleanRL's on one task and exactly CleanRL's on the others, so the
+    ratios of means are 2, 1 and 1. The zoo has four tasks."""
+    found = {
+        task: float(answers.published(task, "CleanRL")["value"]) * np.ones(2)
+        for task in ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5")
+    }
+    found["Hopper-v5"] *= (1, 3)
+    ratios = answers.over("CleanRL", found.get)
+    assert ratios.pooled.value == pytest.approx(4 / 3)
+    assert ratios.each == "1.00 on HalfCheetah-v5, 2.00 on Hopper-v5 and 1.00 on Walker2d-v5"
+    assert answers.over(answers.ZOO, lambda task: np.ones(3)).each.count(" on ") == 4
+
+
 def test_the_best_published_value_has_a_name(answers):
     """Higher is better where returns are negative, too; steps are told where they differ, and what
     took ten million is left out."""
