@@ -862,39 +862,47 @@ def real_errors(variant: str) -> np.ndarray:
     )
 
 
-def disaster(script: str) -> float:
-    """By how much the depth of the worst twentieth is underestimated, percent."""
-    rows = common.by_setting(calibration.TABLE.rows())
-    return 100 * calibration.mean_of(rows[Setting("disaster", script, "recommended")], "cvar05")
+def disasters() -> str:
+    """By how much the depth of the worst twentieth is underestimated, and how many runs tell so."""
+    groups = common.by_setting(calibration.TABLE.rows())
+    atoms, quantiles = (
+        groups[Setting("disaster", script, "recommended")] for script in (CATEGORICAL, LSTM)
+    )
+    depths = [100 * calibration.mean_of(rows, "cvar05") for rows in (atoms, quantiles)]
+    runs = min(len(atoms), len(quantiles))
+    return (
+        f"{depths[0]:.0f} % (atoms) and {depths[1]:.0f} % (quantiles; {count_of(runs)} "
+        f"run{'s' * (runs != 1)} each)"
+    )
+
+
+def coarse() -> list[float]:
+    """How far quantiles of the preset with --kappa 1 are away on the judged processes, percent of
+    the standard deviation beyond what quantiles allow."""
+    return [
+        100 * (float(row["w1"]) - float(row["w1_floor"]))
+        for row in calibration.TABLE.rows()
+        if row["variant"] == "sr_lambda, kappa 1, K 51"
+        and calibration.PROCESSES[row["task"]].judged
+    ]
 
 
 def calibration_notes() -> list[str]:
     """Known distributions, kappa, the picture."""
-    groups = common.by_setting(calibration.TABLE.rows())
-
-    coarse = [
-        100 * float(row["w1"])
-        for setting, rows in groups.items()
-        for row in rows
-        if setting.script == LSTM
-        and setting.task in calibration.PROCESSES
-        and calibration.PROCESSES[setting.task].judged
-        and ", kappa 1, " in setting.variant
-    ]
+    away = coarse()
     passed = sum(map(calibration.reached, chains()))
     inspected = (RESULTS / "inspect.txt").read_text()
     inside = float(re.search(r"between deciles 1 and 9 (\S+),", inspected)[1])
-    atoms, quantiles = (disaster(script) for script in (CATEGORICAL, LSTM))
     return [
         f"* **Known distributions.** Three of five known processes have goals: a Wasserstein "
         f"distance within 3 % of the standard deviation of what atoms or quantiles allow, the "
         f"standard deviation within 5 %, the mean of the worst twentieth within 8 %, the coverage "
         f"of deciles within two points of what is possible. {passed} of {len(chains())} runs with "
-        f"`--preset calibrated` reach all. With `--kappa 1` quantiles are {min(coarse):.0f} to "
-        f"{max(coarse):.0f} % away.",
+        f"`--preset calibrated` reach all. With `--kappa 1` instead the quantiles of "
+        f"{count_of(len(away))} runs are {min(away):.0f} to {max(away):.0f} % away.",
         f"* **The other two have no goal.** One has heavy tails. In the other one an episode in "
-        f"fifty costs 20. There the depth of the worst twentieth is underestimated by {atoms:.0f} "
-        f"% (atoms) and {quantiles:.0f} % (quantiles).",
+        f"fifty costs 20. There the depth of the worst twentieth is underestimated by "
+        f"{disasters()}.",
         f"* **A picture of one run** on Hopper-v5: {100 * inside:.0f} % of the returns lie between "
         f"the first decile and the ninth, where 80 % would be right "
         f"([its numbers](results/inspect.txt)).",
@@ -941,9 +949,11 @@ def preferring(script: str, *variants: str) -> tuple[int, int]:
 
 def arms() -> dict[str, str]:
     """Runs that prefer the bad arm, of how many."""
+    wide = preferring(CATEGORICAL, "two_hot wide")
     from_mean = [
         preferring(LSTM, "distribution", "kappa 1"),
         preferring(CATEGORICAL, "distribution", "two_hot"),
+        wide,
     ]
     default = [preferring(LSTM, "default"), preferring(CATEGORICAL, "default")]
     return {
@@ -951,6 +961,7 @@ def arms() -> dict[str, str]:
         for name, counts in (
             ("default", default),
             ("mean", from_mean),
+            ("wide", [wide]),
             ("peer", [preferring(SB3, "default")]),
         )
     }
@@ -973,8 +984,8 @@ def truth_notes() -> list[str]:
         f"* **A bad arm.** Two arms pay after twenty steps: the good one 0.5, the bad one 1, "
         f"but -150 once in a hundred (mean {truth.BAD:.2f}). {found['default']} runs with the "
         f"defaults prefer the bad one, and the largest probability of it is {highest_bad():.2f}. "
-        f"With V from the distribution {found['mean']} prefer it, and of SB3's PPO "
-        f"{found['peer']}.",
+        f"With V from the distribution {found['mean']} prefer it ({found['wide']} with wide "
+        f"two-hot atoms), and of SB3's PPO {found['peer']}.",
         f"* **Other units.** Rewards or observations of CartPole-v1 were multiplied by 1e-8 to "
         f"1e18. {sum(mean == 500 for mean in units)} of {len(units)} runs of 25,600 steps end at "
         f"500. The others are of one seed, which has {min(units):.0f} in the task's own units, "
@@ -1285,8 +1296,8 @@ def failed() -> list[str]:
         f"PPO on {better} of {count_of(len(games))} games and worse on {worse}.",
         f"* **POPGym.** The mean is below sb3-contrib's on {behind(quiz)}{noise}.",
         f"* **Aversion on the cliff.** With `--cvar-weight 1` {tails_told()} ([risk](#risk)).",
-        f"* **Rare disasters** are underestimated by {disaster(CATEGORICAL):.0f} % (atoms) and "
-        f"{disaster(LSTM):.0f} % (quantiles) in the worst twentieth.",
+        f"* **Rare disasters.** The depth of the worst twentieth is underestimated by "
+        f"{disasters()}.",
         f"* **Atoms on Pendulum-v1** are not calibrated: the best of {len(atoms)} runs is off by "
         f"{atoms.min():.3f}.",
         f"* **Two processes** with 16 CartPoles are {gains()['feed-forward CartPole-v1 16']} times "

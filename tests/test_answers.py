@@ -343,6 +343,47 @@ def test_ratios_to_others_are_means_of_tasks(answers):
     assert answers.over(answers.ZOO, lambda task: np.ones(3)).each.count(" on ") == 4
 
 
+def test_kappa_and_disasters_are_those_of_the_preset(answers, monkeypatch):
+    """Lambda-returns, other numbers of quantiles and processes without a goal do not count, and the
+    floor is taken off: 0.20 - 0.01. The disaster has one run of atoms and two of quantiles."""
+    made = [
+        {"task": task, "script": script, "variant": variant, "w1": w1, "w1_floor": "0.01"}
+        | {"cvar05": cvar}
+        for task, script, variant, w1, cvar in (
+            ("gaussian", answers.LSTM, "sr_lambda, kappa 1, K 51", "0.20", ""),
+            ("gaussian", answers.LSTM, "sr_lambda, kappa 1, K 21", "0.21", ""),
+            ("gaussian", answers.LSTM, "lambda_return, kappa 1, K 51", "0.30", ""),
+            ("heavy_tail", answers.LSTM, "sr_lambda, kappa 1, K 51", "0.40", ""),
+            ("disaster", answers.CATEGORICAL, "recommended", "1", "0.3"),
+            ("disaster", answers.LSTM, "recommended", "1", "0.4"),
+            ("disaster", answers.LSTM, "recommended", "1", "0.6"),
+        )
+    ]
+    monkeypatch.setattr(answers.calibration, "TABLE", Made(made))
+    assert answers.coarse() == pytest.approx([19])
+    assert answers.disasters() == "30 % (atoms) and 50 % (quantiles; one run each)"
+
+
+def test_every_critic_whose_value_is_the_mean_counts_on_the_arms(answers, monkeypatch):
+    """One run each of five: all but wide atoms take the bad arm."""
+    made = [
+        {"task": "bad-arm", "script": script, "variant": variant, "bad": chance}
+        for script, variant, chance in (
+            (answers.LSTM, "default", "0.1"),
+            (answers.CATEGORICAL, "default", "0.1"),
+            (answers.LSTM, "distribution", "0.9"),
+            (answers.LSTM, "kappa 1", "0.9"),
+            (answers.CATEGORICAL, "distribution", "0.9"),
+            (answers.CATEGORICAL, "two_hot", "0.9"),
+            (answers.CATEGORICAL, "two_hot wide", "0.1"),
+            (answers.SB3, "default", "0.9"),
+        )
+    ]
+    monkeypatch.setattr(answers.truth, "TABLE", Made(made))
+    told = {"default": "0 of 2", "mean": "4 of 5", "wide": "0 of 1", "peer": "1 of 1"}
+    assert answers.arms() == told
+
+
 def test_the_best_published_value_has_a_name(answers):
     """Higher is better where returns are negative, too; steps are told where they differ, and what
     took ten million is left out."""
