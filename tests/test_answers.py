@@ -384,6 +384,26 @@ def test_every_critic_whose_value_is_the_mean_counts_on_the_arms(answers, monkey
     assert answers.arms() == told
 
 
+def test_fresh_seeds_are_told_by_their_number(answers, monkeypatch):
+    """Seeds 1 to 5 and those above 10 do not count, wherever they stand among the rows. The single
+    critic has 100 more on each of two fresh seeds, on one robot nothing."""
+
+    def rows_of(cell):
+        more = 100 if cell.script == answers.QUANTILE and cell.task != "Ant-v5" else 0
+        return [
+            {"seed": str(seed), "return_mean": str(value)}
+            for seed, value in ((7, 100 + more), (1, 9999), (6, 102 + more), (11, 9999))
+        ]
+
+    monkeypatch.setattr(answers.learning, "rows_of", rows_of)
+    assert answers.fresh_gap("Hopper-v5").mean == 100
+    assert answers.fresh_gap("Ant-v5").mean == 0
+    assert answers.over_default().value == pytest.approx((3 * 201 / 101 + 1) / 4)
+    told = answers.fresh_told()
+    assert told.startswith("better on three, undecided on one and worse on none of four robots; it")
+    assert told.count("+100 (") == 3
+
+
 def test_the_best_published_value_has_a_name(answers):
     """Higher is better where returns are negative, too; steps are told where they differ, and what
     took ten million is left out."""
