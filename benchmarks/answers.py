@@ -203,6 +203,8 @@ def measured(script: str, task: str, variant: str = "default") -> str:
         own = scores(script, task, variant)
     except StopIteration:  # no such cell
         return "-"
+    if not len(own):
+        return "-"
     size = abs(own).max()
     return f"{figure(own.mean(), size)} ± {figure(half_width(own), size)} ({len(own)})"
 
@@ -226,10 +228,15 @@ def best(task: str, steps: int) -> str:
     return f"{known(top, steps)}, {name_of(top['source'])}{kind}"
 
 
-def fresh_gap(task: str) -> Difference:
-    """By how much the single quantile critic's mean is higher than the default's on fresh seeds."""
+def fresh_pair(task: str) -> tuple[np.ndarray, np.ndarray]:
+    """Final evaluations of the single quantile critic and of the default on fresh seeds."""
     chosen = scores(QUANTILE, task, "quantiles_single", FRESH)
-    return welch(chosen, scores(CATEGORICAL, task, "default", FRESH))
+    return chosen, scores(CATEGORICAL, task, "default", FRESH)
+
+
+def fresh_gap(task: str) -> Difference:
+    """By how much the mean of the former is higher."""
+    return welch(*fresh_pair(task))
 
 
 GROUPS = {  # head of the first column, of the peer's, and tasks
@@ -245,16 +252,16 @@ def task_row(line: Line) -> dict[str, str]:
     task, script, peer, variant = line
     cell = learning.cell_of(script, task, "default")
     name = learning.name_of(cell)
-    steps = int(learning.rows_of(cell)[0]["steps"])
     own = scores(script, task)
+    steps = int(learning.rows_of(cell)[0]["steps"]) if len(own) else 0
     kind = "recurrent PPO" if script == LSTM else "PPO"
     return {
-        "task": f"{name}, {short_steps(steps)}",
+        "task": f"{name}, {short_steps(steps)}" if steps else name,
         "ours": measured(script, task),
-        "worst": figure(own.min(), abs(own).max()),
+        "worst": figure(own.min(), abs(own).max()) if len(own) else "-",
         "single quantile critic": measured(QUANTILE, task, "quantiles_single"),
         f"minus ours, seeds {FRESH[0]} to {FRESH[-1]}": fresh_gap(task).told()
-        if task in FOUR
+        if task in FOUR and all(map(len, fresh_pair(task)))
         else "-",
         "peer": measured(peer, task, variant),
         "zoo": known(published(name, ZOO, kind), steps),
@@ -691,7 +698,8 @@ def speed_notes() -> list[str]:
     return [
         f"* **To a solved task.** The median recurrent run has learnt CartPoleNoVel-v1 after "
         f"{ours[2]} steps and {ours[3]} seconds, sb3-contrib's with the zoo's flags after "
-        f"{theirs[2]} and {theirs[3]}. Two runs or more shared the cores, so a lone run is faster.",
+        f"{theirs[2]} and {theirs[3]}. Seconds contain a share of start-up and evaluation. Two "
+        f"runs or more shared the cores, so a lone run is faster.",
         f"* **`--compile`** makes the feed-forward script {compiled[0]} and {compiled[1]} times as "
         f"fast on HalfCheetah-v5 with one and eight environments. MinAtar's convolutions do not "
         f"gain by it: {compiled[2]}.",
@@ -1165,9 +1173,10 @@ def worth(verdicts: dict[Contest, Verdict]) -> str:
         f"* **Is a distributional critic worth it for the return?** {gain_told(verdicts)} A run "
         f"with the default critic ends above one with a scalar critic with probability "
         f"{robots.at_the_end} on MuJoCo, {recurrent.at_the_end} on recurrent tasks and "
-        f"{games.at_the_end} on MinAtar. Runs below 0.9 of the scalar critic's mean are "
-        f"{low_told(robots)}, {low_told(recurrent)} and {low_told(games)} (a line chosen "
-        f"afterwards: exploratory). The best of the other critics, the single quantile critic, has "
+        f"{games.at_the_end} on MinAtar. Runs with a score below 0.9, where 1 is a scalar critic's "
+        f"mean and 0 mostly a return of 0, are {low_told(robots)}, {low_told(recurrent)} and "
+        f"{low_told(games)} (a line chosen afterwards: exploratory). The best of the other "
+        f"critics, the single quantile critic, has "
         f"{fresh.at_the_end} on fresh seeds of MuJoCo. In all of them V is a separate output, so "
         f"this tests the distribution as an auxiliary loss. "
         f"[Details](#what-the-distribution-buys)"

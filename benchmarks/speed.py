@@ -868,7 +868,8 @@ def report(table: Table) -> None:
         lines += tables(threads, pick(rows, threads))
     lines += [
         "Training to a mean return of 475 (CartPoleNoVel-v1) or 3,000 (HalfCheetah-v5), with the "
-        "flags of the learning report, from its rows: two runs at a time on two cores.",
+        "flags of the learning report, from its rows: two runs at a time on two cores. Seconds are "
+        "those of a run, with start-up and evaluation, times the share of its steps.",
         "",
         *markdown(WAITING_HEAD, waiting_lines()),
     ]

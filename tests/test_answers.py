@@ -404,6 +404,19 @@ def test_fresh_seeds_are_told_by_their_number(answers, monkeypatch):
     assert told.count("+100 (") == 3
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_task_without_rows_has_a_line(answers, monkeypatch):
+    """With what others have published, and nothing of ours or of the peer."""
+    monkeypatch.setattr(answers.learning, "rows_of", lambda cell: [])
+    [line] = [line for line in answers.LINES if line.task == "Hopper-v5"]
+    found = answers.task_row(line)
+    assert found.pop("task") == "Hopper-v5"
+    assert found.pop("zoo") == "2410 at 1M"
+    assert found.pop("CleanRL") == "2383 at 1M"
+    assert found.pop("best published") == "3450 at 1M, XuanCe"
+    assert set(found.values()) == {"-"}
+
+
 def test_the_best_published_value_has_a_name(answers):
     """Higher is better where returns are negative, too; steps are told where they differ, and what
     took ten million is left out."""
