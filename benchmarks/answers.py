@@ -46,14 +46,8 @@ from common import (
     half_width,
     welch,
 )
-from learning import CONTRIB, SB3
+from learning import CONTRIB, PUBLISHED, SB3, ZOO, published
 
-PUBLISHED = Table(
-    RESULTS / "published.csv",
-    ("task", "source", "kind", "steps", "value", "spread", "note"),
-    end="\n",
-)
-ZOO = "rl-baselines3-zoo"
 LINKS = {
     ZOO: "https://github.com/DLR-RM/rl-baselines3-zoo/blob/master/benchmark.md",
     f"{ZOO}, recurrent PPO": "https://huggingface.co/sb3",
@@ -88,8 +82,8 @@ def mean_gain(scores: np.ndarray, rival: np.ndarray) -> float:
 
 def joined(names: Iterable[str]) -> str:
     """One, two and three."""
-    names = list(names)
-    return " and ".join([*[", ".join(names[:-1])][: len(names) > 1], *names[-1:]])
+    *head, last = [*names] or [""]
+    return f"{', '.join(head)} and {last}" if head else last
 
 
 def count_of(number: int) -> str:
@@ -113,18 +107,6 @@ def by_task(script: str, variant: str, seeds: range) -> np.ndarray:
     columns = [scores(script, task, variant, seeds) for task in FOUR]
     fewest = min(map(len, columns))
     return np.array([column[:fewest] for column in columns]).T
-
-
-def published(task: str, source: str, kind: str = "PPO") -> Row | None:
-    """What a project has published of a task, if anything."""
-    return next(
-        (
-            row
-            for row in PUBLISHED.rows()
-            if (row["task"], row["source"], row["kind"]) == (task, source, kind)
-        ),
-        None,
-    )
 
 
 def as_today(version: str, cell: common.Cell) -> bool:
@@ -160,20 +142,25 @@ def figure(value: float, size: float | None = None) -> str:
     return f"{value:.{0 if size >= 1000 else 1 if size > 10 else 2}f}"
 
 
-def short_steps(steps: float) -> str:
-    """100k or 1M."""
-    return f"{steps / 1e6:g}M" if steps >= 1e6 else f"{steps / 1e3:g}k"
-
-
 def name_of(source: str) -> str:
     """A project as the tables call it."""
     return "zoo" if source == ZOO else source
 
 
 # -------------------------------------------------------------------------------------------- tasks
+HIDDEN = "recurrent, velocities hidden"
+GROUPS = {  # of the lines, which head the first column, with the head of the peer's
+    HIDDEN: "sb3-contrib, zoo's flags",
+    "classic control": "SB3, its defaults",
+    "MuJoCo": "SB3, its defaults",
+    "MinAtar": "SB3, our flags",
+}
+
+
 class Line(NamedTuple):
     """One line of the table of tasks."""
 
+    group: str
     task: str  # as learning.py calls it
     script: str
     peer: str = SB3
@@ -182,16 +169,16 @@ class Line(NamedTuple):
 
 LINES = [
     *[
-        Line(task, LSTM, CONTRIB, "zoo")
+        Line(HIDDEN, task, LSTM, CONTRIB, "zoo")
         for task in ("CartPoleNoVel-v1", "PendulumNoVel-v1", "MountainCarContinuousNoVel-v0")
     ],
     *[
-        Line(task, CATEGORICAL)
+        Line("classic control", task, CATEGORICAL)
         for task in ("CartPole-v1", "Pendulum-v1", "Acrobot-v1", "LunarLander-v3")
     ],
-    *[Line(task, CATEGORICAL) for task in (*learning.ROBOTS, "Swimmer-v5")],
+    *[Line("MuJoCo", task, CATEGORICAL) for task in (*learning.ROBOTS, "Swimmer-v5")],
     *[
-        Line(f"envs:MinAtar/{game}-v1", CATEGORICAL, variant="same_flags")
+        Line("MinAtar", f"envs:MinAtar/{game}-v1", CATEGORICAL, variant="same_flags")
         for game in learning.GAMES
     ],
 ]
@@ -213,7 +200,7 @@ def known(row: Row | None, steps: int) -> str:
     """A published value, with its steps where they are others than ours."""
     if row is None:
         return "-"
-    told = "" if int(row["steps"]) == steps else f" at {short_steps(int(row['steps']))}"
+    told = "" if int(row["steps"]) == steps else f" at {common.brief_count(int(row['steps']))}"
     return f"{row['value']}{told}"
 
 
@@ -239,24 +226,15 @@ def fresh_gap(task: str) -> Difference:
     return welch(*fresh_pair(task))
 
 
-GROUPS = {  # head of the first column, of the peer's, and tasks
-    "recurrent, velocities hidden": ("sb3-contrib, zoo's flags", LINES[:3]),
-    "classic control": ("SB3, its defaults", LINES[3:7]),
-    "MuJoCo": ("SB3, its defaults", LINES[7:13]),
-    "MinAtar": ("SB3, our flags", LINES[13:]),
-}
-
-
 def task_row(line: Line) -> dict[str, str]:
     """Ours beside others, by the head of the column."""
-    task, script, peer, variant = line
+    _, task, script, peer, variant = line
     cell = learning.cell_of(script, task, "default")
     name = learning.name_of(cell)
     own = scores(script, task)
     steps = int(learning.rows_of(cell)[0]["steps"]) if len(own) else 0
-    kind = "recurrent PPO" if script == LSTM else "PPO"
     return {
-        "task": f"{name}, {short_steps(steps)}" if steps else name,
+        "task": f"{name}, {common.brief_count(steps)}" if steps else name,
         "ours": measured(script, task),
         "worst": figure(own.min(), abs(own).max()) if len(own) else "-",
         "single quantile critic": measured(QUANTILE, task, "quantiles_single"),
@@ -264,7 +242,7 @@ def task_row(line: Line) -> dict[str, str]:
         if task in FOUR and all(map(len, fresh_pair(task)))
         else "-",
         "peer": measured(peer, task, variant),
-        "zoo": known(published(name, ZOO, kind), steps),
+        "zoo": known(published(name, ZOO), steps),
         "CleanRL": known(published(name, "CleanRL"), steps),
         "best published": best(name, steps),
     }
@@ -274,8 +252,8 @@ def tasks_table() -> list[str]:
     """Ours beside others, a table for each kind of task without the columns that are empty or say
     nothing new: a best value that is the zoo's."""
     lines = []
-    for group, (peer, members) in GROUPS.items():
-        rows = [task_row(line) for line in members]
+    for group, peer in GROUPS.items():
+        rows = [task_row(line) for line in LINES if line.group == group]
         if all(row["best published"].endswith("zoo") for row in rows):
             rows = [row | {"best published": "-"} for row in rows]
         heads = [head for head in rows[0] if any(row[head] != "-" for row in rows)]
@@ -407,17 +385,14 @@ class Contest(NamedTuple):
     told: str
 
 
-CONTESTS = [
-    Contest("recurrent", "32 quantiles", "recurrent tasks, twins of 32 quantiles"),
-    Contest("MuJoCo", "HL-Gauss, twins", "MuJoCo, twins of 51 atoms (the default)"),
-    Contest("MuJoCo", "51 quantiles, single", "MuJoCo, single quantile critic"),
-    Contest("MuJoCo, fresh seeds", "51 quantiles, single", "the same, fresh seeds"),
-    Contest("MinAtar", "HL-Gauss, twins", "MinAtar, twins of 51 atoms (the default)"),
-    Contest("MinAtar", "51 quantiles, twins", "MinAtar, twins of 51 quantiles"),
-]
-
-
-DEFAULTS = (CONTESTS[1], CONTESTS[0], CONTESTS[4])
+RECURRENT = Contest("recurrent", "32 quantiles", "recurrent tasks, twins of 32 quantiles")
+ROBOTS = Contest("MuJoCo", "HL-Gauss, twins", "MuJoCo, twins of 51 atoms (the default)")
+SINGLE = Contest("MuJoCo", "51 quantiles, single", "MuJoCo, single quantile critic")
+AGAIN = Contest("MuJoCo, fresh seeds", "51 quantiles, single", "the same, fresh seeds")
+GAMES = Contest("MinAtar", "HL-Gauss, twins", "MinAtar, twins of 51 atoms (the default)")
+QUANTILES = Contest("MinAtar", "51 quantiles, twins", "MinAtar, twins of 51 quantiles")
+CONTESTS = (RECURRENT, ROBOTS, SINGLE, AGAIN, GAMES, QUANTILES)
+DEFAULTS = (ROBOTS, RECURRENT, GAMES)
 
 
 class Verdict(NamedTuple):
@@ -496,7 +471,7 @@ def mixed(contest: Contest) -> bool:
 
 def critics_notes(verdicts: dict[Contest, Verdict]) -> list[str]:
     """The reference, the verdict, and what speaks against it."""
-    chosen, fresh = (verdicts[contest] for contest in CONTESTS[2:4])
+    chosen, fresh = verdicts[SINGLE], verdicts[AGAIN]
     pendulum = critics.FAMILIES["recurrent"].low["PendulumNoVel-v1"]
     both = joined(contest.told for contest in CONTESTS if mixed(contest))
     caution = f" Runs from before and after separate updates are mixed in: {both}." if both else ""
@@ -1165,7 +1140,7 @@ def low_cheetahs() -> tuple[int, int]:
 def worth(verdicts: dict[Contest, Verdict]) -> str:
     """The bullet about the return."""
     robots, recurrent, games = (verdicts[contest] for contest in DEFAULTS)
-    fresh = verdicts[CONTESTS[3]]
+    fresh = verdicts[AGAIN]
     return (
         f"* **Is a distributional critic worth it for the return?** {gain_told(verdicts)} A run "
         f"with the default critic ends above one with a scalar critic with probability "
@@ -1200,7 +1175,7 @@ def calibrated() -> str:
 
 def beside_others() -> str:
     """The bullet about other projects."""
-    novel = pairs([line.task for line in LINES[:3]], LSTM, CONTRIB, "zoo")
+    novel = pairs([line.task for line in LINES if line.group == HIDDEN], LSTM, CONTRIB, "zoo")
     zoo, cleanrl = over(ZOO, evaluations), over("CleanRL", last_returns)
     told = joined(f"{one.told(1)} on {task}" for task, one in novel.items())
     verdicts = [one.verdict for one in novel.values()]
