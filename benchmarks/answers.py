@@ -670,8 +670,8 @@ def speed_notes() -> list[str]:
     return [
         f"* **To a solved task.** The median recurrent run has learnt CartPoleNoVel-v1 after "
         f"{ours[2]} steps and {ours[3]} seconds, sb3-contrib's with the zoo's flags after "
-        f"{theirs[2]} and {theirs[3]}. Seconds contain start-up and evaluation of two runs or "
-        f"more that shared the cores.",
+        f"{theirs[2]} and {theirs[3]}. Seconds contain start-up and evaluation, and two "
+        f"runs or more shared the cores.",
         f"* **`--compile`** makes the feed-forward script {compiled[0]} and {compiled[1]} times as "
         f"fast on HalfCheetah-v5 with one and eight environments. MinAtar's convolutions do not "
         f"gain by it: {compiled[2]}.",
