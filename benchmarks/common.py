@@ -10,6 +10,7 @@ import gzip
 import importlib
 import importlib.util
 import io
+import math
 import os
 import platform
 import re
@@ -483,6 +484,59 @@ def exchange(path: Path, content: bytes) -> None:
     unfinished = path.with_suffix(".tmp")
     unfinished.write_bytes(content)
     unfinished.replace(path)
+
+
+# --------------------------------------------------------------------------------------- statistics
+@cache
+def student(freedom: float) -> float:
+    """The quantile at 0.975 of Student's t. With t = sqrt(freedom) tan(a) the density of the angle
+    is proportional to cos(a)^(freedom - 1)."""
+    angles = np.linspace(0, math.pi / 2, 200_001)
+    density = np.cos(angles) ** (freedom - 1)
+    mass = np.concatenate([[0], np.cumsum((density[1:] + density[:-1]) / 2)])
+    return math.sqrt(freedom) * math.tan(np.interp(0.95, mass / mass[-1], angles))
+
+
+def half_width(scores: np.ndarray) -> float:
+    """Half of the 95 % interval of a mean over seeds; nan for fewer than two."""
+    seeds = len(scores)
+    if seeds < 2:
+        return math.nan
+    return student(seeds - 1) * float(np.std(scores, ddof=1)) / math.sqrt(seeds)
+
+
+class Difference(NamedTuple):
+    """Of two means, with its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def told(self, digits: int = 0) -> str:
+        """In words, with the sign; the mean alone where there are no bounds."""
+        if math.isnan(self.low):
+            return f"{self.mean:+.{digits}f}"
+        return f"{self.mean:+.{digits}f} ({self.low:+.{digits}f} to {self.high:+.{digits}f})"
+
+    @property
+    def verdict(self) -> str:
+        """Of the former of the two in a word."""
+        return "ahead" if self.low > 0 else "behind" if self.high < 0 else "undecided"
+
+
+def welch(after: np.ndarray, before: np.ndarray) -> Difference:
+    """Of the mean of `after` from that of `before`, spreads and numbers of seeds their own; without
+    bounds where one of both has fewer than two seeds."""
+    mean = float(after.mean() - before.mean())
+    if min(len(after), len(before)) < 2:
+        return Difference(mean, math.nan, math.nan)
+    parts = [scores.var(ddof=1) / len(scores) for scores in (after, before)]
+    error = sum(parts)
+    if error == 0:
+        return Difference(mean, mean, mean)
+    terms = [part**2 / (len(s) - 1) for part, s in zip(parts, (after, before))]
+    half = student(error**2 / sum(terms)) * math.sqrt(error)
+    return Difference(mean, mean - half, mean + half)
 
 
 # ------------------------------------------------------------------------------------------ reports

@@ -29,7 +29,19 @@ from typing import Any, NamedTuple
 import common
 import gymnasium as gym
 import numpy as np
-from common import CATEGORICAL, LSTM, QUANTILE, RESULTS, Archive, Bin, Cell, Point, Row, Run
+from common import (
+    CATEGORICAL,
+    LSTM,
+    QUANTILE,
+    RESULTS,
+    Archive,
+    Bin,
+    Cell,
+    Point,
+    Row,
+    Run,
+    Table,
+)
 
 SB3 = "stable_baselines3_ppo"
 CONTRIB = "sb3_contrib_recurrent_ppo"
@@ -48,7 +60,7 @@ NET = {
     "net_arch": {"pi": [64], "vf": [64]},
     "activation_fn": "ReLU",
 }
-ZOO = {
+ZOO_FLAGS = {
     "CartPoleNoVel-v1": {
         "n_envs": 8,
         "n_steps": 32,
@@ -101,34 +113,14 @@ THRESHOLDS = {
     "Hopper-v5": 2000,
     "Walker2d-v5": 2000,
 }
-
-
-class Published(NamedTuple):
-    """Scores of others' PPO and the steps they took; nan where there is none."""
-
-    zoo: float = math.nan  # final evaluation, flags tuned for the task, one run
-    zoo_steps: str = ""
-    cleanrl: float = math.nan  # training return, three seeds
-    cleanrl_steps: str = ""
-
-
-# zoo: DLR-RM/rl-baselines3-zoo, benchmark.md at 0088472 (LunarLander-v2, MuJoCo v3); without
-# velocities huggingface.co/sb3/ppo_lstm-TASK. CleanRL: docs.cleanrl.dev/rl-algorithms/ppo (v4)
-PUBLISHED = {
-    "CartPoleNoVel-v1": Published(500.0, "100k"),
-    "PendulumNoVel-v1": Published(-217.9, "100k"),
-    "MountainCarContinuousNoVel-v0": Published(91.5, "300k"),
-    "CartPole-v1": Published(500.0, "100k", 490, "500k"),
-    "Pendulum-v1": Published(-172.2, "100k"),
-    "Acrobot-v1": Published(-73.5, "1M", -86, "500k"),
-    "LunarLander-v3": Published(242.1, "1M"),
-    "HalfCheetah-v5": Published(5819, "1M", 1443, "1M"),
-    "Hopper-v5": Published(2410, "1M", 2383, "1M"),
-    "Walker2d-v5": Published(3479, "1M", 2288, "1M"),
-    "Ant-v5": Published(1327, "1M"),
-    "Humanoid-v5": Published(cleanrl=716, cleanrl_steps="1M"),
-    "Swimmer-v5": Published(281.6, "1M"),
-}
+# what others have published, with how it was measured; zoo: DLR-RM/rl-baselines3-zoo, benchmark.md
+# at 0088472, without velocities huggingface.co/sb3/ppo_lstm-TASK
+PUBLISHED = Table(
+    RESULTS / "published.csv",
+    ("task", "source", "kind", "steps", "value", "spread", "note"),
+    end="\n",
+)
+ZOO = "rl-baselines3-zoo"
 LONG = "--total-timesteps 500000"
 MILLION = "--total-timesteps 1000000"
 MEMORY = "--preset memory"  # evaluates samples: of some popgym tasks the policy's mode is no good
@@ -324,7 +316,7 @@ def zoo_options(task: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arguments of RecurrentPPO and of its networks, from the zoo's text."""
     import torch
 
-    options = dict(ZOO[task])
+    options = dict(ZOO_FLAGS[task])
     for name in ("learning_rate", "clip_range"):
         if isinstance(options[name], str):  # "lin_x": x falls linearly to 0
             start = float(options[name].removeprefix("lin_"))
@@ -505,6 +497,18 @@ def cell_of(script: str, task: str, variant: str) -> Cell:
     return next(cell for cell in GRID if cell.setting == wanted)
 
 
+def published(task: str, source: str) -> Row | None:
+    """What a project has published of its PPO on a task, if anything."""
+    return next(
+        (
+            row
+            for row in PUBLISHED.rows()
+            if (row["task"], row["source"]) == (task, source) and row["kind"] != "TRPO"
+        ),
+        None,
+    )
+
+
 def iqm(scores: np.ndarray) -> float:
     """Interquartile mean: of what is left without the lowest and the highest quarter."""
     cut = len(scores) // 4
@@ -517,11 +521,11 @@ def interval(scores: np.ndarray) -> np.ndarray:
     return np.percentile([iqm(draw) for draw in draws], [2.5, 97.5])
 
 
-def first_step(points: np.ndarray, threshold: float | None) -> float:
+def first_step(points: np.ndarray, threshold: float) -> float:
     """Step at which the mean of the last 20 training episodes, (step, return), reaches the
     threshold; infinite where it never does."""
     steps, returns = points.T
-    if threshold is None or len(returns) < 20:
+    if len(returns) < 20:
         return np.inf
     good = np.convolve(returns, np.ones(20) / 20, "valid") >= threshold
     return steps[19 + good.argmax()] if good.any() else np.inf
@@ -628,16 +632,19 @@ def beside_published() -> list[str]:
     names = "task | evaluation | zoo | its steps | last training returns | CleanRL | its steps"
     lines = ["Beside what others have published of their PPO:", "", *common.markdown_head(names)]
     for cell in GRID:
-        known = PUBLISHED.get(cell.task)
-        if known is None or cell.variant != "default" or not cell.script.startswith("dist"):
+        theirs = [published(cell.task, source) for source in (ZOO, "CleanRL")]
+        if not any(theirs) or cell.variant != "default" or not cell.script.startswith("dist"):
             continue
         mine = (np.mean(scores_of(cell)), np.mean(last_returns_of(cell)))
-        theirs = ((known.zoo, known.zoo_steps), (known.cleanrl, known.cleanrl_steps))
         cells = [cell.task]
-        for own, (score, steps) in zip(mine, theirs):
+        for own, row in zip(mine, theirs):
+            if row is None:
+                cells += ["-"] * 3
+                continue
+            score = float(row["value"])
             digits = 0 if abs(score) >= 1000 else 1
-            none = math.isnan(score)
-            cells += ["-"] * 3 if none else [f"{own:.{digits}f}", f"{score:.{digits}f}", steps]
+            steps = common.brief_count(int(row["steps"]))
+            cells += [f"{own:.{digits}f}", f"{score:.{digits}f}", steps]
         lines.append(common.markdown_row(cells))
     return lines
 
@@ -649,10 +656,9 @@ def over_published(scores: dict[str, list[float]]) -> str:
     over_cleanrl = []
     over_zoo = {}
     for task, own in scores.items():
-        known = PUBLISHED[task]
-        over_zoo[task] = np.mean(own) / known.zoo
-        if not math.isnan(known.cleanrl):
-            over_cleanrl += [score / known.cleanrl for score in own[:fewest]]
+        over_zoo[task] = np.mean(own) / float(published(task, ZOO)["value"])
+        if cleanrl := published(task, "CleanRL"):
+            over_cleanrl += [score / float(cleanrl["value"]) for score in own[:fewest]]
     told = ", ".join(f"{task} {ratio:.2f}" for task, ratio in over_zoo.items())
     return (
         f"IQM of score over CleanRL's on the three of these tasks that it reports "
@@ -669,9 +675,9 @@ def mujoco(title: str, script: str, variant: str) -> str:
     fewest = min(map(len, scores.values()))
     like_for_like = []  # training returns, as CleanRL reports
     for task, cell in cells.items():
-        cleanrl = PUBLISHED[task].cleanrl
-        if not math.isnan(cleanrl):
-            like_for_like += [last / cleanrl for last in last_returns_of(cell)[:fewest]]
+        if cleanrl := published(task, "CleanRL"):
+            ratios = np.array(last_returns_of(cell)[:fewest]) / float(cleanrl["value"])
+            like_for_like += ratios.tolist()
     return (
         f"{title}: {over_published(scores)}; IQM of the last training returns, "
         f"which CleanRL reports, over CleanRL's {iqm(np.array(like_for_like)):.2f}."

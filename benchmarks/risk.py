@@ -236,13 +236,10 @@ class Estimate(NamedTuple):
 
 
 def estimate(rows: list[Row], column: str) -> Estimate:
-    """Mean over seeds and half its 95 % interval (Student's t)."""
-    values = [float(row[column]) for row in rows]
-    if len(values) == 1:
-        return Estimate(values[0], 0.0)
-    t = (12.71, 4.30, 3.18, 2.78)[min(len(values), 5) - 2]
-    half = t * np.std(values, ddof=1) / len(values) ** 0.5
-    return Estimate(float(np.mean(values)), float(half))
+    """Mean over seeds and half its 95 % interval (Student's t); 0 of a single seed."""
+    values = np.array([float(row[column]) for row in rows])
+    half = common.half_width(values) if len(values) > 1 else 0.0
+    return Estimate(float(values.mean()), half)
 
 
 def ordered(groups: dict[Setting, list[Row]]) -> list[Setting]:

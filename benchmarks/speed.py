@@ -618,11 +618,16 @@ def speeds(rows: list[Row]) -> Spread:
     return Spread(median(values), min(values), max(values))
 
 
-def ratio(rows: Programs, program: str, mine: str = "ours") -> Spread:
-    """Return the ratio of the median speeds, and the lowest and highest ratio of a repeat."""
+def pair_ratios(rows: Programs, program: str, mine: str = "ours") -> list[float]:
+    """Return the ratio of each repeat in which both programs were measured."""
     peers = {row["repeat"]: float(row["value"]) for row in rows[program]}
     pairs = [row for row in rows[mine] if row["repeat"] in peers]
-    ratios = [float(row["value"]) / peers[row["repeat"]] for row in pairs] or [math.nan]
+    return [float(row["value"]) / peers[row["repeat"]] for row in pairs]
+
+
+def ratio(rows: Programs, program: str, mine: str = "ours") -> Spread:
+    """Return the ratio of the median speeds, and the lowest and highest ratio of a repeat."""
+    ratios = pair_ratios(rows, program, mine) or [math.nan]
     return Spread(middle(rows[mine]) / middle(rows[program]), min(ratios), max(ratios))
 
 
@@ -679,7 +684,7 @@ def grid_line(cell: str, rows: Programs) -> list:
         f"{1e3 * work.samples / speed:.3g}",
         both("steps_per_reset"),
         both("peak_mb"),
-        len(rows["ours"]),
+        len(pair_ratios(rows, peer(rows))),
         commits(rows["ours"]),
     ]
 
@@ -697,7 +702,7 @@ def compiled_line(cell: str, rows: Programs) -> list:
         f"{middle(compiled, 'parts', 'first') - usual:.0f}",
         f"{middle(compiled, 'short_s') - usual:.0f}",
         f"{middle(compiled, 'peak_mb'):.0f}",
-        len(compiled),
+        len(pair_ratios(rows, peer(rows), "compiled")),
         commits(compiled),
     ]
 
@@ -711,7 +716,7 @@ def one_core_line(cell: str, rows: Programs) -> list:
         compare(rows, "sb3-1core", "ours-1core"),
         compare(rows, "ours-1core"),
         compare(rows, "sb3-1core", peer(rows)),
-        len(rows["ours-1core"]),
+        len(pair_ratios(rows, "sb3-1core", "ours-1core")),
         commits(rows["ours-1core"]),
     ]
 
@@ -747,7 +752,8 @@ def cleanrl_line(cell: str, rows: Programs) -> list:
     """Speeds and their ratio."""
     speeds = [f"{middle(rows[program]):,.0f}" for program in ("ours", "cleanrl")]
     ratio = compare(rows, "cleanrl")
-    return [cell, *speeds, ratio, len(rows["ours"]), commits(rows["ours"])]
+    repeats = len(pair_ratios(rows, "cleanrl"))
+    return [cell, *speeds, ratio, repeats, commits(rows["ours"])]
 
 
 class Size(NamedTuple):
@@ -862,7 +868,8 @@ def report(table: Table) -> None:
         lines += tables(threads, pick(rows, threads))
     lines += [
         "Training to a mean return of 475 (CartPoleNoVel-v1) or 3,000 (HalfCheetah-v5), with the "
-        "flags of the learning report, from its rows: two runs at a time on two cores.",
+        "flags of the learning report, from its rows: two runs at a time on two cores. Seconds are "
+        "those of a run, with start-up and evaluation, times the share of its steps.",
         "",
         *markdown(WAITING_HEAD, waiting_lines()),
     ]

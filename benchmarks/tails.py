@@ -27,7 +27,7 @@ from typing import Any
 
 import common
 import numpy as np
-from common import CATEGORICAL, RESULTS, Cell, Row, Run, Table
+from common import CATEGORICAL, RESULTS, Cell, Row, Run, Table, half_width, welch
 from envs import PENALTIES, RISKY
 
 EPISODES = 200
@@ -105,25 +105,6 @@ def values(rows: list[Row], task: str, variant: str, column: str) -> np.ndarray:
     return np.array([float(row[column]) for row in found])
 
 
-def half(x: np.ndarray) -> float:
-    """Half of the 95 % interval of the mean (Student's t). One value has none."""
-    from scipy import stats
-
-    if len(x) < 2:
-        return np.nan
-    return float(stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / len(x) ** 0.5)
-
-
-def difference(before: np.ndarray, after: np.ndarray) -> str:
-    """The difference of two means with its 95 % interval (Welch)."""
-    from scipy import stats
-
-    if min(len(before), len(after)) < 2:
-        return f"{after.mean() - before.mean():+.0f}"
-    found = stats.ttest_ind(after, before, equal_var=False).confidence_interval(0.95)
-    return f"{after.mean() - before.mean():+.0f} ({found.low:+.0f} to {found.high:+.0f})"
-
-
 def lines_of(rows: list[Row]) -> list[str]:
     """One line for each task and variant."""
     lines = common.markdown_head(
@@ -139,13 +120,13 @@ def lines_of(rows: list[Row]) -> list[str]:
             told = [task, variant, len(mean)]
             for column in ("mean", "cvar_10", "cvar_5"):
                 x = values(rows, task, variant, column)
-                told.append(f"{x.mean():.0f} +- {half(x):.0f}")
+                told.append(f"{x.mean():.0f} +- {half_width(x):.0f}")
             told.append(f"{values(rows, task, variant, 'risky_share').mean():.1%}")
             if variant == "neutral" or not len(neutral):
                 told += ["", ""]
             else:
-                tails = [values(rows, task, name, "cvar_10") for name in ("neutral", variant)]
-                told += [f"{mean.mean() / neutral.mean() - 1:+.0%}", difference(*tails)]
+                tails = [values(rows, task, name, "cvar_10") for name in (variant, "neutral")]
+                told += [f"{mean.mean() / neutral.mean() - 1:+.0%}", welch(*tails).told()]
             lines.append(common.markdown_row(told))
     return lines
 
@@ -176,7 +157,7 @@ def draw(rows: list[Row]) -> None:
             if not len(x):
                 continue
             middles[variant] = (x.mean(), y.mean())
-            bars = {"xerr": half(x), "yerr": half(y), "fmt": "o", "capsize": 3}
+            bars = {"xerr": half_width(x), "yerr": half_width(y), "fmt": "o", "capsize": 3}
             axis.errorbar(x.mean(), y.mean(), color=f"C{number}", label=variant, **bars)
         for variant in middles.keys() - {"neutral"}:
             if "neutral" in middles:
@@ -196,7 +177,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="*", type=int, default=[], help="seeds to run")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     args = parser.parse_args()
-    common.require("scipy", "matplotlib")
+    common.require("matplotlib")
     if not args.report:
         runs = common.runs_of(cells(args.tune), args.only, args.seeds)
         TABLE.record(run_one, TABLE.without_row(runs), args.processes)

@@ -163,14 +163,6 @@ def seeds_of(version: str, task: str) -> set[str]:
     return {row["seed"] for row in rows if (row["version"], row["task"]) == (version, task)}
 
 
-def interval(before: np.ndarray, after: np.ndarray) -> tuple[float, float]:
-    """95 % interval of the difference of the means, by Welch's t."""
-    from scipy import stats
-
-    found = stats.ttest_ind(after, before, equal_var=False).confidence_interval(0.95)
-    return float(found.low), float(found.high)
-
-
 def report(first: str, second: str, words: Iterable[str]) -> list[str]:
     """One line a task: the seeds that both versions have, alone."""
     lines = common.markdown_head(f"task | seeds | {first} | {second} | difference | 95 % | lost")
@@ -180,7 +172,7 @@ def report(first: str, second: str, words: Iterable[str]) -> list[str]:
             continue
         before = evaluations(first, cell.task, seeds)
         after = evaluations(second, cell.task, seeds)
-        low, high = interval(before, after)
+        found = common.welch(after, before)
         bound = LOST.get(cell.task, -np.inf)
         lines.append(
             common.markdown_row(
@@ -189,8 +181,8 @@ def report(first: str, second: str, words: Iterable[str]) -> list[str]:
                     len(seeds),
                     f"{before.mean():.1f}",
                     f"{after.mean():.1f}",
-                    f"{after.mean() - before.mean():+.1f}",
-                    f"{low:+.1f} to {high:+.1f}",
+                    f"{found.mean:+.1f}",
+                    f"{found.low:+.1f} to {found.high:+.1f}",
                     f"{sum(before < bound)}, {sum(after < bound)}",
                 ]
             )
@@ -209,7 +201,6 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="only tell what the rows say")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     args = parser.parse_args()
-    common.require("scipy")
     versions = [short(version) for version in args.versions]
     if args.variant:
         versions[-1] += f" {args.variant}"

@@ -14,6 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks"
 sys.path.append(str(FOLDER))
+common = importlib.import_module("common")
+
 PAGES = ("README.md", "tuning.md", "scaling.md", "ablations.md", "sweeps.md")
 # words with a digit that are no results: the kind of intervals, seeds, episodes of an evaluation,
 # the year of a paper, lines that were drawn, panels of a figure
@@ -80,27 +82,41 @@ def test_the_numbers_of_ablations_are_in_their_table():
 @pytest.mark.parametrize(
     ("freedom", "quantile"), [(1, 12.706), (2, 4.303), (4, 2.776), (19, 2.093), (1e4, 1.960)]
 )
-def test_quantiles_of_student_are_those_of_the_tables(answers, freedom, quantile):
+def test_quantiles_of_student_are_those_of_the_tables(freedom, quantile):
     """Four digits of any printed table."""
-    assert answers.student(freedom) == pytest.approx(quantile, abs=6e-4)
+    assert common.student(freedom) == pytest.approx(quantile, abs=6e-4)
 
 
-def test_welch_worked_by_hand(answers):
+def test_half_of_an_interval_worked_by_hand():
+    """Ten seeds, half of them 1 and half of them 3: the standard error is 1/3, and t with 9 degrees
+    of freedom is 2.262. One seed has no interval; risk.py calls that 0."""
+    seeds = np.array([1.0, 3] * 5)
+    assert common.half_width(seeds) == pytest.approx(2.262 / 3, abs=1e-4)
+    assert np.isnan(common.half_width(np.ones(1)))
+    risk = importlib.import_module("risk")
+    rows = [{"mean": str(seed)} for seed in seeds]
+    assert risk.estimate(rows, "mean") == pytest.approx((2, 2.262 / 3), abs=1e-4)
+    assert risk.estimate(rows[:1], "mean") == (1, 0)
+
+
+def test_welch_worked_by_hand():
     """Means 400 and 480 of two seeds each, spread 2 * 20: the standard error is 28.3, and t with 2
-    degrees of freedom is 4.303: 80 +- 121.7. Without any spread there is no interval."""
-    found = answers.welch(np.array([460.0, 500]), np.array([380.0, 420]))
+    degrees of freedom is 4.303: 80 +- 121.7. Without any spread the interval is a point,
+    and of a single seed there is none."""
+    found = common.welch(np.array([460.0, 500]), np.array([380.0, 420]))
     assert found == pytest.approx((80, -41.7, 201.7), abs=0.1)
     assert found.told(1) == "+80.0 (-41.7 to +201.7)"
-    assert answers.welch(np.ones(3), np.zeros(2)) == (1, 1, 1)
+    assert common.welch(np.ones(3), np.zeros(2)) == (1, 1, 1)
+    assert common.welch(np.ones(3), np.zeros(1)).told() == "+1"
 
 
-def test_welch_is_that_of_scipy(answers):
+def test_welch_is_that_of_scipy():
     """With other numbers of seeds and other spreads."""
     stats = pytest.importorskip("scipy.stats")
     rng = np.random.default_rng(0)
     after, before = rng.normal(3, 1, 5), rng.normal(1, 4, 9)
     test = stats.ttest_ind(after, before, equal_var=False).confidence_interval(0.95)
-    found = answers.welch(after, before)
+    found = common.welch(after, before)
     assert (found.low, found.high) == pytest.approx((test.low, test.high), abs=1e-4)
 
 
@@ -108,12 +124,11 @@ def test_figures_have_few_digits(answers):
     """As many as a return of that size can bear."""
     assert [answers.figure(x) for x in (4642.7, -193.52, 6.088)] == ["4643", "-193.5", "6.09"]
     assert answers.figure(3.14159, 5000) == "3"
-    assert [answers.short_steps(x) for x in (50_000, 1_000_000)] == ["50k", "1M"]
 
 
 def test_where_one_is_better_and_where_nothing_is_decided(answers):
     """Ahead by 1 with an interval above 0, behind by 1 with one that holds 0, and a tie."""
-    made = answers.Difference
+    made = common.Difference
     found = {"a-v1": made(1, 0.5, 1.5), "b-v0": made(-1, -3, 1), "c": made(0, -1, 1)}
     assert answers.standing(found) == "better on one, undecided on two and worse on none"
     assert [one.verdict for one in found.values()] == ["ahead", "undecided", "undecided"]
@@ -125,6 +140,17 @@ def test_where_one_is_better_and_where_nothing_is_decided(answers):
     assert [answers.count_of(n) for n in (0, 8, 11)] == ["none", "eight", "11"]
 
 
+class Made:
+    """Rows in place of a table's."""
+
+    def __init__(self, rows):
+        self.made = rows
+
+    def rows(self):
+        """All of them."""
+        return self.made
+
+
 def archive(answers, monkeypatch, rows):
     """Put rows of versions.csv in place of the committed ones: version, task, seeds, return."""
     made = [
@@ -132,8 +158,7 @@ def archive(answers, monkeypatch, rows):
         for version, task, seeds, value in rows
         for seed in range(seeds)
     ]
-    table = type("Made", (), {"rows": lambda self: made})()
-    monkeypatch.setattr(answers.versions, "TABLE", table)
+    monkeypatch.setattr(answers.versions, "TABLE", Made(made))
 
 
 def test_the_newest_version_with_the_own_flags_is_compared(answers, monkeypatch):
@@ -192,7 +217,7 @@ def test_age_is_told_from_the_rows(answers, monkeypatch):
 def test_a_gain_is_claimed_where_an_interval_leaves_a_coin_out(answers):
     """By the default critics' probabilities alone."""
     made, cells = answers.critics.Estimate, answers.CONTESTS
-    empty = answers.Difference(0, 0, 0)
+    empty = common.Difference(0, 0, 0)
 
     def verdicts(lows):
         return {
@@ -205,31 +230,184 @@ def test_a_gain_is_claimed_where_an_interval_leaves_a_coin_out(answers):
     assert told == "A gain is shown on MuJoCo alone."
 
 
-def test_flags_are_alike_whatever_their_order_and_digits(answers):
-    """3e-4 is 0.0003; compiling and an entropy bonus of 0 change no score here."""
-    one = answers.flags_alike("--gamma 0.9 --learning-rate 3e-4 --compile --ent-coef 0")
-    assert one == answers.flags_alike("--learning-rate 0.0003 --gamma 0.9")
-    assert one != answers.flags_alike("--learning-rate 0.0003 --gamma 0.99")
+def speeds(*measured):
+    """Rows of speed.csv: commit, program, its speeds in repeats 0, 1 and so on."""
+    return [
+        {
+            "cell": "cartpole",
+            "threads": "1",
+            "commit": commit,
+            "program": program,
+            "repeat": str(repeat),
+            "value": str(value),
+        }
+        for commit, program, *values in measured
+        for repeat, value in enumerate(values)
+    ]
 
 
-def test_published_values_are_those_of_the_other_tables(answers):
-    """learning.py compares with the zoo and CleanRL by the same numbers, and nothing else is known
-    of them."""
-    learning = importlib.import_module("learning")
-    for task, known in learning.PUBLISHED.items():
-        zoo = answers.published(task, answers.ZOO)
-        zoo = zoo or answers.published(task, answers.ZOO, "recurrent PPO")
-        for row, value, steps in (
-            (zoo, known.zoo, known.zoo_steps),
-            (answers.published(task, "CleanRL"), known.cleanrl, known.cleanrl_steps),
-        ):
-            if row is None:
-                assert np.isnan(value)
-            else:
-                assert float(row["value"]) == value
-                assert answers.short_steps(int(row["steps"])) == steps
+def test_repeats_are_those_of_both_programs(answers, monkeypatch):
+    """New rows with one pair, or with two, do not replace three old ones; three do. What no older
+    version has measured is told with its few repeats."""
+    made = []
+    monkeypatch.setattr(answers, "Table", lambda *_: Made(made))
+    old = min(answers.OLDER)
+    before = speeds((old, "ours", 20, 20, 30), (old, "sb3", 10, 10, 10))
+    both, alone = (
+        answers.Cell("cartpole", *programs, "")
+        for programs in (("ours", ""), ("ours-1core", "sb3-1core"))
+    )
+    for peers, ratio, repeats, older in (
+        ((5,), 2, 3, True),
+        ((5, 5), 2, 3, True),
+        ((5, 5, 5), 6, 3, False),
+    ):
+        new = [("new", "ours", 30, 30, 30), ("new", "sb3", *peers)]
+        made[:] = before + speeds(*new, ("new", "ours-1core", 8, 9), ("new", "sb3-1core", 4))
+        found = answers.pace(both)
+        assert (found.ratio.middle, found.repeats, found.older) == (ratio, repeats, older)
+        assert answers.pace(alone).repeats == 1
+        assert answers.aged(answers.pace(alone)) == "2.1 (2.0 to 2.0; one repeat)"
+    made[:] = before
+    assert answers.aged(answers.pace(both)) == "2.0 (2.0 to 3.0; older)"
+
+
+def test_tuning_runs_are_those_with_the_flags_of_the_reported_ones(answers, monkeypatch):
+    """Whatever their order and whatever the preset says today; other flags, other tasks and newer
+    versions are left out, as is a task whose reported runs differ in their flags."""
+    old = min(answers.OLDER)
+    line = answers.Line("MuJoCo", "Hopper-v5", answers.CATEGORICAL)
+    rows = [
+        {"script": line.script, "task": task, "flags": flags, "commit": commit, "return_mean": mean}
+        for task, flags, commit, mean in (
+            ("Hopper-v5", "--b 2 --a 1", old, "5"),
+            ("Hopper-v5", "--a 1", old, "6"),
+            ("Hopper-v5", "--a 1 --b 2", "new", "7"),
+            ("Ant-v5", "--a 1 --b 2", old, "8"),
+        )
+    ]
+    monkeypatch.setattr(answers.tune, "TABLE", Made(rows))
+    reported = [{"flags": "--a 1 --b 2"}, {"flags": "--a 1 --b 2"}]
+    assert answers.tuned(line, reported).tolist() == [5]
+    assert not len(answers.tuned(line, [*reported, {"flags": "--a 1"}]))
+
+
+def test_rows_of_peers_are_not_ours(answers, monkeypatch):
+    """Whether they have a commit or none."""
+    old = min(answers.OLDER)
+    made = [
+        {"script": script, "commit": commit}
+        for script, commit in (
+            (answers.LSTM, old),
+            (answers.QUANTILE, "new"),
+            (answers.SB3, old),
+            (answers.CONTRIB, ""),
+        )
+    ]
+    monkeypatch.setattr(answers, "Table", lambda *_: Made(made))
+    assert answers.older_rows()["truth"] == (1, 2)
+
+
+def test_published_values_are_told_once(answers):
+    """A project has one of a method and a task, and none of both kinds of PPO."""
     rows = answers.PUBLISHED.rows()
     assert len({(row["task"], row["source"], row["kind"]) for row in rows}) == len(rows)
+    own = [(row["task"], row["source"]) for row in rows if row["kind"] != "TRPO"]
+    assert len(set(own)) == len(own)
+    assert answers.published("PendulumNoVel-v1", answers.ZOO)["value"] == "-217.9"
+    assert answers.published("Ant-v5", "CleanRL") is None
+    assert answers.published("Ant-v5", "sb3-contrib") is None
+    tune = importlib.import_module("tune")
+    best = {"Hopper-v5": 3450, "Walker2d-v5": 4502, "Ant-v5": 3554, "HalfCheetah-v5": 4628}
+    assert best == tune.BEST
+
+
+def test_ratios_to_others_are_means_of_tasks(answers):
+    """Ours has 1 and 3 times CleanRL's on one task and exactly CleanRL's on the others, so the
+    ratios of means are 2, 1 and 1. The zoo has four tasks."""
+    found = {
+        task: float(answers.published(task, "CleanRL")["value"]) * np.ones(2)
+        for task in ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5")
+    }
+    found["Hopper-v5"] *= (1, 3)
+    ratios = answers.over("CleanRL", found.get)
+    assert ratios.pooled.value == pytest.approx(4 / 3)
+    assert ratios.each == "1.00 on HalfCheetah-v5, 2.00 on Hopper-v5 and 1.00 on Walker2d-v5"
+    assert answers.over(answers.ZOO, lambda task: np.ones(3)).each.count(" on ") == 4
+
+
+def test_kappa_and_disasters_are_those_of_the_preset(answers, monkeypatch):
+    """Lambda-returns, other numbers of quantiles and processes without a goal do not count, and the
+    floor is taken off: 0.20 - 0.01. The disaster has one run of atoms and two of quantiles."""
+    made = [
+        {"task": task, "script": script, "variant": variant, "w1": w1, "w1_floor": "0.01"}
+        | {"cvar05": cvar}
+        for task, script, variant, w1, cvar in (
+            ("gaussian", answers.LSTM, "sr_lambda, kappa 1, K 51", "0.20", ""),
+            ("gaussian", answers.LSTM, "sr_lambda, kappa 1, K 21", "0.21", ""),
+            ("gaussian", answers.LSTM, "lambda_return, kappa 1, K 51", "0.30", ""),
+            ("heavy_tail", answers.LSTM, "sr_lambda, kappa 1, K 51", "0.40", ""),
+            ("disaster", answers.CATEGORICAL, "recommended", "1", "0.3"),
+            ("disaster", answers.LSTM, "recommended", "1", "0.4"),
+            ("disaster", answers.LSTM, "recommended", "1", "0.6"),
+        )
+    ]
+    monkeypatch.setattr(answers.calibration, "TABLE", Made(made))
+    assert answers.coarse() == pytest.approx([19])
+    assert answers.disasters() == "30 % (atoms) and 50 % (quantiles; one run each)"
+
+
+def test_every_critic_whose_value_is_the_mean_counts_on_the_arms(answers, monkeypatch):
+    """One run each of five: all but wide atoms take the bad arm."""
+    made = [
+        {"task": "bad-arm", "script": script, "variant": variant, "bad": chance}
+        for script, variant, chance in (
+            (answers.LSTM, "default", "0.1"),
+            (answers.CATEGORICAL, "default", "0.1"),
+            (answers.LSTM, "distribution", "0.9"),
+            (answers.LSTM, "kappa 1", "0.9"),
+            (answers.CATEGORICAL, "distribution", "0.9"),
+            (answers.CATEGORICAL, "two_hot", "0.9"),
+            (answers.CATEGORICAL, "two_hot wide", "0.1"),
+            (answers.SB3, "default", "0.9"),
+        )
+    ]
+    monkeypatch.setattr(answers.truth, "TABLE", Made(made))
+    told = {"default": "0 of 2", "mean": "4 of 5", "wide": "0 of 1", "peer": "1 of 1"}
+    assert answers.arms() == told
+
+
+def test_fresh_seeds_are_told_by_their_number(answers, monkeypatch):
+    """Seeds 1 to 5 and those above 10 do not count, wherever they stand among the rows. The single
+    critic has 100 more on each of two fresh seeds, on one robot nothing."""
+
+    def rows_of(cell):
+        more = 100 if cell.script == answers.QUANTILE and cell.task != "Ant-v5" else 0
+        return [
+            {"seed": str(seed), "return_mean": str(value)}
+            for seed, value in ((7, 100 + more), (1, 9999), (6, 102 + more), (11, 9999))
+        ]
+
+    monkeypatch.setattr(answers.learning, "rows_of", rows_of)
+    assert answers.fresh_gap("Hopper-v5").mean == 100
+    assert answers.fresh_gap("Ant-v5").mean == 0
+    assert answers.over_default().value == pytest.approx((3 * 201 / 101 + 1) / 4)
+    told = answers.fresh_told()
+    assert told.startswith("better on three, undecided on one and worse on none of four robots; it")
+    assert told.count("+100 (") == 3
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_task_without_rows_has_a_line(answers, monkeypatch):
+    """With what others have published, and nothing of ours or of the peer."""
+    monkeypatch.setattr(answers.learning, "rows_of", lambda cell: [])
+    [line] = [line for line in answers.LINES if line.task == "Hopper-v5"]
+    found = answers.task_row(line)
+    assert found.pop("task") == "Hopper-v5"
+    assert found.pop("zoo") == "2410 at 1M"
+    assert found.pop("CleanRL") == "2383 at 1M"
+    assert found.pop("best published") == "3450 at 1M, XuanCe"
+    assert set(found.values()) == {"-"}
 
 
 def test_the_best_published_value_has_a_name(answers):

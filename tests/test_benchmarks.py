@@ -1137,7 +1137,6 @@ def test_layouts_of_optimizers_do_not_matter(unchanged):
 @pytest.fixture
 def versions(monkeypatch, tmp_path):
     """The program, with a table of its own."""
-    pytest.importorskip("scipy")
     if not (ROOT / ".git").exists():
         pytest.skip("there are no versions without git")
     program = importlib.import_module("versions")

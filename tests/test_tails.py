@@ -93,7 +93,6 @@ def test_when_a_robot_is_at_risk(risky_tasks):
 
 def test_tails_are_measured_and_reported(risky_tasks, monkeypatch, tmp_path, capsys):
     """A run of each variant at tiny size, in this process; every column has its number."""
-    pytest.importorskip("scipy")
     pytest.importorskip("matplotlib")
     tails = importlib.import_module("tails")
     monkeypatch.setattr(tails, "EPISODES", 2)
@@ -118,7 +117,6 @@ def test_tails_are_measured_and_reported(risky_tasks, monkeypatch, tmp_path, cap
 def test_the_tails_table_worked_by_hand():
     """Two seeds of 90 and 110, then 100 and 140: means 100 and 120, +20 %. CVaRs 0 and 20, then 60
     and 80: a difference of 60, with a standard error of sqrt(100 + 100), and t(2) = 4.303."""
-    pytest.importorskip("scipy")
     tails = importlib.import_module("tails")
     numbers = {"std": 1, "cvar_5": 0, "risky_share": 0.25, "length": 10}
     rows = [
