@@ -44,7 +44,7 @@ CELLS = [
     Cell("envs:MinAtar/Breakout-v1", CATEGORICAL, "", MINATAR, range(1000, 1002)),
 ]
 LOST = THRESHOLDS | {"PendulumNoVel-v1": -300}  # an evaluation below this is a lost seed
-# Texts of today's scripts that --variant exchanges, for what no flag can turn.
+# Texts that --variant exchanges, for what no flag can turn.
 VARIANTS = {
     "critics_run_on": (  # the KL stop ends the actor's loop alone
         "zip(iter(tickets.get, None), batches)",
@@ -61,6 +61,7 @@ VARIANTS = {
     optimizers.actor.param_groups[0]["lr"] = learning_rate""",
     ),
 }
+OF_EARLIER = {"soft_rate", "gradient_scaled"}  # variants of versions up to 7cffc2f, not of today's
 COLUMNS = (
     "version",  # commit, then the name of a variant and further flags
     "task",

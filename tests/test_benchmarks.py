@@ -1167,8 +1167,10 @@ def test_a_version_is_trained_and_told(versions):
 
 
 def test_texts_of_variants_are_in_the_scripts(versions):
-    """Once in both; otherwise a variant would be nothing."""
-    for before, after in versions.VARIANTS.values():
+    """Once in both; otherwise a variant would be nothing. Some are variants of earlier versions."""
+    todays = versions.VARIANTS.keys() - versions.OF_EARLIER
+    assert len(todays) == len(versions.VARIANTS) - len(versions.OF_EARLIER) > 0
+    for before, after in map(versions.VARIANTS.get, todays):
         for name in NAMES:
             text = (ROOT / f"{name}.py").read_text()
             assert text.count(before) == 1
@@ -1204,27 +1206,90 @@ def test_the_table_of_learning_is_that_of_the_committed_runs():
     assert published == rows
 
 
-def test_the_update_apart_is_told_as_its_rows_say():
-    """Seeds, mean and low runs of Hopper-v5 for each variant of tuning.md's first table."""
+def section(title: str) -> str:
+    """A section of tuning.md."""
+    [found] = (
+        part
+        for part in (ROOT / "benchmarks" / "tuning.md").read_text().split("\n## ")
+        if part.startswith(title)
+    )
+    return found
+
+
+def told(text: str, name: str) -> str:
+    """The second cell of the line of a table that starts with a name."""
+    [line] = [line for line in text.splitlines() if line.startswith(f"| {name}")]
+    return cells_of(line)[1]
+
+
+def test_hopper_is_told_as_its_rows_say():
+    """Seeds, mean and low runs for each variant."""
     versions = importlib.import_module("versions")
-    text = (ROOT / "benchmarks" / "tuning.md").read_text().split("\n## ")[1]
+    text = section("MuJoCo: no memory")
     counts = ["none", "one", "two", "three", "four"]
-    variants = {
-        "joint update": ["4359cde"],
-        "apart, as it was": ["bcab7a2", "7cffc2f"],
-        "`--norm-adv-memory 0`": ["7cffc2f --norm-adv-memory 0"],
-        "`soft_rate`": ["7cffc2f soft_rate"],
-    }
-    for name, names in variants.items():
-        scores = np.concatenate(
-            [
-                versions.evaluations(version, "Hopper-v5", versions.seeds_of(version, "Hopper-v5"))
-                for version in names
-            ]
-        )
-        [line] = [line for line in text.splitlines() if line.startswith(f"| {name}")]
+    for name, names in (
+        ("joint update", ["4359cde"]),
+        ("apart, the rate is scaled", ["bcab7a2", "7cffc2f"]),
+        ("never", ["7cffc2f --norm-adv-memory 0"]),
+        ("only below a third", ["7cffc2f soft_rate"]),
+    ):
+        seeds = [versions.seeds_of(one, "Hopper-v5") for one in names]
+        found = [versions.evaluations(one, "Hopper-v5", own) for one, own in zip(names, seeds)]
+        scores = np.concatenate(found)
         low = counts[sum(scores < 2000)]
-        assert cells_of(line)[1] == f"{len(scores)}: {scores.mean():.0f}, {low}"
+        assert told(text, name) == f"{len(scores)}: {scores.mean():.0f}, {low}"
+
+
+def test_pendulum_is_told_as_its_rows_say():
+    """Seeds, mean and worst run for each variant, of seeds 1000 to 1015."""
+    versions = importlib.import_module("versions")
+    text = section("How advantages")
+    seeds = {str(seed) for seed in range(1000, 1016)}
+    for name, version in (
+        ("joint update", "4359cde"),
+        ("apart, the rate", "6fae19e"),
+        ("only below a third", "21ffcba"),
+        ("never", "233762b --norm-adv-memory 0"),
+        ("`--max-grad-norm 0.1`", "7cffc2f --max-grad-norm 0.1"),
+        ("`--learning-rate 1e-3", "7cffc2f --learning-rate 1e-3 --critic-learning-rate 2e-3"),
+        ("`--min-entropy-penalty 0.3`", "7cffc2f --min-entropy-penalty 0.3"),
+        ("the same with", "7cffc2f --norm-adv-memory 0 --min-entropy-penalty 0.3"),
+        ("apart, the gradient", "0da0e65"),
+        ("the same in a later", "7cffc2f gradient_scaled"),
+    ):
+        scores = versions.evaluations(version, "PendulumNoVel-v1", seeds)
+        assert told(text, name) == f"{len(scores)}: {scores.mean():.1f}, {scores.min():.1f}"
+
+
+def test_the_decision_is_told_as_its_rows_say():
+    """Mean, lost seeds and share of later steps of both ways, and the interval."""
+    versions = importlib.import_module("versions")
+    lines = section("How advantages").splitlines()
+    both = ("4359cde", "7cffc2f gradient_scaled")
+    for start, task, count in (
+        ("| CartPole-v1 |", "CartPole-v1", 32),
+        ("| CartPoleNoVel-v1 |", "CartPoleNoVel-v1", 32),
+        ("| the same, doubled once |", "CartPoleNoVel-v1", 64),
+        ("| PendulumNoVel-v1 |", "PendulumNoVel-v1", 32),
+    ):
+        [line] = [line for line in lines if line.startswith(start)]
+        _, seeds, *ways, difference = cells_of(line)
+        known = {str(seed) for seed in range(1000, 1000 + count)}
+        scores = [versions.evaluations(one, task, known) for one in both]
+        assert int(seeds) == count == len(scores[0]) == len(scores[1])
+        for version, found, way in zip(both, scores, ways):
+            expected = f"{found.mean():.1f}"
+            if task != "PendulumNoVel-v1":  # it has no threshold
+                rows = [row for row in versions.TABLE.rows() if row["seed"] in known]
+                shares = [
+                    float(row["share_lost"])
+                    for row in rows
+                    if (row["version"], row["task"]) == (version, task)
+                ]
+                expected += f", {sum(found < 475)}, {100 * np.mean(shares):.1f} %"
+            assert way == expected
+        if task != "CartPole-v1":  # a ceiling
+            assert difference == versions.common.welch(scores[1], scores[0]).told(1)
 
 
 def test_tuned_settings_are_told_as_their_rows_say():

@@ -181,7 +181,7 @@ def test_a_resumed_run_keeps_its_flags_from_python_too(script, tmp_path, monkeyp
     args = flags_for(script, tmp_path, 2, env_id="CartPole-v1")
     directory = stopped(script, monkeypatch, args, 1)
     before = contents(directory)
-    for flags, said in (({"gamma": 0.5}, "gamma: not as in"), ({"total_timesteps": 24}, "below")):
+    for flags, said in (({"gamma": 0.5}, "gamma: not as in"), ({"total_timesteps": 48}, "below")):
         with pytest.raises(script.UsageError, match=said):
             script.train(replace(args, resume=str(directory), **flags))
     assert_same(contents(directory), before)
