@@ -716,6 +716,7 @@ def test_speed_compiles_what_can_be_compiled(monkeypatch):
     speed.ours(speed.CELLS["cartpole"], 1024, compiled=False)
     speed.ours(speed.CELLS["recurrent"], 1024, compiled=False)
     assert [getattr(args, "compile", None) for args in asked] == [True, False, None]
+    assert {args.save_envs for args in asked} == {"never"}  # no process reads environments back
 
 
 def test_speed_times_passes_of_the_lstm(monkeypatch):
