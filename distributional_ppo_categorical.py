@@ -2011,10 +2011,13 @@ def vector_view(space: gym.Space, args: Args, hidden: tuple[int, ...]) -> tuple[
         if not 0 <= index < len(keep):
             raise UsageError(f"--masked-obs {index}: must be in 0..{len(keep) - 1}")
         keep[index] = False
+    unseen = (~keep).nonzero()[0]
 
     def see(obs: Any) -> np.ndarray:
         flat = obs if is_flat else gym.spaces.flatten(space, obs)
-        return np.where(keep, flat, 0).astype(np.float32)
+        seen = np.array(flat, np.float32)
+        seen[unseen] = 0
+        return seen
 
     return see, Box(-np.inf, np.inf, keep.shape, np.float32)
 
