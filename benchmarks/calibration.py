@@ -402,14 +402,14 @@ class Episodes:
 
 
 def lift_limit(env: gym.Env) -> int:
-    """Take away the time limit of an environment; what it was, 10,000 where there is none."""
+    """Take away all time limits of an environment. Returns the smallest, 10,000 without any."""
+    limits = []
     while env is not env.unwrapped:
         if isinstance(env, gym.wrappers.TimeLimit):
-            limit = env._max_episode_steps
+            limits.append(env._max_episode_steps)
             env._max_episode_steps = 10**9
-            return limit
         env = env.env
-    return 10_000
+    return min(limits, default=10_000)
 
 
 def predicted_quantile(script: ModuleType, dist: Any, outputs: Any, level: float) -> np.ndarray:

@@ -15,8 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import gymnasium as gym
 import numpy as np
 import pytest
+from gymnasium.spaces import Box, Discrete
+from gymnasium.wrappers import TimeLimit
 from helpers import make_agent, make_run, prepare_rollout, roll, small_args
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -635,6 +638,39 @@ def test_predicted_spread_is_that_of_the_predicted_distribution(script):
     spread = calibration.predicted_std(module, dist, outputs)
     assert spread.shape == (5, 4)
     assert spread.mean() == pytest.approx(float(logged["value/std_predicted"]), rel=1e-5)
+
+
+class Paying(gym.Env):
+    """Pays 10 a step, shows the step, and never ends by itself."""
+
+    observation_space = Box(0, 1e9, (1,), np.float32)
+    action_space = Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.t += 1
+        return np.full(1, self.t, np.float32), 10.0, False, False, {}
+
+
+def limited(*limits):
+    """A task that pays, in time limits from the inside out."""
+    env = Paying()
+    for limit in limits:
+        env = TimeLimit(env, limit)
+    return env
+
+
+@pytest.mark.parametrize(("limits", "smallest"), [((3, 5), 3), ((5, 3), 3), ((), 10_000)])
+def test_all_time_limits_are_lifted(limits, smallest):
+    """Of two limits, too, the inner one ends nothing any more."""
+    env = limited(*limits)
+    assert importlib.import_module("calibration").lift_limit(env) == smallest
+    env.reset(seed=0)
+    assert not any(env.step(0)[3] for _ in range(8))
 
 
 @pytest.mark.parametrize("script", NAMES)
