@@ -432,7 +432,8 @@ def predicted_std(script: ModuleType, dist: Any, outputs: Any) -> np.ndarray:
 def play_on(script: ModuleType, agent: Any, args: Any, episodes: int, most: int) -> Episodes:
     """The sampled policy plays on beyond time limits until rewards no longer count (gamma^k <
     1e-5); what is returned are the steps within the limit, or the first `most`. Where a task cuts
-    episodes by other means than gymnasium's wrapper, its cut is taken for an end."""
+    episodes by other means than gymnasium's wrapper, its cut is taken for an end. Rewards of Atari
+    games are clipped, as critics learn them."""
     import torch
 
     mode = gym.vector.AutoresetMode.SAME_STEP
@@ -449,14 +450,17 @@ def play_on(script: ModuleType, agent: Any, args: Any, episodes: int, most: int)
     all_alive = []
     rewards = []
     beyond = int(np.log(1e-5) / np.log(args.gamma))
-    for _ in range(scored + beyond):
-        all_obs.append(obs.copy())
-        all_alive.append(alive)
+    for t in range(scored + beyond):
+        if t < scored:
+            all_obs.append(obs.copy())
+            all_alive.append(alive)
         if is_recurrent(script):
             action, state = agent.act(obs, state, deterministic=False)
         else:
             action = agent.act(obs, deterministic=False)
         obs, reward, terminated, truncated, _ = envs.step(action)
+        if args.is_atari:
+            reward = reward.clip(-1, 1)
         rewards.append(reward * alive)
         alive = alive & ~(terminated | truncated)
         if not alive.any():
@@ -466,8 +470,7 @@ def play_on(script: ModuleType, agent: Any, args: Any, episodes: int, most: int)
     returns = np.array(rewards)
     for t in reversed(range(len(returns) - 1)):
         returns[t] += args.gamma * returns[t + 1]
-    kept = slice(0, scored)
-    return Episodes(np.array(all_obs[kept]), np.array(all_alive[kept]), returns[kept])
+    return Episodes(np.array(all_obs), np.array(all_alive), returns[:scored])
 
 
 def measure_real(script: ModuleType, agent: Any, args: Any) -> dict[str, float]:

@@ -7,9 +7,10 @@ The sampled policy plays fresh episodes, as in training. Along one of them (the 
 return) the picture shows the predicted return as a fan of deciles, its value V and the realised
 return-to-go; below, the whole predicted distribution at four of its states; and, over all states of
 all episodes, how often the realised return fell between which deciles: a tenth each where the
-critics are right. Returns are discounted; those of an episode that a time limit cut are known
-because the policy plays on. It works on any run directory of the two scripts, and of copies that
-kept their functions' names: it runs the copy of the source that lies there.
+critics are right. Returns are discounted, with rewards of Atari games clipped, as critics learn
+them. Those of an episode that a time limit cut are known because the policy plays on, which needs a
+discount. It works on any run directory of the two scripts, and of copies that kept their functions'
+names: it runs the copy of the source that lies there.
 """
 
 from __future__ import annotations

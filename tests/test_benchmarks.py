@@ -673,6 +673,23 @@ def test_all_time_limits_are_lifted(limits, smallest):
     assert not any(env.step(0)[3] for _ in range(8))
 
 
+@pytest.mark.parametrize(("is_atari", "paid"), [(False, 10), (True, 1)])
+def test_what_is_played_on_counts_beyond_the_limit_and_is_clipped_as_critics_learn(is_atari, paid):
+    """Half of a reward counts a step later, so returns are twice the reward at each of the three
+    steps that the inner limit leaves, and at the first two if no more are asked for."""
+    calibration = importlib.import_module("calibration")
+    script = SimpleNamespace(make_env=lambda args: limited(3, 5))
+    agent = SimpleNamespace(act=lambda obs, deterministic: np.zeros(len(obs), int))
+    args = SimpleNamespace(gamma=0.5, seed=1, is_atari=is_atari)
+    for most in (2, 10):
+        steps = min(most, 3)
+        played = calibration.play_on(script, agent, args, 2, most)
+        assert played.obs[..., 0].tolist() == [[t, t] for t in range(steps)]
+        assert played.alive.shape == (steps, 2)
+        assert played.alive.all()
+        assert played.returns == pytest.approx(np.full((steps, 2), 2 * paid), rel=1e-4)
+
+
 @pytest.mark.parametrize("script", NAMES)
 @pytest.mark.parametrize("task", ["lottery", "road", "cliff"])
 def test_risk_of_a_policy_is_measured(script, task):
