@@ -433,9 +433,11 @@ def play_on(script: ModuleType, agent: Any, args: Any, episodes: int, most: int)
     """The sampled policy plays on beyond time limits until rewards no longer count (gamma^k <
     1e-5); what is returned are the steps within the limit, or the first `most`. Where a task cuts
     episodes by other means than gymnasium's wrapper, its cut is taken for an end. Rewards of Atari
-    games are clipped, as critics learn them."""
+    games are clipped, as critics learn them. Raises ValueError without a discount."""
     import torch
 
+    if args.gamma == 1:
+        raise ValueError("--gamma 1: the policy would play on for ever, since all rewards count")
     mode = gym.vector.AutoresetMode.SAME_STEP
     makers = [lambda: script.make_env(args)] * episodes  # the run's own number may be another one
     envs = gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=mode)

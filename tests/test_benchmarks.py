@@ -99,6 +99,15 @@ def test_what_cannot_be_drawn_costs_one_line(inspect_run, script, tmp_path, monk
         inspect_run.main()
 
 
+def test_a_run_without_a_discount_costs_one_line(inspect_run, script, tmp_path, monkeypatch):
+    """Where a time limit cuts an episode, its return is that of a policy that plays on."""
+    run_dir = script.train(small_args(script, "Walk", run_dir=str(tmp_path), gamma=1.0))["run_dir"]
+    monkeypatch.setattr(sys, "argv", ["inspect_run.py", run_dir])
+    monkeypatch.setattr(inspect_run.common, "require", lambda *_: None)  # nothing is drawn
+    with pytest.raises(SystemExit, match=r"^error: --gamma 1: .* for ever"):
+        inspect_run.main()
+
+
 def test_a_missing_package_is_named_ahead_of_all_work(inspect_run, monkeypatch):
     """With the requirements that have it; the run directory is not even looked for."""
     find = importlib.util.find_spec
