@@ -154,12 +154,14 @@ def flags_of(script: ModuleType, args: Any) -> str:
     apart = {"env_id", "preset", "seed"}  # and what has no effect on learning
     for group in ("RunArgs", "MachineArgs"):
         apart |= set(getattr(getattr(script, group, None), "__dataclass_fields__", ()))
+    apart.discard("init_from")  # which does have one
     told = [told_flag("preset", preset)] if preset else []
     for one in dataclasses.fields(args):
         value = getattr(args, one.name)
         default = usual.get(one.name, one.default)
-        if one.name not in apart and value != default and (value or default):
-            told.append(told_flag(one.name, value))
+        line = told_flag(one.name, value)
+        if one.name not in apart and value != default and line != told_flag(one.name, default):
+            told.append(line)
     return " ".join(told) or "default flags"
 
 

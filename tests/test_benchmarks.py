@@ -78,12 +78,16 @@ def test_a_run_is_drawn(inspect_run, script, tmp_path, monkeypatch, capsys, env)
 
 
 def test_a_picture_tells_the_flags_of_its_run(inspect_run, script):
-    """Presets, and what differs from them; not what is called, saved, evaluated or the machine."""
+    """Presets, and what differs from them; not the machine, nor what a run is called, how it
+    is saved and evaluated. A flag of 0 counts, and weights that the run started from."""
     args = script.preset_args("calibrated", gamma=0.9, norm_obs=False, seed=3, eval_episodes=1)
     told = inspect_run.flags_of(script, args)
     assert told.startswith("--preset calibrated ")
     assert sorted(told.split(" --")[1:]) == ["gamma 0.9", "no-norm-obs"]
     assert inspect_run.flags_of(script, script.Args(masked_obs=(1, 3))) == "--masked-obs 1 3"
+    args = script.Args(ent_coef=0.1, ent_coef_final=0.0, init_from="runs/before")
+    flags = "--ent-coef 0.1 --ent-coef-final 0.0 --init-from runs/before"
+    assert inspect_run.flags_of(script, args) == flags
     assert inspect_run.flags_of(script, script.Args(torch_threads=2)) == "default flags"
 
 
