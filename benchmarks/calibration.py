@@ -476,9 +476,10 @@ def play_on(script: ModuleType, agent: Any, args: Any, episodes: int, most: int)
 
 
 def measure_real(script: ModuleType, agent: Any, args: Any) -> dict[str, float]:
-    """Mean absolute error of the coverage of the predicted deciles, bias and spread of the value.
+    """Mean absolute error of the coverage of the predicted deciles, and three figures of M, the mean
+    of the predicted distribution. M is not V where V is an output of its own.
 
-    Over the std of all returns: `bias`, mean of V - return; `spread`, std of return - V;
+    Over the std of all returns: `bias`, mean of M - return; `spread`, std of return - M;
     `predicted`, mean std of the predicted distributions.
     """
     played = play_on(script, agent, args, EPISODES, 10_000)
@@ -533,9 +534,11 @@ Errors at the start state, percent, with the representation floor in brackets; m
 absolute errors over seeds, of signed ones for std and CVaR. Seeds that reach all goals.
 """
 REAL_HEAD = """\
-Real tasks: mean error of the coverage of the deciles; bias of the value, spread of the
-returns around it and predicted standard deviation, over the std of all returns; means
-over seeds. Seeds whose coverage error is at most 0.05.
+Real tasks: mean error of the coverage of the deciles; bias of the mean of the predicted
+distribution (not of V), spread of the returns around it and predicted standard deviation,
+over the std of all returns; means over seeds. Predicted is a mean of deviations over states
+and spread a root mean square, so predicted is smaller where states differ, even if all
+predictions are right. Seeds whose coverage error is at most 0.05.
 """
 
 
