@@ -11,9 +11,9 @@ trains one script on one of them and compares the distribution predicted at the 
 the truth; beside every figure stands its representation floor, the same figure for the exact
 quantiles at that K, or for the truth projected on the trained atoms. Real tasks compare predicted
 quantiles along fresh episodes of the sampled policy with their discounted returns, time limits
-lifted. Seed k trains with --seed 100 k: environments take consecutive seeds, and runs on
-neighbouring ones would share most of their data. Flags were tuned on --seed 1000 and up; of the
-real tasks these runs are in results/tuning_calibration.csv.
+lifted. Seed k trains with --seed 100 k: environments took consecutive seeds when the rows were
+made, so that runs on neighbouring ones would have shared most of their data. Flags were tuned on
+--seed 1000 and up; of the real tasks these runs are in results/tuning_calibration.csv.
 
 Recommended for calibration: --value-target sr_lambda --twin-reduce mean, with --kappa 0
 --num-quantiles 51 or with --target-encoding two_hot. On the real tasks also 201 atoms, many
@@ -476,8 +476,8 @@ def play_on(script: ModuleType, agent: Any, args: Any, episodes: int, most: int)
 
 
 def measure_real(script: ModuleType, agent: Any, args: Any) -> dict[str, float]:
-    """Mean absolute error of the coverage of the predicted deciles, and three figures of M, the mean
-    of the predicted distribution. M is not V where V is an output of its own.
+    """Mean absolute error of the coverage of the predicted deciles, and three figures of M, the
+    mean of the predicted distribution. M is not V where V is an output of its own.
 
     Over the std of all returns: `bias`, mean of M - return; `spread`, std of return - M;
     `predicted`, mean std of the predicted distributions.

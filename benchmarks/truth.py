@@ -9,7 +9,8 @@ Three tasks pay rarely, and the value is known; in a fourth one arm looks better
 disaster; the rest are CartPole-v1 in other units. Every critic has the same flags beside its own.
 One row of results/truth.csv is one run; interrupted at any point, the next call continues. Reported
 seeds are 1 to 10, flags were chosen on seeds 1000 and up. Seed k trains with --seed 1000 k:
-environments take consecutive seeds, and runs on neighbouring ones would share most of their data.
+environments took consecutive seeds when the rows were made, so that runs on neighbouring ones would
+have shared most of their data.
 """
 
 from __future__ import annotations
