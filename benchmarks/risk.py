@@ -243,10 +243,9 @@ class Estimate(NamedTuple):
 
 
 def estimate(rows: list[Row], column: str) -> Estimate:
-    """Mean over seeds and half its 95 % interval (Student's t); 0 of a single seed."""
+    """Mean over seeds and half its 95 % interval (Student's t), which is nan of one seed."""
     values = np.array([float(row[column]) for row in rows])
-    half = common.half_width(values) if len(values) > 1 else 0.0
-    return Estimate(float(values.mean()), half)
+    return Estimate(float(values.mean()), common.half_width(values))
 
 
 def ordered(groups: dict[Setting, list[Row]]) -> list[Setting]:
