@@ -297,7 +297,8 @@ ARMS_HEAD = """\
 Two arms, mean pay 0.5 and -0.51, the latter of 1 and, with probability 1 %, -150: the probability
 of the bad arm, each seed; seeds that prefer it; the value at the start, mean over seeds +- 95 %
 interval, and the expected return there of the policies as they sample; mean of 500 evaluation
-episodes of their modes.
+episodes of their modes. The draws of an evaluation depend on the seed alone, so critics share them:
+a mode has exactly 0.50 or -0.51.
 """
 UNITS_HEAD = """\
 CartPole-v1, whose rewards or observations are multiplied by a number, 25,600 steps: mean return of
