@@ -580,14 +580,16 @@ def real_line(setting: Setting, rows: list[Row]) -> str:
 
 
 def tuning_lines() -> list[str]:
-    """Coverage error of every tuning seed, a line for each setting of the real tasks."""
-    settings: dict[tuple[str, str, str], list[Row]] = {}
+    """Coverage error of every tuning seed, a line for each setting of the real tasks and number of
+    episodes; of runs that were repeated the last one."""
+    settings: dict[tuple[str, ...], dict[str, str]] = {}
     for row in TUNING.rows():
-        settings.setdefault((row["task"], row["script"], row["flags"]), []).append(row)
-    lines = common.markdown_head("task | script | flags | coverage error, by seed")
-    for (task, script, flags), rows in settings.items():
-        errors = [f"{row['seed']}: {float(row['coverage']):.3f}" for row in rows]
-        lines.append(common.markdown_row([task, script, flags, ", ".join(errors)]))
+        key = (row["task"], row["script"], row["flags"], row["episodes"])
+        settings.setdefault(key, {})[row["seed"]] = f"{float(row['coverage']):.3f}"
+    lines = common.markdown_head("task | script | flags | episodes | coverage error, by seed")
+    for key, errors in settings.items():
+        told = ", ".join(f"{seed}: {error}" for seed, error in errors.items())
+        lines.append(common.markdown_row([*key, told]))
     return lines
 
 
