@@ -276,18 +276,13 @@ def cells() -> list[Cell]:
 
 
 # ------------------------------------------------------------------------------------- measurements
-def is_recurrent(script: ModuleType) -> bool:
-    """Its agents remember."""
-    return hasattr(script, "unroll_lstm")
-
-
-def critic_outputs(script: ModuleType, agent: Any, obs: np.ndarray) -> Any:
+def critic_outputs(agent: Any, obs: np.ndarray) -> Any:
     """Reduced outputs (T, N, ...) for raw observations (T, N, D) of episodes opened at step 0."""
     import torch
 
     inputs = agent.normalize_obs(torch.as_tensor(obs))
     with torch.no_grad():
-        if is_recurrent(script):
+        if common.is_recurrent(agent):
             opens = torch.zeros(inputs.shape[:2], dtype=torch.bool)
             opens[0] = True
             state = agent.initial_state(inputs.shape[1])
@@ -380,7 +375,7 @@ def errors(shape: Shape, truth: np.ndarray) -> dict[str, float]:
 def measure(script: ModuleType, agent: Any, args: Any, truth: np.ndarray) -> dict[str, Any]:
     """Figures of the prediction at the start state, and of the floor."""
     obs, _ = script.make_env(args).reset(seed=0)
-    outputs = critic_outputs(script, agent, obs[None, None])[0].double()  # (1, K)
+    outputs = critic_outputs(agent, obs[None, None])[0].double()  # (1, K)
     read = quantile_shapes if hasattr(script, "value_at_risk") else atom_shapes
     shapes = read(script, agent, outputs, truth)
 
@@ -412,15 +407,8 @@ def lift_limit(env: gym.Env) -> int:
     return min(limits, default=10_000)
 
 
-def predicted_quantile(script: ModuleType, dist: Any, outputs: Any, level: float) -> np.ndarray:
-    """Of the distributions (..., K or K + 1) of a critic, in the task's units, (...)."""
-    if hasattr(script, "value_at_risk"):
-        return script.value_at_risk(predicted_quantiles(dist, outputs), level).numpy()
-    return script.categorical_quantile(dist.probs(outputs), dist.task_atoms(), level).numpy()
-
-
 def predicted_std(script: ModuleType, dist: Any, outputs: Any) -> np.ndarray:
-    """Of the same distributions, (...)."""
+    """Of the distributions (..., K or K + 1) of a critic, in the task's units, (...)."""
     if hasattr(script, "value_at_risk"):
         return predicted_quantiles(dist, outputs).std(-1, correction=0).numpy()
     probs = dist.probs(outputs).double()
@@ -456,7 +444,7 @@ def play_on(script: ModuleType, agent: Any, args: Any, episodes: int, most: int)
         if t < scored:
             all_obs.append(obs.copy())
             all_alive.append(alive)
-        if is_recurrent(script):
+        if common.is_recurrent(agent):
             action, state = agent.act(obs, state, deterministic=False)
         else:
             action = agent.act(obs, deterministic=False)
@@ -485,11 +473,11 @@ def measure_real(script: ModuleType, agent: Any, args: Any) -> dict[str, float]:
     played = play_on(script, agent, args, EPISODES, 10_000)
     mask = played.alive
     dist = agent.value_dist
-    outputs = critic_outputs(script, agent, played.obs)
+    outputs = critic_outputs(agent, played.obs)
 
     misses = []
     for level in DECILES:
-        quantile = predicted_quantile(script, dist, outputs, float(level))
+        quantile = dist.quantile(outputs, float(level)).numpy()
         below = played.returns < quantile
         misses.append(abs(below[mask].mean() - level))
 

@@ -60,7 +60,7 @@ def script_of(run_dir: Path) -> ModuleType:
 
 def predict(agent: Any, obs: np.ndarray, levels: np.ndarray, state: Any) -> tuple[Any, Any, Any]:
     """Quantiles and V of observations, and the critics' next state, None without memory."""
-    if hasattr(agent, "initial_state"):
+    if common.is_recurrent(agent):
         values, _ = agent.value(obs, state)
         quantiles, state = agent.predict_returns(obs, tuple(levels), state)
         return quantiles, values, state

@@ -16,7 +16,6 @@ import contextlib
 import io
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import common
@@ -127,17 +126,18 @@ def cells() -> list[Cell]:
 
 
 # ------------------------------------------------------------------------------------- measurements
-def risky_probability(script: ModuleType, agent: Any) -> float:
-    """Of the lottery's action 1."""
+def second_action(agent: Any, first: np.ndarray) -> float:
+    """Probability of the second of two actions at the first observation of an episode."""
     import torch
 
-    obs = agent.normalize_obs(torch.ones(1, 1))
-    if script.__name__ == LSTM:
-        opens = torch.ones(1, 1, dtype=torch.bool)
-        features = agent.actor_body(obs[None], agent.initial_state(1), opens)
-        params = agent.policy_params(features)
-    else:
-        params = agent.policy_params(obs)
+    obs = agent.normalize_obs(torch.as_tensor(first)[None])
+    with torch.no_grad():
+        if common.is_recurrent(agent):
+            opens = torch.ones(1, 1, dtype=torch.bool)
+            features = agent.actor_body(obs[None], agent.initial_state(1), opens)
+            params = agent.policy_params(features)
+        else:
+            params = agent.policy_params(obs)
     return params.reshape(2).softmax(-1)[1].item()
 
 
@@ -151,7 +151,7 @@ def run_one(run: Run) -> dict[str, Any]:
     row = {**cell.setting._asdict(), "seed": run.seed, "seconds": done.seconds}
     row |= common.origin()
     if cell.task == "lottery":
-        row["risky"] = risky_probability(script, agent)
+        row["risky"] = second_action(agent, np.ones(1, np.float32))
     row |= {name: done.metrics[f"eval/return_{name}"] for name in MEASURED}
     with contextlib.redirect_stdout(io.StringIO()):
         sampled = script.evaluate(agent, replace(args, eval_sampled=True))

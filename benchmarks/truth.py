@@ -27,7 +27,7 @@ import numpy as np
 from common import CATEGORICAL, LSTM, RESULTS, Cell, Row, Run, Setting, Table
 from gymnasium.spaces import Box, Discrete
 from learning import SB3
-from risk import estimate
+from risk import estimate, second_action
 
 PRIZE = 100.0
 CHANCES = {"rare-10": 0.1, "rare-3": 0.03, "rare-1": 0.01}  # of the prize
@@ -200,21 +200,9 @@ class Start(NamedTuple):
 
 def start_of(script: ModuleType, agent: Any, args: Any) -> Start:
     """Of a trained agent with two actions."""
-    import torch
-
     first, _ = script.make_env(args).reset(seed=0)
-    obs = agent.normalize_obs(torch.as_tensor(first)[None])
-    with torch.no_grad():
-        if script.__name__ == LSTM:
-            state = agent.initial_state(1)
-            opens = torch.ones(1, 1, dtype=torch.bool)
-            params = agent.policy_params(agent.actor_body(obs[None], state, opens))
-            outputs = agent.value_outputs(agent.critic_body(obs[None], state, opens))
-        else:
-            params = agent.policy_params(obs)
-            outputs = agent.value_outputs(obs)
-        value = agent.value_dist.value(agent.value_dist.reduce_twins(outputs))
-    return Start(value.item(), params.reshape(2).softmax(-1)[1].item())
+    value = agent.value(first)[0] if common.is_recurrent(agent) else agent.value(first)
+    return Start(float(value), second_action(agent, first))
 
 
 def run_ours(run: Run) -> dict[str, float]:
