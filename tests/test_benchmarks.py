@@ -1079,6 +1079,9 @@ def test_reports_are_made_from_the_committed_files(program, monkeypatch, tmp_pat
         assert text == (RESULTS / f"{program}.md").read_text()
     assert text in capsys.readouterr().out
     assert (tmp_path / f"{program}.png").exists() == (program != "truth")
+    if program == "calibration":
+        tuning = (tmp_path / "tuning_calibration.md").read_text()
+        assert tuning == (RESULTS / "tuning_calibration.md").read_text()
 
 
 def test_speed_and_scaling_report_on_the_committed_rows(monkeypatch, tmp_path, capsys):
