@@ -11,9 +11,9 @@ trains one script on one of them and compares the distribution predicted at the 
 the truth; beside every figure stands its representation floor, the same figure for the exact
 quantiles at that K, or for the truth projected on the trained atoms. Real tasks compare predicted
 quantiles along fresh episodes of the sampled policy with their discounted returns, time limits
-lifted. Seed k trains with --seed 100 k: environments take consecutive seeds, and runs on
-neighbouring ones would share most of their data. Flags were tuned on --seed 1000 and up; of the
-real tasks these runs are in results/tuning_calibration.csv.
+lifted. Seed k trains with --seed 100 k: environments took consecutive seeds when the rows were
+made, so that runs on neighbouring ones would have shared most of their data. Flags were tuned on
+--seed 1000 and up; of the real tasks these runs are in results/tuning_calibration.csv.
 
 Recommended for calibration: --value-target sr_lambda --twin-reduce mean, with --kappa 0
 --num-quantiles 51 or with --target-encoding two_hot. On the real tasks also 201 atoms, many
@@ -276,18 +276,13 @@ def cells() -> list[Cell]:
 
 
 # ------------------------------------------------------------------------------------- measurements
-def is_recurrent(script: ModuleType) -> bool:
-    """Its agents remember."""
-    return hasattr(script, "unroll_lstm")
-
-
-def critic_outputs(script: ModuleType, agent: Any, obs: np.ndarray) -> Any:
+def critic_outputs(agent: Any, obs: np.ndarray) -> Any:
     """Reduced outputs (T, N, ...) for raw observations (T, N, D) of episodes opened at step 0."""
     import torch
 
     inputs = agent.normalize_obs(torch.as_tensor(obs))
     with torch.no_grad():
-        if is_recurrent(script):
+        if common.is_recurrent(agent):
             opens = torch.zeros(inputs.shape[:2], dtype=torch.bool)
             opens[0] = True
             state = agent.initial_state(inputs.shape[1])
@@ -380,7 +375,7 @@ def errors(shape: Shape, truth: np.ndarray) -> dict[str, float]:
 def measure(script: ModuleType, agent: Any, args: Any, truth: np.ndarray) -> dict[str, Any]:
     """Figures of the prediction at the start state, and of the floor."""
     obs, _ = script.make_env(args).reset(seed=0)
-    outputs = critic_outputs(script, agent, obs[None, None])[0].double()  # (1, K)
+    outputs = critic_outputs(agent, obs[None, None])[0].double()  # (1, K)
     read = quantile_shapes if hasattr(script, "value_at_risk") else atom_shapes
     shapes = read(script, agent, outputs, truth)
 
@@ -402,25 +397,18 @@ class Episodes:
 
 
 def lift_limit(env: gym.Env) -> int:
-    """Take away the time limit of an environment; what it was, 10,000 where there is none."""
+    """Take away all time limits of an environment. Returns the smallest, 10,000 without any."""
+    limits = []
     while env is not env.unwrapped:
         if isinstance(env, gym.wrappers.TimeLimit):
-            limit = env._max_episode_steps
+            limits.append(env._max_episode_steps)
             env._max_episode_steps = 10**9
-            return limit
         env = env.env
-    return 10_000
-
-
-def predicted_quantile(script: ModuleType, dist: Any, outputs: Any, level: float) -> np.ndarray:
-    """Of the distributions (..., K or K + 1) of a critic, in the task's units, (...)."""
-    if hasattr(script, "value_at_risk"):
-        return script.value_at_risk(predicted_quantiles(dist, outputs), level).numpy()
-    return script.categorical_quantile(dist.probs(outputs), dist.task_atoms(), level).numpy()
+    return min(limits, default=10_000)
 
 
 def predicted_std(script: ModuleType, dist: Any, outputs: Any) -> np.ndarray:
-    """Of the same distributions, (...)."""
+    """Of the distributions (..., K or K + 1) of a critic, in the task's units, (...)."""
     if hasattr(script, "value_at_risk"):
         return predicted_quantiles(dist, outputs).std(-1, correction=0).numpy()
     probs = dist.probs(outputs).double()
@@ -432,16 +420,19 @@ def predicted_std(script: ModuleType, dist: Any, outputs: Any) -> np.ndarray:
 def play_on(script: ModuleType, agent: Any, args: Any, episodes: int, most: int) -> Episodes:
     """The sampled policy plays on beyond time limits until rewards no longer count (gamma^k <
     1e-5); what is returned are the steps within the limit, or the first `most`. Where a task cuts
-    episodes by other means than gymnasium's wrapper, its cut is taken for an end."""
+    episodes by other means than gymnasium's wrapper, its cut is taken for an end. Rewards of Atari
+    games are clipped, as critics learn them. Raises ValueError without a discount."""
     import torch
 
+    if args.gamma == 1:
+        raise ValueError("--gamma 1: the policy would play on for ever, since all rewards count")
     mode = gym.vector.AutoresetMode.SAME_STEP
     makers = [lambda: script.make_env(args)] * episodes  # the run's own number may be another one
     envs = gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=mode)
     scored = min(lift_limit(env) for env in envs.envs)
     scored = min(scored, most)
 
-    obs, _ = envs.reset(seed=2_000_000 + 10 * args.seed)  # none shared by runs
+    obs, _ = envs.reset(seed=2_000_000 + 1000 * args.seed)  # runs share none, up to 1,000 episodes
     torch.manual_seed(args.seed)
     state = None
     alive = np.ones(episodes, bool)
@@ -449,14 +440,17 @@ def play_on(script: ModuleType, agent: Any, args: Any, episodes: int, most: int)
     all_alive = []
     rewards = []
     beyond = int(np.log(1e-5) / np.log(args.gamma))
-    for _ in range(scored + beyond):
-        all_obs.append(obs.copy())
-        all_alive.append(alive)
-        if is_recurrent(script):
+    for t in range(scored + beyond):
+        if t < scored:
+            all_obs.append(obs.copy())
+            all_alive.append(alive)
+        if common.is_recurrent(agent):
             action, state = agent.act(obs, state, deterministic=False)
         else:
             action = agent.act(obs, deterministic=False)
         obs, reward, terminated, truncated, _ = envs.step(action)
+        if args.is_atari:
+            reward = reward.clip(-1, 1)
         rewards.append(reward * alive)
         alive = alive & ~(terminated | truncated)
         if not alive.any():
@@ -466,24 +460,24 @@ def play_on(script: ModuleType, agent: Any, args: Any, episodes: int, most: int)
     returns = np.array(rewards)
     for t in reversed(range(len(returns) - 1)):
         returns[t] += args.gamma * returns[t + 1]
-    kept = slice(0, scored)
-    return Episodes(np.array(all_obs[kept]), np.array(all_alive[kept]), returns[kept])
+    return Episodes(np.array(all_obs), np.array(all_alive), returns[:scored])
 
 
 def measure_real(script: ModuleType, agent: Any, args: Any) -> dict[str, float]:
-    """Mean absolute error of the coverage of the predicted deciles, bias and spread of the value.
+    """Mean absolute error of the coverage of the predicted deciles, and three figures of M, the
+    mean of the predicted distribution. M is not V where V is an output of its own.
 
-    Over the std of all returns: `bias`, mean of V - return; `spread`, std of return - V;
+    Over the std of all returns: `bias`, mean of M - return; `spread`, std of return - M;
     `predicted`, mean std of the predicted distributions.
     """
     played = play_on(script, agent, args, EPISODES, 10_000)
     mask = played.alive
     dist = agent.value_dist
-    outputs = critic_outputs(script, agent, played.obs)
+    outputs = critic_outputs(agent, played.obs)
 
     misses = []
     for level in DECILES:
-        quantile = predicted_quantile(script, dist, outputs, float(level))
+        quantile = dist.quantile(outputs, float(level)).numpy()
         below = played.returns < quantile
         misses.append(abs(below[mask].mean() - level))
 
@@ -528,9 +522,11 @@ Errors at the start state, percent, with the representation floor in brackets; m
 absolute errors over seeds, of signed ones for std and CVaR. Seeds that reach all goals.
 """
 REAL_HEAD = """\
-Real tasks: mean error of the coverage of the deciles; bias of the value, spread of the
-returns around it and predicted standard deviation, over the std of all returns; means
-over seeds. Seeds whose coverage error is at most 0.05.
+Real tasks: mean error of the coverage of the deciles; bias of the mean of the predicted
+distribution (not of V), spread of the returns around it and predicted standard deviation,
+over the std of all returns; means over seeds. Predicted is a mean of deviations over states
+and spread a root mean square, so predicted is smaller where states differ, even if all
+predictions are right. Seeds whose coverage error is at most 0.05.
 """
 
 
@@ -572,14 +568,16 @@ def real_line(setting: Setting, rows: list[Row]) -> str:
 
 
 def tuning_lines() -> list[str]:
-    """Coverage error of every tuning seed, a line for each setting of the real tasks."""
-    settings: dict[tuple[str, str, str], list[Row]] = {}
+    """Coverage error of every tuning seed, a line for each setting of the real tasks and number of
+    episodes; of runs that were repeated the last one."""
+    settings: dict[tuple[str, ...], dict[str, str]] = {}
     for row in TUNING.rows():
-        settings.setdefault((row["task"], row["script"], row["flags"]), []).append(row)
-    lines = common.markdown_head("task | script | flags | coverage error, by seed")
-    for (task, script, flags), rows in settings.items():
-        errors = [f"{row['seed']}: {float(row['coverage']):.3f}" for row in rows]
-        lines.append(common.markdown_row([task, script, flags, ", ".join(errors)]))
+        key = (row["task"], row["script"], row["flags"], row["episodes"])
+        settings.setdefault(key, {})[row["seed"]] = f"{float(row['coverage']):.3f}"
+    lines = common.markdown_head("task | script | flags | episodes | coverage error, by seed")
+    for key, errors in settings.items():
+        told = ", ".join(f"{seed}: {error}" for seed, error in errors.items())
+        lines.append(common.markdown_row([*key, told]))
     return lines
 
 

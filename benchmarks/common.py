@@ -97,6 +97,11 @@ def load_script(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
+def is_recurrent(agent: Any) -> bool:
+    """Tell whether an agent of a script remembers, so that its methods take and give a state."""
+    return hasattr(agent, "initial_state")
+
+
 def spelt_out(script: str, flags: str) -> str:
     """Flags with those of a preset in its place, for versions of a script that know no presets."""
     name = re.search(r"--preset (\w+)", flags)

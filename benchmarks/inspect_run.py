@@ -7,9 +7,10 @@ The sampled policy plays fresh episodes, as in training. Along one of them (the 
 return) the picture shows the predicted return as a fan of deciles, its value V and the realised
 return-to-go; below, the whole predicted distribution at four of its states; and, over all states of
 all episodes, how often the realised return fell between which deciles: a tenth each where the
-critics are right. Returns are discounted; those of an episode that a time limit cut are known
-because the policy plays on. It works on any run directory of the two scripts, and of copies that
-kept their functions' names: it runs the copy of the source that lies there.
+critics are right. Returns are discounted, with rewards of Atari games clipped, as critics learn
+them. Those of an episode that a time limit cut are known because the policy plays on, which needs a
+discount. It works on any run directory of the two scripts, and of copies that kept their functions'
+names: it runs the copy of the source that lies there.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def script_of(run_dir: Path) -> ModuleType:
 
 def predict(agent: Any, obs: np.ndarray, levels: np.ndarray, state: Any) -> tuple[Any, Any, Any]:
     """Quantiles and V of observations, and the critics' next state, None without memory."""
-    if hasattr(agent, "initial_state"):
+    if common.is_recurrent(agent):
         values, _ = agent.value(obs, state)
         quantiles, state = agent.predict_returns(obs, tuple(levels), state)
         return quantiles, values, state
@@ -153,12 +154,14 @@ def flags_of(script: ModuleType, args: Any) -> str:
     apart = {"env_id", "preset", "seed"}  # and what has no effect on learning
     for group in ("RunArgs", "MachineArgs"):
         apart |= set(getattr(getattr(script, group, None), "__dataclass_fields__", ()))
+    apart.discard("init_from")  # which does have one
     told = [told_flag("preset", preset)] if preset else []
     for one in dataclasses.fields(args):
         value = getattr(args, one.name)
         default = usual.get(one.name, one.default)
-        if one.name not in apart and value != default and (value or default):
-            told.append(told_flag(one.name, value))
+        line = told_flag(one.name, value)
+        if one.name not in apart and value != default and line != told_flag(one.name, default):
+            told.append(line)
     return " ".join(told) or "default flags"
 
 

@@ -9,7 +9,8 @@ Three tasks pay rarely, and the value is known; in a fourth one arm looks better
 disaster; the rest are CartPole-v1 in other units. Every critic has the same flags beside its own.
 One row of results/truth.csv is one run; interrupted at any point, the next call continues. Reported
 seeds are 1 to 10, flags were chosen on seeds 1000 and up. Seed k trains with --seed 1000 k:
-environments take consecutive seeds, and runs on neighbouring ones would share most of their data.
+environments took consecutive seeds when the rows were made, so that runs on neighbouring ones would
+have shared most of their data.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import numpy as np
 from common import CATEGORICAL, LSTM, RESULTS, Cell, Row, Run, Setting, Table
 from gymnasium.spaces import Box, Discrete
 from learning import SB3
-from risk import estimate
+from risk import estimate, second_action
 
 PRIZE = 100.0
 CHANCES = {"rare-10": 0.1, "rare-3": 0.03, "rare-1": 0.01}  # of the prize
@@ -199,21 +200,9 @@ class Start(NamedTuple):
 
 def start_of(script: ModuleType, agent: Any, args: Any) -> Start:
     """Of a trained agent with two actions."""
-    import torch
-
     first, _ = script.make_env(args).reset(seed=0)
-    obs = agent.normalize_obs(torch.as_tensor(first)[None])
-    with torch.no_grad():
-        if script.__name__ == LSTM:
-            state = agent.initial_state(1)
-            opens = torch.ones(1, 1, dtype=torch.bool)
-            params = agent.policy_params(agent.actor_body(obs[None], state, opens))
-            outputs = agent.value_outputs(agent.critic_body(obs[None], state, opens))
-        else:
-            params = agent.policy_params(obs)
-            outputs = agent.value_outputs(obs)
-        value = agent.value_dist.value(agent.value_dist.reduce_twins(outputs))
-    return Start(value.item(), params.reshape(2).softmax(-1)[1].item())
+    value = agent.value(first)[0] if common.is_recurrent(agent) else agent.value(first)
+    return Start(float(value), second_action(agent, first))
 
 
 def run_ours(run: Run) -> dict[str, float]:
@@ -296,7 +285,8 @@ ARMS_HEAD = """\
 Two arms, mean pay 0.5 and -0.51, the latter of 1 and, with probability 1 %, -150: the probability
 of the bad arm, each seed; seeds that prefer it; the value at the start, mean over seeds +- 95 %
 interval, and the expected return there of the policies as they sample; mean of 500 evaluation
-episodes of their modes.
+episodes of their modes. The draws of an evaluation depend on the seed alone, so critics share them:
+a mode has exactly 0.50 or -0.51.
 """
 UNITS_HEAD = """\
 CartPole-v1, whose rewards or observations are multiplied by a number, 25,600 steps: mean return of

@@ -15,8 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import gymnasium as gym
 import numpy as np
 import pytest
+from gymnasium.spaces import Box, Discrete
+from gymnasium.wrappers import TimeLimit
 from helpers import make_agent, make_run, prepare_rollout, roll, small_args
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,12 +78,16 @@ def test_a_run_is_drawn(inspect_run, script, tmp_path, monkeypatch, capsys, env)
 
 
 def test_a_picture_tells_the_flags_of_its_run(inspect_run, script):
-    """Presets, and what differs from them; not what is called, saved, evaluated or the machine."""
+    """Presets, and what differs from them; not the machine, nor what a run is called, how it
+    is saved and evaluated. A flag of 0 counts, and weights that the run started from."""
     args = script.preset_args("calibrated", gamma=0.9, norm_obs=False, seed=3, eval_episodes=1)
     told = inspect_run.flags_of(script, args)
     assert told.startswith("--preset calibrated ")
     assert sorted(told.split(" --")[1:]) == ["gamma 0.9", "no-norm-obs"]
     assert inspect_run.flags_of(script, script.Args(masked_obs=(1, 3))) == "--masked-obs 1 3"
+    args = script.Args(ent_coef=0.1, ent_coef_final=0.0, init_from="runs/before")
+    flags = "--ent-coef 0.1 --ent-coef-final 0.0 --init-from runs/before"
+    assert inspect_run.flags_of(script, args) == flags
     assert inspect_run.flags_of(script, script.Args(torch_threads=2)) == "default flags"
 
 
@@ -93,6 +100,15 @@ def test_what_cannot_be_drawn_costs_one_line(inspect_run, script, tmp_path, monk
     monkeypatch.setattr(sys, "argv", ["inspect_run.py", *words])
     monkeypatch.setattr(inspect_run.common, "require", lambda *_: None)  # nothing is drawn
     with pytest.raises(SystemExit, match=r"^error: .*(no run directory|has 1?[0-9]* steps)"):
+        inspect_run.main()
+
+
+def test_a_run_without_a_discount_costs_one_line(inspect_run, script, tmp_path, monkeypatch):
+    """Where a time limit cuts an episode, its return is that of a policy that plays on."""
+    run_dir = script.train(small_args(script, "Walk", run_dir=str(tmp_path), gamma=1.0))["run_dir"]
+    monkeypatch.setattr(sys, "argv", ["inspect_run.py", run_dir])
+    monkeypatch.setattr(inspect_run.common, "require", lambda *_: None)  # nothing is drawn
+    with pytest.raises(SystemExit, match=r"^error: --gamma 1: .* for ever"):
         inspect_run.main()
 
 
@@ -637,6 +653,56 @@ def test_predicted_spread_is_that_of_the_predicted_distribution(script):
     assert spread.mean() == pytest.approx(float(logged["value/std_predicted"]), rel=1e-5)
 
 
+class Paying(gym.Env):
+    """Pays 10 a step, shows the step, and never ends by itself."""
+
+    observation_space = Box(0, 1e9, (1,), np.float32)
+    action_space = Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.t += 1
+        return np.full(1, self.t, np.float32), 10.0, False, False, {}
+
+
+def limited(*limits):
+    """A task that pays, in time limits from the inside out."""
+    env = Paying()
+    for limit in limits:
+        env = TimeLimit(env, limit)
+    return env
+
+
+@pytest.mark.parametrize(("limits", "smallest"), [((3, 5), 3), ((5, 3), 3), ((), 10_000)])
+def test_all_time_limits_are_lifted(limits, smallest):
+    """Of two limits, too, the inner one ends nothing any more."""
+    env = limited(*limits)
+    assert importlib.import_module("calibration").lift_limit(env) == smallest
+    env.reset(seed=0)
+    assert not any(env.step(0)[3] for _ in range(8))
+
+
+@pytest.mark.parametrize(("is_atari", "paid"), [(False, 10), (True, 1)])
+def test_what_is_played_on_counts_beyond_the_limit_and_is_clipped_as_critics_learn(is_atari, paid):
+    """Half of a reward counts a step later, so returns are twice the reward at each of the three
+    steps that the inner limit leaves, and at the first two if no more are asked for."""
+    calibration = importlib.import_module("calibration")
+    script = SimpleNamespace(make_env=lambda args: limited(3, 5))
+    agent = SimpleNamespace(act=lambda obs, deterministic: np.zeros(len(obs), int))
+    args = SimpleNamespace(gamma=0.5, seed=1, is_atari=is_atari)
+    for most in (2, 10):
+        steps = min(most, 3)
+        played = calibration.play_on(script, agent, args, 2, most)
+        assert played.obs[..., 0].tolist() == [[t, t] for t in range(steps)]
+        assert played.alive.shape == (steps, 2)
+        assert played.alive.all()
+        assert played.returns == pytest.approx(np.full((steps, 2), 2 * paid), rel=1e-4)
+
+
 @pytest.mark.parametrize("script", NAMES)
 @pytest.mark.parametrize("task", ["lottery", "road", "cliff"])
 def test_risk_of_a_policy_is_measured(script, task):
@@ -1014,6 +1080,9 @@ def test_reports_are_made_from_the_committed_files(program, monkeypatch, tmp_pat
         assert text == (RESULTS / f"{program}.md").read_text()
     assert text in capsys.readouterr().out
     assert (tmp_path / f"{program}.png").exists() == (program != "truth")
+    if program == "calibration":
+        tuning = (tmp_path / "tuning_calibration.md").read_text()
+        assert tuning == (RESULTS / "tuning_calibration.md").read_text()
 
 
 def test_speed_and_scaling_report_on_the_committed_rows(monkeypatch, tmp_path, capsys):
