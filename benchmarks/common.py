@@ -98,16 +98,22 @@ def load_script(name: str) -> ModuleType:
 
 
 def spelt_out(script: str, flags: str) -> str:
-    """Flags with those of a preset in its place, for versions of a script that know no presets."""
-    name = re.search(r"--preset (\w+)", flags)
-    if name is None:
+    """Flags with those of presets ahead of them, for versions of a script that know no presets.
+
+    A later preset has its way over an earlier one, and typed flags over both, wherever they stand.
+    """
+    typed = re.search(r"--preset((?: +(?!--)\S+)+)", flags)
+    if typed is None:
         return flags
+    merged: dict[str, Any] = {}
+    for name in typed[1].split():
+        merged |= load_script(script).PRESETS[name].flags
     words = []
-    for flag, value in load_script(script).PRESETS[name[1]].flags.items():
+    for flag, value in merged.items():
         if flag != "env_id":
-            typed = f"--{flag.replace('_', '-')}"
-            words.append(typed if value is True else f"{typed} {value}")
-    return flags.replace(name[0], " ".join(words))
+            name = f"--{flag.replace('_', '-')}"
+            words.append(name if value is True else f"{name} {value}")
+    return " ".join([*words, *flags.replace(typed[0], "").split()])
 
 
 def without(flags: str, name: str) -> str:

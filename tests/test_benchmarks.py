@@ -961,6 +961,24 @@ def test_every_cell_has_flags_that_its_script_takes():
         assert common.load_script(work.script).Args(**work.flags).num_iterations > 0
 
 
+def test_presets_are_spelt_out_as_the_script_takes_them():
+    """Of two presets the later one has its way, typed flags have it over both, also from ahead."""
+    common, tune = importlib.import_module("common"), importlib.import_module("tune")
+    script = importlib.import_module(NAMES[1])
+    typed = "--twin-reduce min --preset pendulum averse --compile --cvar-weight 0"
+    told = common.spelt_out(NAMES[1], typed)
+    assert told.endswith(" --twin-reduce min --compile --cvar-weight 0")
+    assert "preset" not in told
+    assert "env-id" not in told
+    mine, theirs = script.parse_args(told.split()), script.parse_args(typed.split())
+    assert replace(theirs, env_id=mine.env_id, preset=()) == mine
+    assert mine.min_entropy == 1.4
+    assert mine.cvar_alpha == 0.1
+    same = common.spelt_out(NAMES[1], "--preset pendulum averse --twin-reduce min")
+    assert tune.parts(told) == tune.parts(f"{same} --compile --cvar-weight 0")
+    assert common.spelt_out(NAMES[1], "--gamma 0.9") == "--gamma 0.9"
+
+
 def test_a_flag_is_left_out():
     """With its values, wherever it stands; others whose names go on stay."""
     common = importlib.import_module("common")
