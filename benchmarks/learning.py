@@ -193,8 +193,6 @@ OWN = {
     },
 }
 
-IDLE = {"no_floor": "--min-entropy", "single_critic": "--twin-reduce"}  # without effect there
-
 
 def ablations() -> list[Cell]:
     """One thing changed at a time."""
@@ -207,8 +205,7 @@ def ablations() -> list[Cell]:
         base = next(cell for cell in GRID if cell.setting == (task, script, "default"))
         for variant, own in (BOTH | OWN[script]).items():
             if variant not in same:
-                flags = common.without(base.flags, IDLE.get(variant, ""))
-                cells.append(Cell(task, script, variant, f"{flags} {own}", FIVE))
+                cells.append(Cell(task, script, variant, f"{base.flags} {own}", FIVE))
         if script == CATEGORICAL:  # of the recurrent script it is in critics.py
             cells.append(Cell(task, QUANTILE, "exchanged", base.flags, FIVE))
     return cells
