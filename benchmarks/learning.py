@@ -228,11 +228,16 @@ class Result(NamedTuple):
 
 
 def forget(module: ModuleType) -> None:
-    """The control without memory: the LSTM state is zero ahead of every step, everywhere."""
+    """The control without memory: the LSTM state is zero ahead of every step, everywhere.
+
+    Training unrolls the LSTM, the critics' value of a successor takes one step of it, and acting
+    takes its steps in NumPy.
+    """
     import torch
 
     unroll = module.unroll_lstm
     step = module.Body.step
+    in_numpy = module.lstm_in_numpy
 
     def step_without_state(body, obs, state):
         return step(body, obs, torch.zeros_like(state))
@@ -241,8 +246,13 @@ def forget(module: ModuleType) -> None:
         zero = tuple(torch.zeros_like(s) for s in state)
         return unroll(lstm, inputs, zero, torch.ones_like(episode_start))
 
+    def acting_without_state(lstm):
+        act = in_numpy(lstm)
+        return lambda inputs, state: act(inputs, np.zeros_like(state))
+
     module.unroll_lstm = unroll_without_state
     module.Body.step = step_without_state
+    module.lstm_in_numpy = acting_without_state
 
 
 def unscaled(module: ModuleType) -> None:

@@ -841,7 +841,11 @@ def test_speed_beside_the_peer_is_measured(monkeypatch, tmp_path):
 
 
 # names that variants of `learning` replace
-REPLACED = {"no_memory": ["unroll_lstm"], "no_popart": ["update"], "default": []}
+REPLACED = {
+    "no_memory": ["unroll_lstm", "lstm_in_numpy"],
+    "no_popart": ["update"],
+    "default": [],
+}
 
 
 @pytest.mark.parametrize(
@@ -874,6 +878,20 @@ def test_learning_keeps_a_run(script, variant, monkeypatch, tmp_path):
     assert row["versions"].startswith("torch ")
     [bins] = learning.ARCHIVE.curves_of(run.cell)
     assert sum(one.episodes for one in bins) == len(result.points) > 0
+
+
+def test_without_memory_what_acts_is_what_is_trained(monkeypatch):
+    """The first minibatch of an update finds the probabilities with which the rollout acted, also
+    when the policy has learnt something."""
+    flags = "--update-epochs 8 --learning-rate 0.01"
+    learning, run = tiny_run("learning", "CartPoleNoVel-v1", NAMES[0], "no_memory", flags)
+    script = importlib.import_module(NAMES[0])
+    keep_as_it_is(monkeypatch, script, *REPLACED["no_memory"])
+    keep_as_it_is(monkeypatch, script.Body, "step")
+    learning.forget(script)
+    with learning.common.trained(script, run.cell.task, 1, run.cell.flags) as done:
+        assert done.metrics["policy/ratio_first_minibatch_error"] < 1e-4
+        assert done.metrics["policy/ratio_std"] > 1e-3
 
 
 def test_without_popart_the_statistics_move_after_the_update(script, monkeypatch):
