@@ -122,11 +122,6 @@ def without(flags: str, name: str) -> str:
     return " ".join(part for part in parts if part.split(" ")[0] != name)
 
 
-def commit() -> str:
-    """Of the repository."""
-    return subprocess.getoutput(f"git -C '{HERE}' rev-parse HEAD")
-
-
 def peer_network(script: ModuleType, args: Any) -> dict[str, Any]:
     """`policy_kwargs` of Stable-Baselines3: layers as the script's, an encoder each for actor and
     critic, a hidden layer ahead of the value; it sets all their weights its own way."""
@@ -232,7 +227,10 @@ ORIGIN = ("commit", "machine")
 
 
 def origin() -> dict[str, str]:
-    """Where a row comes from: last commit of the scripts ("+": changed since then), machine."""
+    """Where a row comes from: last commit of the scripts ("+": changed since then), machine.
+
+    Ask ahead of a run: the scripts may be changed while it lasts.
+    """
     git = ["git", "--no-optional-locks", "-C", str(HERE.parent)]
     scripts = ["--", f"{LSTM}.py", f"{CATEGORICAL}.py"]
 

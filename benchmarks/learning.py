@@ -431,11 +431,11 @@ def run_peer(run: Run) -> Result:
 
 def run_one(run: Run) -> Result:
     """Train one seed in this process."""
+    origin = {"commit": common.origin()["commit"], **common.machine()}
     began = time.time()
     work = run_peer if run.cell.script in (SB3, CONTRIB) else run_ours
     points, row = work(run)
     seconds = {"seconds": round(time.time() - began, 1)}
-    origin = {"commit": common.commit()[:7], **common.machine()}
     same = {**run.cell.setting._asdict(), "seed": run.seed, "flags": flags_text(run.cell)}
     return Result(points, {**same, **row, **learnt(run.cell, points), **seconds, **origin})
 

@@ -47,6 +47,7 @@ BEST = {
 def run_one(run: Run) -> dict[str, object]:
     """Train one seed: its row."""
     cell = run.cell
+    commit = common.origin()["commit"]
     script = common.load_script(cell.script)
     with common.trained(script, cell.task, run.seed, cell.flags) as done:
         tags = ("charts/episodic_return", "charts/episodic_length")
@@ -68,7 +69,7 @@ def run_one(run: Run) -> dict[str, object]:
         "return_std": round(done.metrics["eval/return_std"], 4),
         "steps_to_threshold": steps,
         "share_lost": lost,
-        "commit": common.commit()[:7],
+        "commit": commit,
     }
 
 

@@ -874,10 +874,28 @@ def test_learning_keeps_a_run(script, variant, monkeypatch, tmp_path):
     assert row["steps"] == "128"
     unknown = {name for name, value in row.items() if not value}
     kind = {"value_outside_support_mean", "value_outside_support_max"}
-    assert unknown == (kind if script in (NAMES[0], COMPOSED[1]) else set())
+    assert unknown - {"commit"} == (kind if script in (NAMES[0], COMPOSED[1]) else set())
     assert row["versions"].startswith("torch ")
     [bins] = learning.ARCHIVE.curves_of(run.cell)
     assert sum(one.episodes for one in bins) == len(result.points) > 0
+
+
+@pytest.mark.parametrize("program", ["learning", "tune"])
+def test_the_commit_of_a_row_is_that_ahead_of_the_run(program, monkeypatch):
+    """What is committed while a run lasts has not trained it."""
+    module, run = tiny_run(program, "CartPole-v1", NAMES[1])
+    common = module.common
+    train = common.trained
+
+    def commit_and_train(*given):
+        monkeypatch.setattr(common, "origin", lambda: {"commit": "later"})
+        return train(*given)
+
+    monkeypatch.setattr(common, "origin", lambda: {"commit": "ahead"})
+    monkeypatch.setattr(common, "trained", commit_and_train)
+    result = module.run_one(run)
+    row = result if program == "tune" else result.row
+    assert row["commit"] == "ahead"
 
 
 def test_without_memory_what_acts_is_what_is_trained(monkeypatch):
