@@ -269,20 +269,29 @@ def test_the_score_of_four_robots_worked_by_hand(monkeypatch):
     """One robot has 0.8 and 1.2 of the best, the others 0.4 twice. The means are 1 and 0.4, three
     times, so the score is 0.55. The robot's mean has an error of sqrt(0.08 / 2) = 0.2, the others'
     none, so the score's is 0.2 / 4 = 0.05. Six runs are below a half. The other setting lacks a
-    robot."""
+    robot. The other script has the same flags in another order, and half of the evaluations."""
     tune = importlib.import_module("tune")
     rows = []
     for task, best in tune.BEST.items():
         for seed, score in enumerate((0.8, 1.2) if task == "Ant-v5" else (0.4, 0.4)):
-            rows.append({"task": task, "seed": seed, "flags": "--a 1", "return_mean": score * best})
+            same = {"script": "one", "task": task, "seed": seed}
+            rows.append(same | {"flags": "--a 1 --c", "return_mean": score * best})
+            half = {"script": "two", "flags": "--c --a 1", "return_mean": score * best / 2}
+            rows.append(same | half)
             if task != "Ant-v5":
-                rows.append(rows[-1] | {"flags": "--a 1 --b 2"})
+                rows.append(same | {"flags": "--a 1 --b 2", "return_mean": best})
     monkeypatch.setattr(tune.Table, "rows", lambda self: rows)
     told = tune.mujoco_report([])
-    assert told[0] == "MuJoCo, all with --a 1:"
-    assert cells_of(told[-1])[0] == "none"
-    assert cells_of(told[-1])[-2:] == ["0.550 ± 0.050", "6"]
-    assert len(told) == 5
+    assert told[0] == "MuJoCo, all with --a 1 --c:"
+    first, second = map(cells_of, told[4:])
+    assert first[:3] == ["one", "none", "8"]
+    assert first[-2:] == ["0.550 ± 0.050", "6"]
+    assert second[:3] == ["two", "none", "8"]
+    assert second[-2:] == ["0.275 ± 0.025", "7"]
+    ant = [*tune.BEST].index("Ant-v5")
+    assert [one[3 + ant] for one in (first, second)] == [
+        f"{share * tune.BEST['Ant-v5']:.0f}" for share in (1, 0.5)
+    ]
     assert tune.mujoco_report([1]) == ["MuJoCo: no setting has two rows of each robot."]
 
 
@@ -971,6 +980,8 @@ def test_tuning_tries_flags(script, monkeypatch, tmp_path):
     assert row["flags"] == run.cell.flags
     assert row["share_lost"] == 1
     tune.run_missing(run.cell, 1)
+    turned = "--num-steps 16 " + run.cell.flags.replace("--num-steps 16 ", "")
+    tune.run_missing(replace(run.cell, flags=turned), 1)  # the same setting
     assert len(tune.TABLE.rows()) == 1
     assert tune.report("CartPole-v1")[4].startswith(f"| {script} | none | 1 |")
 
