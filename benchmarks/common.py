@@ -262,8 +262,8 @@ class Table:
         with self.path.open(newline="") as file:
             return list(csv.DictReader(file))
 
-    def append(self, row: dict[str, Any]) -> None:
-        """Write one row at the end, below a header if the file is new.
+    def append(self, *rows: dict[str, Any]) -> None:
+        """Write rows at the end, all at once, below a header if the file is new.
 
         Programs that append at the same time wait for each other.
         """
@@ -272,7 +272,7 @@ class Table:
             writer = csv.DictWriter(file, self.columns, lineterminator=self.end)
             if os.fstat(file.fileno()).st_size == 0:
                 writer.writeheader()
-            writer.writerow(row)
+            writer.writerows(rows)
 
     def record(self, work: Work, runs: Iterable[Run], processes: int = 1) -> None:
         """Append and print the row that each run's work gives."""

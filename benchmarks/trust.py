@@ -231,8 +231,7 @@ def main() -> None:
     if not args.report:
         runs = TABLE.without_row(common.runs_of(cells(), args.only, args.seeds))
         for run, rows in common.run_all(run_one, runs, args.processes):
-            for row in rows:
-                TABLE.append(row)
+            TABLE.append(*rows)  # all or none: a run with a row counts as done
             print(run, "done", flush=True)
     report()
 

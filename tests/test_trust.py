@@ -72,8 +72,8 @@ def test_a_run_at_tiny_size(trust, monkeypatch, tmp_path, capsys):
     assert rows[0]["return_mean"] == rows[2]["return_mean"]
     assert rows[3]["low_mean"] != rows[2]["low_mean"]
     assert rows[1]["return_mean"] != rows[0]["return_mean"]
-    for row in rows:
-        table.append(row)
+    table.append(*rows)
+    assert [float(row["level"]) for row in table.rows()] == [1, 2, 0, 0.4]
     trust.report()
     assert "| Hopper-v5 | gravity | 1 |" in (tmp_path / "trust.md").read_text()
     assert (tmp_path / "trust.png").stat().st_size > 10_000
