@@ -257,7 +257,7 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="what is tried, on tuning seeds")
     parser.add_argument("--report", action="store_true", help="only rebuild tables and figure")
     parser.add_argument("--only", nargs="*", default=[], help="words, all to match")
-    parser.add_argument("--seeds", nargs="*", type=int, default=[], help="of those that are missing")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[], help="some of the seeds")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     args = parser.parse_args()
     common.require("matplotlib")

@@ -15,7 +15,7 @@ are looked at:
 A signal warns at a level where it tells changed episodes from unchanged ones: where the probability
 that a changed episode has the worse signal (the area under the ROC curve) is at least WARNS. The
 unchanged ones are EPISODES episodes that open otherwise, so that the unchanged robot itself is a
-level like others: a signal that warns of it is no use. The return has fallen where it is below
+level like others: a signal that warns of it is of no use. The return has fallen where it is below
 FALLEN of that of the unchanged robot in the same episodes. Both numbers were written down ahead of
 the runs. One row of results/trust.csv is one level of one change of one run.
 """
