@@ -293,9 +293,7 @@ def missing(steps: int, seeds: list[int]) -> list[Run]:
     """Runs of this length without a row."""
     known = {(row["variant"], row["steps"], row["seed"]) for row in TABLE.rows()}
     runs = common.runs_of(cells(steps), (), seeds)
-    return [
-        run for run in runs if (run.cell.variant, run.cell.flags, str(run.seed)) not in known
-    ]
+    return [run for run in runs if (run.cell.variant, run.cell.flags, str(run.seed)) not in known]
 
 
 def run_one(run: Run) -> dict[str, Any]:
