@@ -103,27 +103,28 @@ def is_recurrent(agent: Any) -> bool:
 
 
 def spelt_out(script: str, flags: str) -> str:
-    """Flags with those of a preset in its place, for versions of a script that know no presets."""
-    name = re.search(r"--preset (\w+)", flags)
-    if name is None:
+    """Flags with those of presets ahead of them, for versions of a script that know no presets.
+
+    A later preset has its way over an earlier one, and typed flags over both, wherever they stand.
+    """
+    typed = re.search(r"--preset((?: +(?!--)\S+)+)", flags)
+    if typed is None:
         return flags
+    merged: dict[str, Any] = {}
+    for name in typed[1].split():
+        merged |= load_script(script).PRESETS[name].flags
     words = []
-    for flag, value in load_script(script).PRESETS[name[1]].flags.items():
+    for flag, value in merged.items():
         if flag != "env_id":
-            typed = f"--{flag.replace('_', '-')}"
-            words.append(typed if value is True else f"{typed} {value}")
-    return flags.replace(name[0], " ".join(words))
+            name = f"--{flag.replace('_', '-')}"
+            words.append(name if value is True else f"{name} {value}")
+    return " ".join([*words, *flags.replace(typed[0], "").split()])
 
 
 def without(flags: str, name: str) -> str:
     """Flags without one of them, which others leave without effect: scripts refuse such flags."""
     parts = re.split(r" (?=--)", flags.strip())
     return " ".join(part for part in parts if part.split(" ")[0] != name)
-
-
-def commit() -> str:
-    """Of the repository."""
-    return subprocess.getoutput(f"git -C '{HERE}' rev-parse HEAD")
 
 
 def peer_network(script: ModuleType, args: Any) -> dict[str, Any]:
@@ -231,7 +232,10 @@ ORIGIN = ("commit", "machine")
 
 
 def origin() -> dict[str, str]:
-    """Where a row comes from: last commit of the scripts ("+": changed since then), machine."""
+    """Where a row comes from: last commit of the scripts ("+": changed since then), machine.
+
+    Ask ahead of a run: the scripts may be changed while it lasts.
+    """
     git = ["git", "--no-optional-locks", "-C", str(HERE.parent)]
     scripts = ["--", f"{LSTM}.py", f"{CATEGORICAL}.py"]
 
@@ -263,8 +267,8 @@ class Table:
         with self.path.open(newline="") as file:
             return list(csv.DictReader(file))
 
-    def append(self, row: dict[str, Any]) -> None:
-        """Write one row at the end, below a header if the file is new.
+    def append(self, *rows: dict[str, Any]) -> None:
+        """Write rows at the end, all at once, below a header if the file is new.
 
         Programs that append at the same time wait for each other.
         """
@@ -273,7 +277,7 @@ class Table:
             writer = csv.DictWriter(file, self.columns, lineterminator=self.end)
             if os.fstat(file.fileno()).st_size == 0:
                 writer.writeheader()
-            writer.writerow(row)
+            writer.writerows(rows)
 
     def record(self, work: Work, runs: Iterable[Run], processes: int = 1) -> None:
         """Append and print the row that each run's work gives."""
@@ -324,7 +328,7 @@ RUN_COLUMNS = (
     "variant",
     "flags",  # beyond task and seed, as the script takes them at `commit`
     "seed",
-    "steps",
+    "steps",  # that were done; in the first 837 runs of ours those that were asked for
     "return_mean",  # of the final evaluation, as are the next three
     "return_std",
     "return_cvar",

@@ -193,8 +193,6 @@ OWN = {
     },
 }
 
-IDLE = {"no_floor": "--min-entropy", "single_critic": "--twin-reduce"}  # without effect there
-
 
 def ablations() -> list[Cell]:
     """One thing changed at a time."""
@@ -207,8 +205,7 @@ def ablations() -> list[Cell]:
         base = next(cell for cell in GRID if cell.setting == (task, script, "default"))
         for variant, own in (BOTH | OWN[script]).items():
             if variant not in same:
-                flags = common.without(base.flags, IDLE.get(variant, ""))
-                cells.append(Cell(task, script, variant, f"{flags} {own}", FIVE))
+                cells.append(Cell(task, script, variant, f"{base.flags} {own}", FIVE))
         if script == CATEGORICAL:  # of the recurrent script it is in critics.py
             cells.append(Cell(task, QUANTILE, "exchanged", base.flags, FIVE))
     return cells
@@ -231,11 +228,16 @@ class Result(NamedTuple):
 
 
 def forget(module: ModuleType) -> None:
-    """The control without memory: the LSTM state is zero ahead of every step, everywhere."""
+    """The control without memory: the LSTM state is zero ahead of every step, everywhere.
+
+    Training unrolls the LSTM, the critics' value of a successor takes one step of it, and acting
+    takes its steps in NumPy.
+    """
     import torch
 
     unroll = module.unroll_lstm
     step = module.Body.step
+    in_numpy = module.lstm_in_numpy
 
     def step_without_state(body, obs, state):
         return step(body, obs, torch.zeros_like(state))
@@ -244,8 +246,13 @@ def forget(module: ModuleType) -> None:
         zero = tuple(torch.zeros_like(s) for s in state)
         return unroll(lstm, inputs, zero, torch.ones_like(episode_start))
 
+    def acting_without_state(lstm):
+        act = in_numpy(lstm)
+        return lambda inputs, state: act(inputs, np.zeros_like(state))
+
     module.unroll_lstm = unroll_without_state
     module.Body.step = step_without_state
+    module.lstm_in_numpy = acting_without_state
 
 
 def unscaled(module: ModuleType) -> None:
@@ -291,8 +298,10 @@ def run_ours(run: Run) -> Result:
         curves = common.scalars(done.directory, ("charts/episodic_return", *followed))
         told = json.loads((done.directory / "args.json").read_text())
 
+    args = told["args"]
+    rollout = args["num_envs"] * args["num_steps"]
     row = {
-        "steps": told["args"]["total_timesteps"],
+        "steps": args["total_timesteps"] // rollout * rollout,  # as many as were done
         "return_mean": round(metrics["eval/return_mean"], 4),
         "return_std": round(metrics["eval/return_std"], 4),
         "return_cvar": round(metrics["eval/return_cvar"], 4),
@@ -424,11 +433,11 @@ def run_peer(run: Run) -> Result:
 
 def run_one(run: Run) -> Result:
     """Train one seed in this process."""
+    origin = {"commit": common.origin()["commit"], **common.machine()}
     began = time.time()
     work = run_peer if run.cell.script in (SB3, CONTRIB) else run_ours
     points, row = work(run)
     seconds = {"seconds": round(time.time() - began, 1)}
-    origin = {"commit": common.commit()[:7], **common.machine()}
     same = {**run.cell.setting._asdict(), "seed": run.seed, "flags": flags_text(run.cell)}
     return Result(points, {**same, **row, **learnt(run.cell, points), **seconds, **origin})
 

@@ -2,7 +2,10 @@
 
     python benchmarks/reward_terms.py                   # Hopper-v5, both ways, three seeds; report
     python benchmarks/reward_terms.py --seeds 1 --steps 100000
-    python benchmarks/reward_terms.py --report          # table and figure from what is kept
+    python benchmarks/reward_terms.py --report          # the table from what is kept
+
+The figure is of the agent with terms and seed 1. It is drawn when that has trained for STEPS steps,
+and neither by --report nor by runs of another length.
 
 A robot's reward is a sum: it is paid for running, for not falling, and it pays for the work of its
 motors. Here every term has values, targets and advantages of its own. The policy follows the
@@ -37,6 +40,7 @@ TERMS = ("reward_forward", "reward_survive", "reward_ctrl")
 NAMES = {"reward_forward": "running", "reward_survive": "not falling", "reward_ctrl": "motors"}
 FLAGS = {"num_critics": 1, "eval_episodes": 20, "save_envs": "never"}
 STEPS = 300_000
+UNKNOWN = 0.05  # the weight that what follows a time limit may have in a return that is drawn
 COLUMNS = (
     "task", "script", "variant", "seed", "steps", "return_mean", "return_std", "gap", "correlation",
     "seconds", *common.ORIGIN,
@@ -218,6 +222,7 @@ class Episode(NamedTuple):
 
     values: np.ndarray  # (T, R)
     returns: np.ndarray  # (T, terms) discounted, to the end of the episode
+    known: int  # the returns of so many first steps lack nothing that counts
 
 
 def play(agent: TermsAgent, args: Any, seed: int) -> Episode:
@@ -239,7 +244,15 @@ def play(agent: TermsAgent, args: Any, seed: int) -> Episode:
     returns = np.array(terms)
     for t in reversed(range(len(returns) - 1)):
         returns[t] += args.gamma * returns[t + 1]
-    return Episode(values, returns)
+    return Episode(values, returns, known_returns(len(returns), terminated, args.gamma))
+
+
+def known_returns(length: int, terminated: bool, gamma: float) -> int:
+    """Count the first steps of an episode whose returns are known. A time limit hides what would
+    have followed it, which counts gamma^n in the return of the n-th last step."""
+    if terminated:
+        return length
+    return sum(gamma**n <= UNKNOWN for n in range(1, length + 1))
 
 
 def draw(episode: Episode, path: Any) -> None:
@@ -248,11 +261,11 @@ def draw(episode: Episode, path: Any) -> None:
     whole = episode.values[:, -1]
     for r, name in enumerate(TERMS):
         axis.plot(episode.values[:, r], color=f"C{r}", label=NAMES[name])
-        axis.plot(episode.returns[:, r], color=f"C{r}", alpha=0.35, lw=0.8)
+        axis.plot(episode.returns[: episode.known, r], color=f"C{r}", alpha=0.35, lw=0.8)
     axis.plot(episode.values[:, :-1].sum(1), color="black", label="sum of the terms' values")
     axis.plot(whole, "--", color="0.5", label="value of the whole reward")
     axis.set(xlabel="step of an episode", ylabel="discounted return")
-    axis.set_title("Values of each term (pale: what came)", fontsize=10)
+    axis.set_title("Values of each term (pale: what came, where that is known)", fontsize=10)
     axis.legend(frameon=False, fontsize=8, ncols=3)
     common.save(figure, path)
 
@@ -264,21 +277,36 @@ def args_of(seed: int, steps: int, **flags: Any) -> Any:
     return script.preset_args("mujoco", **FLAGS | task | flags)
 
 
+def done_steps(steps: int) -> int:
+    """Round steps down to whole rollouts, as a run does."""
+    args = args_of(1, steps)
+    return args.num_iterations * args.batch_size
+
+
 def cells(steps: int) -> Iterator[Cell]:
-    """Both ways."""
+    """Both ways, with the steps that are done as flags."""
     for variant in ("terms", "one"):
-        yield Cell("Hopper-v5", CATEGORICAL, variant, str(steps), range(1, 4))
+        yield Cell("Hopper-v5", CATEGORICAL, variant, str(done_steps(steps)), range(1, 4))
+
+
+def missing(steps: int, seeds: list[int]) -> list[Run]:
+    """Runs of this length without a row."""
+    known = {(row["variant"], row["steps"], row["seed"]) for row in TABLE.rows()}
+    runs = common.runs_of(cells(steps), (), seeds)
+    return [run for run in runs if (run.cell.variant, run.cell.flags, str(run.seed)) not in known]
 
 
 def run_one(run: Run) -> dict[str, Any]:
     """Train one way, and compare the sum of the values with the value of the sum."""
-    args = args_of(run.seed, int(run.cell.flags))
+    steps = int(run.cell.flags)
+    args = args_of(run.seed, steps)
+    origin = common.origin()
     began = time.time()
     agent = train(args, together=run.cell.variant == "one")
     seconds = time.time() - began
     with contextlib.redirect_stdout(io.StringIO()):
         found = script.evaluate(agent, args)
-    row = {**run.cell.setting._asdict(), "seed": run.seed, "steps": args.total_timesteps}
+    row = {**run.cell.setting._asdict(), "seed": run.seed, "steps": steps}
     row |= {name: found[f"eval/{name}"] for name in ("return_mean", "return_std")}
     if run.cell.variant == "terms":
         episodes = [play(agent, args, seed) for seed in range(10)]
@@ -286,25 +314,25 @@ def run_one(run: Run) -> dict[str, Any]:
         total, whole = values[:, :-1].sum(1), values[:, -1]
         row["gap"] = np.abs(total - whole).mean() / whole.mean()
         row["correlation"] = np.corrcoef(total, whole)[0, 1]
-        if run.seed == 1:
+        if run.seed == 1 and steps == done_steps(STEPS):
             draw(episodes[0], RESULTS / "reward_terms.png")
-    row |= {"seconds": seconds, **common.origin()}
+    row |= {"seconds": seconds, **origin}
     return {name: round(x, 4) if isinstance(x, float) else x for name, x in row.items()}
 
 
 def report() -> None:
-    """A table in results/reward_terms.md."""
+    """A table in results/reward_terms.md: a line for each way and length."""
     rows = TABLE.rows()
     lines = common.markdown_head(
         "variant | seeds | steps | return, mean over seeds | by seed "
         "| mean of abs(sum of values - value of the sum) / value | correlation"
     )
-    for variant in ("terms", "one"):
-        own = [row for row in rows if row["variant"] == variant]
-        if not own:
-            continue
+    groups: dict[tuple[int, str], list[common.Row]] = {}
+    for row in rows:
+        groups.setdefault((int(row["steps"]), row["variant"]), []).append(row)
+    for (steps, variant), own in sorted(groups.items(), reverse=True):  # the longest runs first
         returns = [float(row["return_mean"]) for row in own]
-        told = [variant, len(own), own[0]["steps"], f"{np.mean(returns):.0f}"]
+        told = [variant, len(own), steps, f"{np.mean(returns):.0f}"]
         told.append(", ".join(f"{x:.0f}" for x in returns))
         for column, text in (("gap", "{:.1%}"), ("correlation", "{:.3f}")):
             x = [float(row[column]) for row in own if row[column]]
@@ -319,12 +347,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=STEPS, help=f"of a run; default: {STEPS:,}")
     parser.add_argument("--seeds", nargs="*", type=int, default=[], help="seeds to run")
-    parser.add_argument("--report", action="store_true", help="only rebuild the table")
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help=f"only rebuild the table; the figure is drawn when seed 1 has trained {STEPS:,} steps",
+    )
     args = parser.parse_args()
     common.require("matplotlib", "mujoco")
     if not args.report:
-        runs = common.runs_of(cells(args.steps), (), args.seeds)
-        TABLE.record(run_one, TABLE.without_row(runs), processes=2)
+        TABLE.record(run_one, missing(args.steps, args.seeds), processes=2)
     report()
 
 

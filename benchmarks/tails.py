@@ -1,20 +1,30 @@
 """What aversion to risk buys on public tasks: robots that now and then pay for speed.
 
+    python benchmarks/tails.py --tune --only neutral --seeds 1000    # first: is there a tail?
     python benchmarks/tails.py --tune      # tuning seeds: which weight, which penalty
     python benchmarks/tails.py             # reported seeds: run what is missing, report
     python benchmarks/tails.py --report    # tables and figure from the committed CSV alone
     python benchmarks/tails.py --only RiskyHopper averse --seeds 8001
 
 The tasks are those of Urpi, Curi & Krause 2021 (arXiv:2102.05371), in benchmarks/envs.py. Each is
-learnt neutrally, with an aversion to risk (the preset `averse`), and neutrally with a penalty that
-is taken at every risky step for certain. The mode of the final policy then plays EPISODES fresh
-episodes of the task without the penalty. One row of results/tails.csv is one run.
+learnt with an aversion to risk (the preset `averse`), neutrally (the same preset with a weight of 0
+for the tail, so that nothing else differs), and neutrally with a penalty that is taken at every
+risky step for certain. The plain preset `mujoco` is a row of its own, "default". The mode of the
+final policy then plays EPISODES fresh episodes of the task without the penalty. One row of
+results/tails.csv is one run.
 
-Chosen ahead of the reported runs, on tuning seeds 1000 and 1001: the weight of the CVaR advantage
-and the penalty with the highest CVaR_0.1, each for all three tasks together, by the mean of
-CVaR_0.1 over that of the neutral policy. The goal was written down ahead as well: CVaR_0.1 better
-than the neutral policy's on all three tasks by more than its 95 % interval, for at most 15 % of the
-neutral policy's mean.
+Written down ahead of all runs:
+
+    tasks      A task counts only if more than TAIL of the neutral policy's steps are risky: a
+               policy that avoids risk by itself has no tail to buy. One neutral tuning run of each
+               task comes first, to see that.
+    choice     On tuning seeds, the weight of the CVaR advantage and the penalty with the highest
+               criterion, each for all tasks together: the mean over tasks that count of
+               (CVaR_0.1 - that of the neutral policy) / |mean of the neutral policy|.
+    goal       On every task that counts CVaR_0.1 better than the neutral policy's by more than its
+               95 % interval, for at most 15 % of the neutral policy's mean.
+
+The choice stands in this file, as CHOSEN. Reported seeds do not run until it is that of the rows.
 """
 
 from __future__ import annotations
@@ -22,6 +32,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -31,12 +42,19 @@ from common import CATEGORICAL, RESULTS, Cell, Row, Run, Table, half_width, welc
 from envs import PENALTIES, RISKY
 
 EPISODES = 200
-NEUTRAL = "--preset mujoco --compile"
+TAIL = 0.02  # share of risky steps
+DEFAULT = "--preset mujoco --compile"
 AVERSE = "--preset mujoco averse --compile"
-WEIGHTS = (0.25, 0.5, 1.0)  # of the CVaR advantage
+NEUTRAL = f"{AVERSE} --cvar-weight 0"
+AVERSIONS = {  # by the weight of the CVaR advantage
+    f"averse {weight}": f"{AVERSE} --cvar-weight {weight}" for weight in (0.25, 0.5, 1.0)
+}
+PENALISED = {f"penalty {penalty}": NEUTRAL for penalty in PENALTIES}
+VARIANTS = {"neutral": NEUTRAL, **AVERSIONS, **PENALISED, "default": DEFAULT}
 TUNING = range(1000, 1002)
 REPORTED = range(8001, 8006)
-CHOSEN = ("neutral", "averse 1.0", "penalty 3")  # the variants that are reported
+CHOSEN = ("averse 1.0", "penalty 3")  # one of each kind
+SHOWN = ("neutral", *CHOSEN, "default")  # the variants that are reported
 MEASURED = ("mean", "std", "cvar_10", "cvar_5", "risky_share", "length")
 COLUMNS = ("task", "script", "variant", "seed", "seconds", *MEASURED, *common.ORIGIN)
 TABLE = Table(RESULTS / "tails.csv", COLUMNS, end="\n")
@@ -44,17 +62,23 @@ TABLE = Table(RESULTS / "tails.csv", COLUMNS, end="\n")
 
 # ------------------------------------------------------------------------------------------- runs
 def cells(tune: bool) -> list[Cell]:
-    """Everything on tuning seeds, or what was chosen on reported ones."""
-    variants = {"neutral": NEUTRAL}
-    variants |= {f"averse {weight}": f"{AVERSE} --cvar-weight {weight}" for weight in WEIGHTS}
-    variants |= {f"penalty {penalty}": NEUTRAL for penalty in PENALTIES}
+    """What is chosen from, on tuning seeds, or what is shown, on reported ones."""
+    shown = VARIANTS.keys() - {"default"} if tune else SHOWN
     seeds = TUNING if tune else REPORTED
     return [
         Cell(task, CATEGORICAL, variant, flags, seeds)
         for task in RISKY
-        for variant, flags in variants.items()
-        if tune or variant in CHOSEN
+        for variant, flags in VARIANTS.items()
+        if variant in shown
     ]
+
+
+def missing(tune: bool, words: list[str], seeds: list[int]) -> list[Run]:
+    """Runs that match and have no row, neutral ones first: of the cells' own seeds those that are
+    named, or else all."""
+    runs = TABLE.without_row(common.runs_of(cells(tune), words))
+    runs = [run for run in runs if not seeds or run.seed in seeds]
+    return sorted(runs, key=lambda run: (run.cell.variant != "neutral", run.seed))
 
 
 def task_id(cell: Cell) -> str:
@@ -67,13 +91,14 @@ def task_id(cell: Cell) -> str:
 def run_one(run: Run) -> dict[str, Any]:
     """Train, and play the task itself."""
     cell = run.cell
+    origin = common.origin()
     script = common.load_script(cell.script)
     flags = f"{cell.flags} --eval-episodes 0 --save-envs never --checkpoint-every 0"
     with common.trained(script, task_id(cell), run.seed, flags) as done:
         agent, args = script.load_agent(done.directory)
     row = {**cell.setting._asdict(), "seed": run.seed, "seconds": done.seconds}
     args = replace(args, env_id=f"envs:{cell.task}-v0", eval_episodes=EPISODES)
-    row |= measure(script, agent, args) | common.origin()
+    row |= measure(script, agent, args) | origin
     return {name: round(x, 4) if isinstance(x, float) else x for name, x in row.items()}
 
 
@@ -96,6 +121,55 @@ def measure(script: Any, agent: Any, args: Any) -> dict[str, float]:
         "risky_share": risky / steps,
         "length": steps / len(episodes),
     }
+
+
+# ----------------------------------------------------------------------------------------- choice
+def tasks_with_tail(rows: list[Row]) -> list[str]:
+    """The tasks that count: those with a neutral run, and a tail."""
+    shares = {task: values(rows, task, "neutral", "risky_share") for task in RISKY}
+    return [task for task, share in shares.items() if len(share) and share.mean() > TAIL]
+
+
+def criterion(rows: list[Row], variant: str) -> float:
+    """Tell what a variant is chosen by. It is nan where a task that counts has no row of it."""
+    gains = []
+    for task in tasks_with_tail(rows):
+        tail, neutral = (values(rows, task, name, "cvar_10") for name in (variant, "neutral"))
+        if not len(tail):
+            return np.nan
+        scale = abs(values(rows, task, "neutral", "mean").mean())
+        gains.append((tail.mean() - neutral.mean()) / scale)
+    return float(np.mean(gains)) if gains else np.nan
+
+
+def choice_lines(rows: list[Row]) -> list[str]:
+    """Tell which tasks count, and the criterion of what was tried."""
+    counted = tasks_with_tail(rows)
+    lines = [
+        f"More than {TAIL:.0%} of the neutral policy's steps are risky on: "
+        f"{', '.join(counted) or 'no task'}. There, the mean of (CVaR_0.1 - neutral's) / "
+        "|neutral's mean|:",
+        "",
+    ]
+    for variants in (AVERSIONS, PENALISED):
+        told = [f"{variant} {criterion(rows, variant):+.3f}" for variant in variants]
+        lines.append(f"* {', '.join(told)}")
+    return lines
+
+
+def objection(rows: list[Row]) -> str:
+    """Say why rows of tuning runs do not support CHOSEN, in a line; it is empty where they do."""
+    counted = tasks_with_tail(rows)
+    for run in missing(tune=True, words=[], seeds=[]):
+        if run.cell.variant == "neutral" or run.cell.task in counted:
+            return f"{run}: has no row yet, so that nothing is chosen; run tails.py --tune first"
+    if not counted:
+        return "no task has a tail, so that there is nothing to report"
+    for variants in (AVERSIONS, PENALISED):
+        best = max(variants, key=lambda variant: criterion(rows, variant))
+        if best not in CHOSEN:
+            return f"the tuning rows prefer {best}, and CHOSEN in tails.py has another one"
+    return ""
 
 
 # ----------------------------------------------------------------------------------------- report
@@ -126,9 +200,15 @@ def lines_of(rows: list[Row]) -> list[str]:
                 told += ["", ""]
             else:
                 tails = [values(rows, task, name, "cvar_10") for name in (variant, "neutral")]
-                told += [f"{mean.mean() / neutral.mean() - 1:+.0%}", welch(*tails).told()]
+                change = (mean.mean() - neutral.mean()) / abs(neutral.mean())
+                told += [f"{change:+.1%}", welch(*tails).told()]
             lines.append(common.markdown_row(told))
     return lines
+
+
+def with_seeds(rows: list[Row], seeds: range) -> list[Row]:
+    """The rows of these seeds."""
+    return [row for row in rows if int(row["seed"]) in seeds]
 
 
 def report() -> None:
@@ -136,12 +216,15 @@ def report() -> None:
     rows = TABLE.rows()
     text = [f"{EPISODES} evaluation episodes a run; means over seeds +- half the 95 % interval."]
     for title, seeds in (("Reported seeds", REPORTED), ("Tuning seeds", TUNING)):
-        own = [row for row in rows if int(row["seed"]) in seeds]
+        own = with_seeds(rows, seeds)
         if own:
             text += ["", f"{title}: {seeds[0]} to {seeds[-1]}.", "", *lines_of(own)]
+    tuning = with_seeds(rows, TUNING)
+    if tuning:
+        text += ["", *choice_lines(tuning)]
     text += ["", f"Commit of the scripts, machine: {common.origins(rows)}."]
     common.publish(RESULTS / "tails.md", text)
-    draw([row for row in rows if int(row["seed"]) in REPORTED])
+    draw(with_seeds(rows, REPORTED))
 
 
 def draw(rows: list[Row]) -> None:
@@ -151,7 +234,7 @@ def draw(rows: list[Row]) -> None:
     figure, axes = common.pyplot().subplots(1, 3, figsize=(11, 3.6), constrained_layout=True)
     for axis, task in zip(axes, RISKY, strict=True):
         middles = {}
-        for number, variant in enumerate(CHOSEN):
+        for number, variant in enumerate(SHOWN):
             x = values(rows, task, variant, "mean")
             y = values(rows, task, variant, "cvar_10")
             if not len(x):
@@ -159,8 +242,8 @@ def draw(rows: list[Row]) -> None:
             middles[variant] = (x.mean(), y.mean())
             bars = {"xerr": half_width(x), "yerr": half_width(y), "fmt": "o", "capsize": 3}
             axis.errorbar(x.mean(), y.mean(), color=f"C{number}", label=variant, **bars)
-        for variant in middles.keys() - {"neutral"}:
-            if "neutral" in middles:
+        for variant in CHOSEN:
+            if {variant, "neutral"} <= middles.keys():
                 line = {"arrowstyle": "->", "color": "0.5"}
                 axis.annotate("", middles[variant], middles["neutral"], arrowprops=line)
         axis.set(title=task, xlabel="mean return", ylabel="CVaR_0.1 of the return")
@@ -171,16 +254,18 @@ def draw(rows: list[Row]) -> None:
 def main() -> None:
     """Parse, run, report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tune", action="store_true", help="every variant, on tuning seeds")
+    parser.add_argument("--tune", action="store_true", help="what is tried, on tuning seeds")
     parser.add_argument("--report", action="store_true", help="only rebuild tables and figure")
     parser.add_argument("--only", nargs="*", default=[], help="words, all to match")
-    parser.add_argument("--seeds", nargs="*", type=int, default=[], help="seeds to run")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[], help="some of the seeds")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     args = parser.parse_args()
     common.require("matplotlib")
     if not args.report:
-        runs = common.runs_of(cells(args.tune), args.only, args.seeds)
-        TABLE.record(run_one, TABLE.without_row(runs), args.processes)
+        if not args.tune and (found := objection(with_seeds(TABLE.rows(), TUNING))):
+            sys.exit(f"error: {found}")
+        runs = missing(args.tune, args.only, args.seeds)
+        TABLE.record(run_one, runs, args.processes)
     report()
 
 

@@ -6,7 +6,7 @@
 
 Gravity, friction or the noise of the sensors change step by step, by MuJoCo's own parameters. At
 every level the mode of the policy plays EPISODES episodes, and the critics look along. Three things
-are compared with the unchanged robot:
+are looked at:
 
     return     The mean return of the episodes.
     low        The predicted first decile of the return, the mean over the first STEPS steps.
@@ -14,8 +14,10 @@ are compared with the unchanged robot:
 
 A signal warns at a level where it tells changed episodes from unchanged ones: where the probability
 that a changed episode has the worse signal (the area under the ROC curve) is at least WARNS. The
-return has fallen where it is below FALLEN of that of the unchanged robot. Both numbers were written
-down ahead of the runs. One row of results/trust.csv is one level of one change of one run.
+unchanged ones are EPISODES episodes that open otherwise, so that the unchanged robot itself is a
+level like others: a signal that warns of it is of no use. The return has fallen where it is below
+FALLEN of that of the unchanged robot in the same episodes. Both numbers were written down ahead of
+the runs. One row of results/trust.csv is one level of one change of one run.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ EPISODES = 30
 STEPS = 100  # of an episode whose signals count: a warning that comes later comes too late
 WARNS = 0.9
 FALLEN = 0.9
+PLAYED, USUAL = 10_000, 20_000  # first seed of what is played; of what signals are compared with
 FLAGS = "--preset mujoco calibrated --compile --eval-episodes 0 --save-envs never"
 TASKS = ("Hopper-v5", "HalfCheetah-v5")
 CHANGES = {  # levels from the unchanged robot on
@@ -64,8 +67,10 @@ def change_robot(env: Any, change: str, level: float) -> None:
         model.geom_friction[:, 0] *= level
 
 
-def play(script: Any, agent: Any, args: Any, change: str, level: float) -> Seen:
-    """Play episodes of a changed robot. The same episodes open at every level."""
+def play(
+    script: Any, agent: Any, args: Any, first: int, change: str = "", level: float = 0.0
+) -> Seen:
+    """Play episodes, the first with this seed, of a robot that is changed, or else as it is."""
     import torch
 
     env = script.make_env(args)
@@ -74,7 +79,7 @@ def play(script: Any, agent: Any, args: Any, change: str, level: float) -> Seen:
     std = agent.obs_moments.std.numpy() * (level if change == "noise" else 0.0)
     found = []
     for episode in range(EPISODES):
-        obs, _ = env.reset(seed=10_000 + episode)
+        obs, _ = env.reset(seed=first + episode)
         total = 0.0
         looked = []
         ended = False
@@ -104,14 +109,15 @@ def area(worse: np.ndarray, usual: np.ndarray) -> float:
 def run_one(run: Run) -> list[dict[str, Any]]:
     """Train, and play every level of every change."""
     cell = run.cell
+    origin = common.origin()
     script = common.load_script(cell.script)
     with common.trained(script, cell.task, run.seed, cell.flags) as done:
         agent, args = script.load_agent(done.directory)
     rows = []
+    usual, unchanged = (play(script, agent, args, first) for first in (USUAL, PLAYED))
     for change, levels in CHANGES.items():
-        usual = play(script, agent, args, change, levels[0])
-        for level in levels:
-            seen = play(script, agent, args, change, level)
+        changed = [play(script, agent, args, PLAYED, change, level) for level in levels[1:]]
+        for level, seen in zip(levels, [unchanged, *changed], strict=True):
             row = {
                 "change": change,
                 "level": level,
@@ -123,7 +129,7 @@ def run_one(run: Run) -> list[dict[str, Any]]:
                 "twins_warns": area(seen.twins, usual.twins),
             }
             row = {name: round(x, 4) if isinstance(x, float) else x for name, x in row.items()}
-            rows.append({**cell.setting._asdict(), "seed": run.seed, **row, **common.origin()})
+            rows.append({**cell.setting._asdict(), "seed": run.seed, **row, **origin})
     return rows
 
 
@@ -134,19 +140,19 @@ def cells() -> list[Cell]:
 
 # ----------------------------------------------------------------------------------------- report
 class Onset(NamedTuple):
-    """The first level, counted from 1, at which something happens. 0: at none of them."""
+    """The first level at which something happens, None if at none. 0 is the unchanged robot."""
 
-    returns: int  # fall
-    low: int  # warns
-    twins: int  # warn
+    returns: int | None  # fall
+    low: int | None  # warns
+    twins: int | None  # warn
 
 
 def onset(rows: list[Row]) -> Onset:
     """What happens when in the levels of one change of one run, which are in order."""
     usual = float(rows[0]["return_mean"])
 
-    def first(happens: list[bool]) -> int:
-        return happens.index(True) if True in happens else 0
+    def first(happens: list[bool]) -> int | None:
+        return happens.index(True) if True in happens else None
 
     return Onset(
         first([float(row["return_mean"]) < usual - (1 - FALLEN) * abs(usual) for row in rows]),
@@ -164,9 +170,19 @@ def cases(rows: list[Row]) -> Iterator[tuple[str, str, str, list[Row]]]:
                 yield task, change, seed, [row for row in own if row["seed"] == seed]
 
 
-def in_time(warns: int, falls: int) -> bool:
-    """Tell whether a signal warns, and no later than the return falls."""
-    return warns > 0 and (falls == 0 or warns <= falls)
+def verdict(name: str, warnings: list[int | None], falls: list[int | None]) -> str:
+    """Tell how often a signal warns in time and how early, how often in vain, and how often of a
+    robot that is not changed, after which nothing that it says is a warning."""
+    pairs = [*zip(warnings, falls, strict=True)]
+    early = [fall - warned for warned, fall in pairs if warned and fall and warned <= fall]
+    vain = sum(bool(warned) for warned, fall in pairs if not fall)
+    levels = f", {np.mean(early):.1f} levels earlier in the mean" if early else ""
+    calm = falls.count(None)
+    return (
+        f"The {name} warns in time in {len(early)} of {len(falls) - calm} cases of a fall{levels}; "
+        f"in {vain} of {calm} cases without a fall; "
+        f"of the unchanged robot in {warnings.count(0)} of {len(warnings)} cases."
+    )
 
 
 def report() -> None:
@@ -179,14 +195,11 @@ def report() -> None:
     for task, change, seed, own in cases(rows):
         found = onset(own)
         onsets.append(found)
-        levels = [f"{float(own[at]['level']):g}" if at else "never" for at in found]
+        levels = ["never" if at is None else f"{float(own[at]['level']):g}" for at in found]
         lines.append(common.markdown_row([task, change, seed, *levels]))
-    fallen = [one for one in onsets if one.returns]
-    for name, count in (
-        ("low decile", sum(in_time(one.low, one.returns) for one in fallen)),
-        ("twins' disagreement", sum(in_time(one.twins, one.returns) for one in fallen)),
-    ):
-        lines += ["", f"The {name} warns in time in {count} of {len(fallen)} cases of a fall."]
+    falls, low, twins = ([one[at] for one in onsets] for at in range(3))
+    lines += ["", verdict("low decile", low, falls)]
+    lines += ["", verdict("twins' disagreement", twins, falls)]
     lines += ["", f"Commit of the scripts, machine: {common.origins(rows)}."]
     common.publish(RESULTS / "trust.md", lines)
     if rows:
@@ -231,8 +244,7 @@ def main() -> None:
     if not args.report:
         runs = TABLE.without_row(common.runs_of(cells(), args.only, args.seeds))
         for run, rows in common.run_all(run_one, runs, args.processes):
-            for row in rows:
-                TABLE.append(row)
+            TABLE.append(*rows)  # all or none: a run with a row counts as done
             print(run, "done", flush=True)
     report()
 

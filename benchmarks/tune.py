@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import common
 import numpy as np
@@ -47,6 +48,7 @@ BEST = {
 def run_one(run: Run) -> dict[str, object]:
     """Train one seed: its row."""
     cell = run.cell
+    commit = common.origin()["commit"]
     script = common.load_script(cell.script)
     with common.trained(script, cell.task, run.seed, cell.flags) as done:
         tags = ("charts/episodic_return", "charts/episodic_length")
@@ -68,7 +70,7 @@ def run_one(run: Run) -> dict[str, object]:
         "return_std": round(done.metrics["eval/return_std"], 4),
         "steps_to_threshold": steps,
         "share_lost": lost,
-        "commit": common.commit()[:7],
+        "commit": commit,
     }
 
 
@@ -83,8 +85,12 @@ def share_lost(episodes: np.ndarray, lengths: np.ndarray, first: float, threshol
 
 def run_missing(cell: Cell, processes: int) -> None:
     """Every seed of the setting without a row."""
-    same = {"script": cell.script, "task": cell.task, "flags": cell.flags}
-    known = {row["seed"] for row in TABLE.rows() if same.items() <= row.items()}
+    wanted = (cell.script, cell.task, parts(cell.flags))
+    known = {
+        row["seed"]
+        for row in TABLE.rows()
+        if (row["script"], row["task"], parts(row["flags"])) == wanted
+    }
     runs = [run for run in common.runs_of([cell]) if str(run.seed) not in known]
     TABLE.record(run_one, runs, processes)
 
@@ -147,48 +153,68 @@ def report(task: str, seeds: Sequence[int] = ()) -> list[str]:
     return [f"{task}, all with {' '.join(sorted(shared)) or 'nothing'}:", "", *lines]
 
 
-def score_line(flags: str, scores: dict[str, list[float]]) -> str:
-    """Tell the means of the robots' evaluations, the mean of their scores with its standard error,
-    and how many runs score less than a half."""
-    means = [f"{np.mean(scores[task]) * BEST[task]:.0f}" for task in BEST]
-    errors = [np.var(scores[task], ddof=1) / len(scores[task]) for task in BEST]
-    score = np.mean([np.mean(scores[task]) for task in BEST])
-    error = np.sqrt(np.sum(errors)) / len(BEST)
-    runs = np.concatenate([scores[task] for task in BEST])
-    told = f"{score:.3f} ± {error:.3f}"
-    return common.markdown_row([flags, len(runs), *means, told, sum(runs < 0.5)])
+class Score(NamedTuple):
+    """What a setting scores on the four robots."""
+
+    mean: float
+    error: float  # the standard error of the mean
+    runs: int
+    low: int  # runs that score less than a half
 
 
-def mujoco_report(seeds: Sequence[int]) -> list[str]:
-    """Tell of each setting that ran on all four robots how it scores, the highest score first.
+def score_of(evaluations: dict[str, list[float]]) -> Score:
+    """Score a setting by its evaluations on each robot, two at least.
 
     The score of a run is its evaluation over the best published one. A robot's mean score has the
     standard error of its runs, and the mean over robots the error that follows from theirs.
     """
-    found: dict[frozenset[str], dict[str, list[float]]] = {}  # by the flags of a setting
+    robots = [np.array(evaluations[task]) / best for task, best in BEST.items()]
+    squares = [scores.var(ddof=1) / len(scores) for scores in robots]
+    runs = np.concatenate(robots)
+    return Score(
+        mean=float(np.mean([scores.mean() for scores in robots])),
+        error=float(np.sqrt(sum(squares)) / len(robots)),
+        runs=len(runs),
+        low=int((runs < 0.5).sum()),
+    )
+
+
+def mujoco_report(seeds: Sequence[int]) -> list[str]:
+    """Tell of each setting that ran on all four robots how it scores, the highest score first: the
+    means of its evaluations, and the score with its standard error. See `score_of`."""
+    settings: dict[tuple[str, frozenset[str]], dict[str, list[float]]] = {}  # by script and flags
     for row in TABLE.rows():
         if row["task"] in BEST and (not seeds or int(row["seed"]) in seeds):
-            score = float(row["return_mean"]) / BEST[row["task"]]
-            scores = found.setdefault(parts(row["flags"]), {})
-            scores.setdefault(row["task"], []).append(score)
+            evaluations = settings.setdefault((row["script"], parts(row["flags"])), {})
+            evaluations.setdefault(row["task"], []).append(float(row["return_mean"]))
     whole = {
-        flags: scores
-        for flags, scores in found.items()
-        if all(len(scores.get(task, ())) > 1 for task in BEST)
+        setting: evaluations
+        for setting, evaluations in settings.items()
+        if all(len(evaluations.get(task, ())) > 1 for task in BEST)
     }
     if not whole:
         return ["MuJoCo: no setting has two rows of each robot."]
 
-    shared = frozenset.intersection(*whole)
+    shared = frozenset.intersection(*(flags for _, flags in whole))
     lines = []
-    for flags, scores in whole.items():
-        mean = np.mean([np.mean(scores[task]) for task in BEST])
-        own = " ".join(sorted(flags - shared)) or "none"
-        lines.append((mean, score_line(own, scores)))
+    for (script, flags), evaluations in whole.items():
+        score = score_of(evaluations)
+        told = [
+            script,
+            " ".join(sorted(flags - shared)) or "none",
+            score.runs,
+            *[f"{np.mean(evaluations[task]):.0f}" for task in BEST],
+            f"{score.mean:.3f} ± {score.error:.3f}",
+            score.low,
+        ]
+        lines.append((score.mean, common.markdown_row(told)))
     names = [task.removesuffix("-v5") for task in BEST]
-    head = common.markdown_head(" | ".join(["flags", "runs", *names, "score", "below half"]))
+    head = common.markdown_head(
+        " | ".join(["script", "flags", "runs", *names, "score", "below half"])
+    )
     ranked = [line for _, line in sorted(lines, reverse=True)]
-    return [f"MuJoCo, all with {' '.join(sorted(shared))}:", "", *head, *ranked]
+    same = " ".join(sorted(shared)) or "nothing"
+    return [f"MuJoCo, all with {same}:", "", *head, *ranked]
 
 
 def main() -> None:

@@ -285,20 +285,29 @@ def test_the_score_of_four_robots_worked_by_hand(monkeypatch):
     """One robot has 0.8 and 1.2 of the best, the others 0.4 twice. The means are 1 and 0.4, three
     times, so the score is 0.55. The robot's mean has an error of sqrt(0.08 / 2) = 0.2, the others'
     none, so the score's is 0.2 / 4 = 0.05. Six runs are below a half. The other setting lacks a
-    robot."""
+    robot. The other script has the same flags in another order, and half of the evaluations."""
     tune = importlib.import_module("tune")
     rows = []
     for task, best in tune.BEST.items():
         for seed, score in enumerate((0.8, 1.2) if task == "Ant-v5" else (0.4, 0.4)):
-            rows.append({"task": task, "seed": seed, "flags": "--a 1", "return_mean": score * best})
+            same = {"script": "one", "task": task, "seed": seed}
+            rows.append(same | {"flags": "--a 1 --c", "return_mean": score * best})
+            half = {"script": "two", "flags": "--c --a 1", "return_mean": score * best / 2}
+            rows.append(same | half)
             if task != "Ant-v5":
-                rows.append(rows[-1] | {"flags": "--a 1 --b 2"})
+                rows.append(same | {"flags": "--a 1 --b 2", "return_mean": best})
     monkeypatch.setattr(tune.Table, "rows", lambda self: rows)
     told = tune.mujoco_report([])
-    assert told[0] == "MuJoCo, all with --a 1:"
-    assert cells_of(told[-1])[0] == "none"
-    assert cells_of(told[-1])[-2:] == ["0.550 ± 0.050", "6"]
-    assert len(told) == 5
+    assert told[0] == "MuJoCo, all with --a 1 --c:"
+    first, second = map(cells_of, told[4:])
+    assert first[:3] == ["one", "none", "8"]
+    assert first[-2:] == ["0.550 ± 0.050", "6"]
+    assert second[:3] == ["two", "none", "8"]
+    assert second[-2:] == ["0.275 ± 0.025", "7"]
+    ant = [*tune.BEST].index("Ant-v5")
+    assert [one[3 + ant] for one in (first, second)] == [
+        f"{share * tune.BEST['Ant-v5']:.0f}" for share in (1, 0.5)
+    ]
     assert tune.mujoco_report([1]) == ["MuJoCo: no setting has two rows of each robot."]
 
 
@@ -907,7 +916,11 @@ def test_speed_beside_the_peer_is_measured(monkeypatch, tmp_path):
 
 
 # names that variants of `learning` replace
-REPLACED = {"no_memory": ["unroll_lstm"], "no_popart": ["update"], "default": []}
+REPLACED = {
+    "no_memory": ["unroll_lstm", "lstm_in_numpy"],
+    "no_popart": ["update"],
+    "default": [],
+}
 
 
 @pytest.mark.parametrize(
@@ -918,7 +931,8 @@ REPLACED = {"no_memory": ["unroll_lstm"], "no_popart": ["update"], "default": []
 )
 def test_learning_keeps_a_run(script, variant, monkeypatch, tmp_path):
     """Curve and row of each variant that changes the script's functions."""
-    learning, run = tiny_run("learning", "CartPoleNoVel-v1", script, variant)
+    flags = "--total-timesteps 150"  # two rollouts of 64 steps
+    learning, run = tiny_run("learning", "CartPoleNoVel-v1", script, variant, flags)
     module = importlib.import_module("common").load_script(script)
     keep_as_it_is(monkeypatch, module, *REPLACED.get(variant, []))
     keep_as_it_is(monkeypatch, module.ValueDistribution, "move_statistics")
@@ -932,14 +946,46 @@ def test_learning_keeps_a_run(script, variant, monkeypatch, tmp_path):
     assert learning.missing([run.cell], [], []) == []
     [row] = learning.rows_of(run.cell)
     assert [float(row["return_mean"])] == learning.scores_of(run.cell)
-    assert row["flags"] == TINY
+    assert row["flags"] == run.cell.flags
     assert row["steps"] == "128"
     unknown = {name for name, value in row.items() if not value}
     kind = {"value_outside_support_mean", "value_outside_support_max"}
-    assert unknown == (kind if script in (NAMES[0], COMPOSED[1]) else set())
+    assert unknown - {"commit"} == (kind if script in (NAMES[0], COMPOSED[1]) else set())
     assert row["versions"].startswith("torch ")
     [bins] = learning.ARCHIVE.curves_of(run.cell)
     assert sum(one.episodes for one in bins) == len(result.points) > 0
+
+
+@pytest.mark.parametrize("program", ["learning", "tune"])
+def test_the_commit_of_a_row_is_that_ahead_of_the_run(program, monkeypatch):
+    """What is committed while a run lasts has not trained it."""
+    module, run = tiny_run(program, "CartPole-v1", NAMES[1])
+    common = module.common
+    train = common.trained
+
+    def commit_and_train(*given):
+        monkeypatch.setattr(common, "origin", lambda: {"commit": "later"})
+        return train(*given)
+
+    monkeypatch.setattr(common, "origin", lambda: {"commit": "ahead"})
+    monkeypatch.setattr(common, "trained", commit_and_train)
+    result = module.run_one(run)
+    row = result if program == "tune" else result.row
+    assert row["commit"] == "ahead"
+
+
+def test_without_memory_what_acts_is_what_is_trained(monkeypatch):
+    """The first minibatch of an update finds the probabilities with which the rollout acted, also
+    when the policy has learnt something."""
+    flags = "--update-epochs 8 --learning-rate 0.01"
+    learning, run = tiny_run("learning", "CartPoleNoVel-v1", NAMES[0], "no_memory", flags)
+    script = importlib.import_module(NAMES[0])
+    keep_as_it_is(monkeypatch, script, *REPLACED["no_memory"])
+    keep_as_it_is(monkeypatch, script.Body, "step")
+    learning.forget(script)
+    with learning.common.trained(script, run.cell.task, 1, run.cell.flags) as done:
+        assert done.metrics["policy/ratio_first_minibatch_error"] < 1e-4
+        assert done.metrics["policy/ratio_std"] > 1e-3
 
 
 def test_without_popart_the_statistics_move_after_the_update(script, monkeypatch):
@@ -1000,6 +1046,8 @@ def test_tuning_tries_flags(script, monkeypatch, tmp_path):
     assert row["flags"] == run.cell.flags
     assert row["share_lost"] == 1
     tune.run_missing(run.cell, 1)
+    turned = "--num-steps 16 " + run.cell.flags.replace("--num-steps 16 ", "")
+    tune.run_missing(replace(run.cell, flags=turned), 1)  # the same setting
     assert len(tune.TABLE.rows()) == 1
     assert tune.report("CartPole-v1")[4].startswith(f"| {script} | none | 1 |")
 
@@ -1025,6 +1073,24 @@ def test_every_cell_has_flags_that_its_script_takes():
     speed = importlib.import_module("speed")
     for work in (speed.GRID | speed.GROWTH).values():
         assert common.load_script(work.script).Args(**work.flags).num_iterations > 0
+
+
+def test_presets_are_spelt_out_as_the_script_takes_them():
+    """Of two presets the later one has its way, typed flags have it over both, also from ahead."""
+    common, tune = importlib.import_module("common"), importlib.import_module("tune")
+    script = importlib.import_module(NAMES[1])
+    typed = "--twin-reduce min --preset pendulum averse --compile --cvar-weight 0"
+    told = common.spelt_out(NAMES[1], typed)
+    assert told.endswith(" --twin-reduce min --compile --cvar-weight 0")
+    assert "preset" not in told
+    assert "env-id" not in told
+    mine, theirs = script.parse_args(told.split()), script.parse_args(typed.split())
+    assert replace(theirs, env_id=mine.env_id, preset=()) == mine
+    assert mine.min_entropy == 1.4
+    assert mine.cvar_alpha == 0.1
+    same = common.spelt_out(NAMES[1], "--preset pendulum averse --twin-reduce min")
+    assert tune.parts(told) == tune.parts(f"{same} --compile --cvar-weight 0")
+    assert common.spelt_out(NAMES[1], "--gamma 0.9") == "--gamma 0.9"
 
 
 def test_a_flag_is_left_out():

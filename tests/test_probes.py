@@ -200,11 +200,13 @@ def test_without_memory_the_cue_is_lost(tmp_path, monkeypatch):
     forget(script, monkeypatch)
     metrics, _ = learn(script, tmp_path, "Memory", **MEMORY)
     assert metrics["eval/return_mean"] < 0.65
+    assert metrics["policy/ratio_first_minibatch_error"] < 1e-4  # acting forgets as training does
 
 
 def forget(script, monkeypatch):
     """Zero the LSTM state ahead of every step."""
     unroll, step = script.unroll_lstm, script.Body.step
+    in_numpy = script.lstm_in_numpy
 
     def unroll_without_state(lstm, inputs, state, episode_start):
         zero = tuple(torch.zeros_like(s) for s in state)
@@ -213,8 +215,13 @@ def forget(script, monkeypatch):
     def step_without_state(self, obs, state):
         return step(self, obs, torch.zeros_like(state))
 
+    def acting_without_state(lstm):
+        act = in_numpy(lstm)
+        return lambda inputs, state: act(inputs, 0 * state)
+
     monkeypatch.setattr(script, "unroll_lstm", unroll_without_state)
     monkeypatch.setattr(script.Body, "step", step_without_state)
+    monkeypatch.setattr(script, "lstm_in_numpy", acting_without_state)
 
 
 @pytest.mark.parametrize(

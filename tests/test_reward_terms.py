@@ -117,21 +117,37 @@ def test_every_head_learns_its_own_term(program, prepared):
     assert [not torch.equal(x, y) for x, y in zip(before, after)] == [False, True, False, False]
 
 
-def test_a_run_and_its_picture(program, monkeypatch, tmp_path, capsys):
-    """Both ways at tiny size; returns of an episode worked by hand at its end."""
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(program, "RESULTS", tmp_path)
+@pytest.fixture
+def kept(program, monkeypatch, tmp_path):
+    """A table of its own for the program."""
     table = program.Table(tmp_path / "reward_terms.csv", program.COLUMNS, end="\n")
     monkeypatch.setattr(program, "TABLE", table)
+    monkeypatch.setattr(program, "RESULTS", tmp_path)
+    return table
+
+
+def test_a_run_and_its_picture(program, kept, monkeypatch, tmp_path, capsys):
+    """Both ways at tiny size, of 300 steps the two whole rollouts; a shorter run draws nothing.
+    Returns of an episode worked by hand at its end."""
+    pytest.importorskip("matplotlib")
     usual = program.args_of
     monkeypatch.setattr(program, "args_of", lambda *given: usual(*given, **SMALL, eval_episodes=2))
-    for cell in program.cells(240):
-        table.append(program.run_one(program.Run(cell, 1)))
+    monkeypatch.setattr(program, "STEPS", 300)
+    picture = tmp_path / "reward_terms.png"
+    first, *_ = program.cells(120)
+    kept.append(program.run_one(program.Run(first, 1)))
+    assert not picture.exists()
+    for cell in program.cells(300):
+        kept.append(program.run_one(program.Run(cell, 1)))
+    assert picture.stat().st_size > 10_000
     program.report()
-    assert [row["variant"] for row in table.rows()] == ["terms", "one"]
-    assert -1 <= float(table.rows()[0]["correlation"]) <= 1
-    assert (tmp_path / "reward_terms.png").stat().st_size > 10_000
-    assert "| terms | 1 | 240 |" in (tmp_path / "reward_terms.md").read_text()
+    told = [(row["variant"], row["steps"]) for row in kept.rows()]
+    assert told == [("terms", "120"), ("terms", "240"), ("one", "240")]
+    assert -1 <= float(kept.rows()[0]["correlation"]) <= 1
+    lines = (tmp_path / "reward_terms.md").read_text().splitlines()[2:5]
+    assert [line[:18] for line in lines] == [
+        "| terms | 1 | 240 ", "| one | 1 | 240 | ", "| terms | 1 | 120 ",
+    ]  # fmt: skip
 
     args = program.args_of(1, 240)
     agent = program.train(args, together=False)
@@ -139,3 +155,25 @@ def test_a_run_and_its_picture(program, monkeypatch, tmp_path, capsys):
     survived = episode.returns[:, program.TERMS.index("reward_survive")]  # 1 for each step
     np.testing.assert_allclose(survived[:-1], 1 + args.gamma * survived[1:])
     assert episode.values.shape == (len(episode.returns), 4)
+    assert episode.known == len(episode.returns) < 1000  # it fell
+
+
+def test_rows_of_another_length_are_other_runs(program, kept):
+    """They are not skipped, and have lines of their own. Steps are those that are done."""
+    row = dict.fromkeys(program.COLUMNS, 1) | {"task": "Hopper-v5", "script": program.CATEGORICAL}
+    for steps, score in ((4096, 10), (8192, 50)):
+        kept.append(row | {"variant": "terms", "steps": steps, "return_mean": score})
+    left = {(run.cell.variant, run.seed) for run in program.missing(5000, [1, 2])}
+    assert left == {("terms", 2), ("one", 1), ("one", 2)}
+    assert len(program.missing(7000, [1, 2])) == 4
+    program.report()
+    lines = (program.RESULTS / "reward_terms.md").read_text().splitlines()[2:4]
+    assert lines[0].startswith("| terms | 1 | 8192 | 50 | 50 |")
+    assert lines[1].startswith("| terms | 1 | 4096 | 10 | 10 |")
+
+
+def test_returns_ahead_of_a_time_limit_are_not_known(program):
+    """0.99^298 = 0.05003 and 0.99^299 = 0.0495: the last 298 steps of a thousand lack too much."""
+    assert program.known_returns(1000, False, 0.99) == 702
+    assert program.known_returns(1000, True, 0.99) == 1000
+    assert program.known_returns(200, False, 0.99) == 0

@@ -107,11 +107,89 @@ def test_tails_are_measured_and_reported(risky_tasks, monkeypatch, tmp_path, cap
             assert row["cvar_5"] <= row["cvar_10"] <= row["mean"]
             assert 0 <= row["risky_share"] <= 1 <= row["length"]
             table.append(row)
-    assert len(table.rows()) == len(tails.CHOSEN)
+    assert [row["variant"] for row in table.rows()] == [*tails.SHOWN]
     tails.report()
     text = (tmp_path / "tails.md").read_text()
-    assert text.count("| RiskyHopper |") == 3
+    assert text.count("| RiskyHopper |") == 4
     assert (tmp_path / "tails.png").stat().st_size > 10_000
+
+
+@pytest.fixture
+def tails(monkeypatch, tmp_path):
+    """The program, with a table of its own, and unable to run anything."""
+    program = importlib.import_module("tails")
+    table = replace(program.TABLE, path=tmp_path / "tails.csv")
+    monkeypatch.setattr(program, "TABLE", table)
+    monkeypatch.setattr(program, "RESULTS", tmp_path)
+    monkeypatch.setattr(program, "run_one", None)
+    monkeypatch.setattr(program.common, "require", lambda *_: None)
+    return program
+
+
+def test_neutral_policies_differ_from_averse_ones_in_the_weight_alone(tails):
+    """A weight of 0 turns one into the other. Penalties are in the task; the plain preset has
+    another critic."""
+    script = tails.common.load_script(tails.CATEGORICAL)
+    cells = tails.cells(tune=True) + tails.cells(tune=False)
+    args = {cell.variant: script.parse_args(cell.flags.split()) for cell in cells}
+    assert args.keys() == tails.VARIANTS.keys()
+    for variant, weight in (("averse 0.25", 0.25), ("averse 0.5", 0.5), ("averse 1.0", 1.0)):
+        assert args[variant].cvar_weight == weight
+        assert replace(args[variant], cvar_weight=0.0) == args["neutral"]
+    assert all(args[f"penalty {number}"] == args["neutral"] for number in (1, 3, 10))
+    assert args["default"].value_target != args["neutral"].value_target
+
+
+def test_the_criterion_worked_by_hand(tails):
+    """(40 - 10) / 100 and (20 - 10) / |-50|: 0.3 and 0.2, a mean of 0.25. The third task has no
+    more than 2 % of risky steps and does not count."""
+    rows = [
+        {"task": task, "variant": variant, "risky_share": share, "mean": mean, "cvar_10": tail}
+        for task, share, mean, neutral, averse in (
+            ("RiskyHalfCheetah", 0.5, 100, 10, 40),
+            ("RiskyHopper", 0.03, -50, 10, 20),
+            ("RiskyWalker2d", 0.02, 1, 0, 99),
+        )
+        for variant, tail in (("neutral", neutral), ("averse 0.5", averse))
+    ]
+    assert tails.tasks_with_tail(rows) == ["RiskyHalfCheetah", "RiskyHopper"]
+    assert tails.criterion(rows, "averse 0.5") == pytest.approx(0.25)
+    assert np.isnan(tails.criterion(rows, "averse 1.0"))  # it has not run
+    assert np.isnan(tails.criterion([], "averse 0.5"))
+    told = tails.choice_lines(rows)
+    assert "risky on: RiskyHalfCheetah, RiskyHopper." in told[0]
+    assert told[2] == "* averse 0.25 +nan, averse 0.5 +0.250, averse 1.0 +nan"
+
+
+def test_reported_seeds_wait_for_a_choice_that_tuning_rows_support(tails, monkeypatch, capsys):
+    """First neutral rows are missing; then all are there and another weight is better. A task
+    without a tail needs neutral rows alone."""
+    monkeypatch.setattr(sys, "argv", ["tails.py"])
+    first = r"^error: RiskyHalfCheetah \w+ neutral seed 1000: has no row yet"
+    with pytest.raises(SystemExit, match=first):
+        tails.main()
+    for cell, seed in tails.missing(tune=True, words=[], seeds=[]):
+        share = 0.01 if cell.task == "RiskyWalker2d" else 0.1
+        tail = 2 if cell.variant in ("averse 0.5", "penalty 3") else 1
+        if share > tails.TAIL or cell.variant == "neutral":
+            row = dict.fromkeys(tails.COLUMNS, 1) | cell.setting._asdict()
+            tails.TABLE.append(row | {"seed": seed, "risky_share": share, "cvar_10": tail})
+    with pytest.raises(SystemExit, match=r"^error: the tuning rows prefer averse 0\.5, "):
+        tails.main()
+    monkeypatch.setattr(tails, "CHOSEN", ("averse 0.5", "penalty 3"))
+    assert tails.objection(tails.TABLE.rows()) == ""
+    tails.report()
+    assert "averse 0.5 +1.000" in (tails.RESULTS / "tails.md").read_text()
+
+
+def test_tuning_never_sees_a_reported_seed(tails):
+    """Seeds that are named are some of the cells' own. Neutral runs come first."""
+    assert tails.missing(True, [], [8001]) == tails.missing(False, [], [1000]) == []
+    runs = tails.missing(True, [], [1000])
+    assert {run.seed for run in runs} == {1000}
+    assert [run.cell.variant == "neutral" for run in runs] == [True] * 3 + [False] * 18
+    assert len(tails.missing(True, [], [])) == 2 * len(runs)
+    assert len(tails.missing(False, ["Hopper", "penalty"], [8001, 1000])) == 1
 
 
 def test_the_tails_table_worked_by_hand():
@@ -130,6 +208,6 @@ def test_the_tails_table_worked_by_hand():
     ]
     line = tails.lines_of(rows)[-1]
     assert line == (
-        "| RiskyHopper | averse 1.0 | 2 | 120 +- 254 | 70 +- 127 | 0 +- 0 | 25.0% | +20% "
+        "| RiskyHopper | averse 1.0 | 2 | 120 +- 254 | 70 +- 127 | 0 +- 0 | 25.0% | +20.0% "
         "| +60 (-1 to +121) |"
     )

@@ -44,18 +44,33 @@ def test_onsets_worked_by_hand(trust):
         {"return_mean": returns, "low_warns": low, "twins_warns": 0.6}
         for returns, low in ((100, 0.5), (95, 0.92), (89, 0.95), (20, 1.0))
     ]
-    assert trust.onset(rows) == (2, 1, 0)
+    assert trust.onset(rows) == (2, 1, None)
     negative = [{"return_mean": x, "low_warns": 0, "twins_warns": 1} for x in (-100, -109, -111)]
-    assert trust.onset(negative) == (2, 0, 0)  # an unchanged robot gives no warning: 0 is never
-    assert trust.in_time(1, 2)
-    assert trust.in_time(2, 2)
-    assert not trust.in_time(3, 2)
-    assert not trust.in_time(0, 2)
+    assert trust.onset(negative) == (2, None, 0)
+
+
+def test_verdicts_worked_by_hand(trust):
+    """Of five falls it warns of two in time, two levels and no level ahead; once late, once never,
+    and once it had warned of the robot as it was. Without a fall it warns once of three times."""
+    warnings = [1, 2, 4, None, 0, 3, None, 0]
+    falls = [3, 2, 3, 1, 5, None, None, None]
+    assert trust.verdict("signal", warnings, falls) == (
+        "The signal warns in time in 2 of 5 cases of a fall, 1.0 levels earlier in the mean; "
+        "in 1 of 3 cases without a fall; of the unchanged robot in 2 of 8 cases."
+    )
+    assert trust.verdict("signal", [None], [None]) == (
+        "The signal warns in time in 0 of 0 cases of a fall; "
+        "in 0 of 1 cases without a fall; of the unchanged robot in 0 of 1 cases."
+    )
 
 
 def test_a_run_at_tiny_size(trust, monkeypatch, tmp_path, capsys):
-    """Every level has a row; without a change nothing is told apart; noise reaches the critics."""
+    """Every level has a row. The unchanged robot is played once for all changes, and compared with
+    itself in other episodes. Noise reaches the critics."""
     pytest.importorskip("matplotlib")
+    play = trust.play
+    played = []
+    monkeypatch.setattr(trust, "play", lambda *given: [play(*given), played.append(given[3:])][0])
     monkeypatch.setattr(trust, "EPISODES", 2)
     monkeypatch.setattr(trust, "RESULTS", tmp_path)
     changes = {"gravity": (1.0, 2.0), "noise": (0.0, 0.4)}
@@ -68,12 +83,13 @@ def test_a_run_at_tiny_size(trust, monkeypatch, tmp_path, capsys):
     assert [(row["change"], row["level"]) for row in rows] == [
         ("gravity", 1.0), ("gravity", 2.0), ("noise", 0.0), ("noise", 0.4)
     ]  # fmt: skip
-    assert rows[0]["low_warns"] == rows[2]["twins_warns"] == 0.5
-    assert rows[0]["return_mean"] == rows[2]["return_mean"]
+    assert played == [(20_000,), (10_000,), (10_000, "gravity", 2.0), (10_000, "noise", 0.4)]
+    told = [{name: x for name, x in row.items() if name not in ("change", "level")} for row in rows]
+    assert told[0] == told[2]
     assert rows[3]["low_mean"] != rows[2]["low_mean"]
     assert rows[1]["return_mean"] != rows[0]["return_mean"]
-    for row in rows:
-        table.append(row)
+    table.append(*rows)
+    assert [float(row["level"]) for row in table.rows()] == [1, 2, 0, 0.4]
     trust.report()
     assert "| Hopper-v5 | gravity | 1 |" in (tmp_path / "trust.md").read_text()
     assert (tmp_path / "trust.png").stat().st_size > 10_000
