@@ -328,7 +328,7 @@ RUN_COLUMNS = (
     "variant",
     "flags",  # beyond task and seed, as the script takes them at `commit`
     "seed",
-    "steps",  # that were done; in the first 837 runs of ours those that were asked for
+    "steps",
     "return_mean",  # of the final evaluation, as are the next three
     "return_std",
     "return_cvar",

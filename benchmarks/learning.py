@@ -298,10 +298,8 @@ def run_ours(run: Run) -> Result:
         curves = common.scalars(done.directory, ("charts/episodic_return", *followed))
         told = json.loads((done.directory / "args.json").read_text())
 
-    args = told["args"]
-    rollout = args["num_envs"] * args["num_steps"]
     row = {
-        "steps": args["total_timesteps"] // rollout * rollout,  # as many as were done
+        "steps": told["args"]["total_timesteps"],
         "return_mean": round(metrics["eval/return_mean"], 4),
         "return_std": round(metrics["eval/return_std"], 4),
         "return_cvar": round(metrics["eval/return_cvar"], 4),

@@ -931,8 +931,7 @@ REPLACED = {
 )
 def test_learning_keeps_a_run(script, variant, monkeypatch, tmp_path):
     """Curve and row of each variant that changes the script's functions."""
-    flags = "--total-timesteps 150"  # two rollouts of 64 steps
-    learning, run = tiny_run("learning", "CartPoleNoVel-v1", script, variant, flags)
+    learning, run = tiny_run("learning", "CartPoleNoVel-v1", script, variant)
     module = importlib.import_module("common").load_script(script)
     keep_as_it_is(monkeypatch, module, *REPLACED.get(variant, []))
     keep_as_it_is(monkeypatch, module.ValueDistribution, "move_statistics")
@@ -946,7 +945,7 @@ def test_learning_keeps_a_run(script, variant, monkeypatch, tmp_path):
     assert learning.missing([run.cell], [], []) == []
     [row] = learning.rows_of(run.cell)
     assert [float(row["return_mean"])] == learning.scores_of(run.cell)
-    assert row["flags"] == run.cell.flags
+    assert row["flags"] == TINY
     assert row["steps"] == "128"
     unknown = {name for name, value in row.items() if not value}
     kind = {"value_outside_support_mean", "value_outside_support_max"}
