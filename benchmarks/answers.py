@@ -116,6 +116,8 @@ def as_today(version: str, cell: common.Cell) -> bool:
     if words[:1] == [AS_TODAY]:
         scales_gradient = True
         words = words[1:]
+    if words and not words[0].startswith("--"):
+        return False  # another variant
     found = tune.parts(common.spelt_out(cell.script, " ".join([cell.flags, *words]).strip()))
     preset = learning.MUJOCO if cell.flags == versions.MUJOCO else cell.flags
     same_flags = found == tune.parts(common.spelt_out(cell.script, preset))
