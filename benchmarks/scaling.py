@@ -7,6 +7,8 @@
 Speed: torchrun trains each cell with one and with two processes, which take turns, repeat by
 repeat; steps of a rollout over the median time from one iteration's metrics to the next. "Apart":
 two separate runs at a time, each with half of the environments: what the cores give at best.
+A run of one process is held to a core (taskset, where it exists), or LSTMs would train in two
+threads, which they do not in several processes. The rows of bd9c57f are older than those threads.
 All-reduce: a float32 vector is averaged in 2 to 8 processes on this machine (gloo); median of 50.
 One torch thread per process. With more processes than cores the cores are shared: times are then an
 upper bound.
@@ -23,10 +25,12 @@ import argparse
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
@@ -70,34 +74,43 @@ CELLS = [
 ]
 
 
-def torchrun(processes: int, *words: str) -> str:
-    """Output of a program in so many processes."""
+def torchrun(processes: int, *words: str, ahead: Sequence[str] = ()) -> str:
+    """Output of a program in so many processes, with words ahead of its command."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [*launch, f"--nproc-per-node={processes}", *words]
+    command = [*ahead, *launch, f"--nproc-per-node={processes}", *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stderr[-2000:]}")
     return done.stdout
 
 
-def speed(cell: Cell, processes: int) -> float:
-    """Steps per second."""
+def held(place: int) -> list[str]:
+    """Words that hold a command to one of the usable cores; none where there is no taskset."""
+    if shutil.which("taskset") is None:
+        return []
+    cores = sorted(os.sched_getaffinity(0))
+    return ["taskset", "--cpu-list", str(cores[place % len(cores)])]
+
+
+def speed(cell: Cell, processes: int, place: int = 0) -> float:
+    """Steps per second; a run of one process is held to the core at this place."""
     steps = cell.num_envs * 128
     total = steps * (cell.iterations + 1)
     flags = f"--env-id {cell.env_id} --num-envs {cell.num_envs} --num-steps 128 --eval-episodes 1"
     with tempfile.TemporaryDirectory() as top:
-        line = [*flags.split(), "--total-timesteps", str(total), "--run-dir", top]
-        torchrun(processes, str(HERE.parent / f"{cell.script}.py"), *line)
+        line = [*flags.split(), "--total-timesteps", str(total), "--save-envs", "never"]
+        words = [str(HERE.parent / f"{cell.script}.py"), *line, "--run-dir", top]
+        torchrun(processes, *words, ahead=held(place) if processes == 1 else ())
         (directory,) = Path(top).iterdir()
         return steps / median(np.diff(times(directory)))
 
 
 def apart(cell: Cell) -> float:
-    """Steps per second of two separate runs at a time, each with half of the environments."""
+    """Steps per second of two runs at a time, each with half of the environments and a core."""
     half = cell._replace(num_envs=cell.num_envs // 2)
     with ThreadPoolExecutor(2) as pool:
-        return sum(pool.map(speed, [half, half], [1, 1]))
+        return sum(pool.map(speed, [half, half], [1, 1], [0, 1]))
 
 
 def speed_of_slow(how: str) -> float:
