@@ -14,9 +14,11 @@ One torch thread per process. With more processes than cores the cores are share
 upper bound.
 
 Efficiency at P processes is reckoned for an unchanged share of environments per process,
-    T / (T + K a(P)),  a(P) = 2 (P - 1) latency + 2 (P - 1) / P bytes / bandwidth,
-with T the time of an iteration in one process, K its minibatches (one all-reduce each) and the
-cost of a ring. Waiting for the slowest process is not in it.
+    T / (T + K A(P)),  a(P) = 2 (P - 1) latency + 2 (P - 1) / P bytes / bandwidth,
+with T the time of an iteration in one process, K its minibatches, a(P) the cost of an all-reduce in
+a ring, and A(P) the sum over the four of a minibatch: the actor's loss and KL, its gradient, the
+critics' loss and their gradient. The few others of an iteration and waiting for the slowest process
+are not in it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import common
 import numpy as np
@@ -205,10 +207,10 @@ class Link(NamedTuple):
     latency: float  # seconds of a message
     bandwidth: float  # bytes per second
 
-    def seconds(self, parameters: int, processes: int) -> float:
+    def seconds(self, numbers: int, processes: int) -> float:
         """Of one all-reduce."""
         share = (processes - 1) / processes
-        return 2 * (processes - 1) * self.latency + 2 * share * 4 * parameters / self.bandwidth
+        return 2 * (processes - 1) * self.latency + 2 * share * 4 * numbers / self.bandwidth
 
 
 def newest(commit: str) -> list[Row]:
@@ -235,27 +237,35 @@ def measured_link(rows: list[Row]) -> Link:
     return Link(max(latency, 0), 1 / per_byte)
 
 
-def demand(cell: Cell) -> tuple[int, int]:
-    """All-reduces of gradients in an iteration, and their parameters."""
+def exchanged(agent: Any) -> list[int]:
+    """How many numbers each all-reduce of a minibatch averages: loss and KL of the actor, its
+    gradient, the loss of the critics and their gradient."""
+    actor, critics = (sum(p.numel() for p in part) for part in agent.parts())
+    return [2, actor, 1, critics]
+
+
+def demand(cell: Cell) -> tuple[int, list[int]]:
+    """Minibatches of an iteration, and the numbers in each all-reduce of one."""
     script = common.load_script(cell.script)
     flags = ["--env-id", cell.env_id, "--num-envs", str(cell.num_envs), "--num-steps", "128"]
     args = script.parse_args(flags)
     agent = script.make_agent(script.make_envs(args), args)
-    parameters = sum(p.numel() for p in agent.parameters())
-    return args.update_epochs * args.num_minibatches, parameters
+    return args.update_epochs * args.num_minibatches, exchanged(agent)
 
 
 def efficiency_line(cell: Cell, rows: list[Row], link: Link) -> list[object]:
     """Efficiency at 8, 64 and 512 processes, and where it falls below 70 %."""
-    count, parameters = demand(cell)
+    count, sizes = demand(cell)
     seconds = cell.num_envs * 128 / median(values(rows, cell.name, 1))
 
     def efficiency(processes: int) -> float:
-        return seconds / (seconds + count * link.seconds(parameters, processes))
+        exchange = sum(link.seconds(size, processes) for size in sizes)
+        return seconds / (seconds + count * exchange)
 
     at = [f"{efficiency(processes):.0%}" for processes in (8, 64, 512)]
     below = next((p for p in range(2, 100_000) if efficiency(p) < 0.7), "never")
-    return [cell.name, f"{seconds:.2f}", count, f"{parameters:,}", *at, below]
+    numbers = ", ".join(f"{size:,}" for size in sizes)
+    return [cell.name, f"{seconds:.2f}", count, numbers, *at, below]
 
 
 def report() -> None:
@@ -275,7 +285,8 @@ def report() -> None:
         times = [f"{np.median(values(rows, size, processes)):.2f}" for processes in GROUPS]
         print(common.markdown_row([f"{size:,}", *times]))
 
-    names = "cell | s per iteration | all-reduces | parameters | 8 | 64 | 512 | below 70 % at"
+    names = "cell | s per iteration | minibatches | numbers in the all-reduces of each"
+    names += " | 8 | 64 | 512 | below 70 % at"
     measured = measured_link(rows)
     told = f"{1e6 * measured.latency:.0f} us, {measured.bandwidth / 1e9:.1f} GB/s"
     links = {
