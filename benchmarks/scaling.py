@@ -46,6 +46,7 @@ COLUMNS = ("kind", "cell", "processes", "repeat", "value", "commit", "cores", "m
 TABLE = Table(RESULTS / "scaling.csv", COLUMNS, end="\n")
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000)  # parameters
 GROUPS = (2, 4, 8)  # processes of an all-reduce
+WAYS = {"speed": ("1", "2", "apart"), "all-reduce": tuple(map(str, GROUPS))}  # of a repeat
 REPEATS = 5
 
 
@@ -132,19 +133,27 @@ def speed_of_slow(how: str) -> float:
         return steps / median(point.value for point in rollouts)
 
 
+def origin() -> dict[str, object]:
+    """Where a row comes from: commit of the scripts, machine."""
+    return {"commit": common.origin()["commit"], **common.machine()}
+
+
 def measure_slow(repeats: int) -> None:
-    """Both ways turn by turn: a row each, and the ratio."""
-    git = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
-    same = {"commit": subprocess.check_output(git, text=True).strip(), **common.machine()}
-    ratios = []
+    """Both ways turn by turn, as often as is missing for this commit of the scripts, and the
+    ratio."""
+    same, cell = origin(), "8 simulators of 1 ms"
+    kept = {"kind": "slow", "cell": cell, "commit": same["commit"]}.items()
+    known = {row["repeat"] for row in TABLE.rows() if kept <= row.items()}
     for repeat in range(repeats):
-        found = {how: round(float(speed_of_slow(how)), 2) for how in ("sync", "async")}
-        for how, value in found.items():
-            row = {"kind": "slow", "cell": "8 simulators of 1 ms", "processes": how}
-            TABLE.append(row | {"repeat": repeat, "value": value} | same)
-        ratios.append(found["async"] / found["sync"])
-        print(found, f"ratio {ratios[-1]:.2f}", flush=True)
-    print(f"8 simulators of 1 ms a step, --async-envs: {ratio(np.array(ratios))} times as fast")
+        if str(repeat) not in known:
+            found = {how: round(float(speed_of_slow(how)), 2) for how in ("sync", "async")}
+            for how, value in found.items():
+                row = {"kind": "slow", "cell": cell, "processes": how}
+                TABLE.append(row | {"repeat": repeat, "value": value} | same)
+            print(found, f"ratio {found['async'] / found['sync']:.2f}", flush=True)
+    rows = [row for row in TABLE.rows() if kept <= row.items()]
+    gained = ratio(values(rows, cell, "async") / values(rows, cell, "sync"))
+    print(f"8 simulators of 1 ms a step, --async-envs: {gained} times as fast")
 
 
 def times(directory: Path) -> list[float]:
@@ -180,10 +189,9 @@ def child() -> None:
 
 
 def measure(repeats: int) -> None:
-    """Rows that are missing for this commit."""
-    git = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
-    same = {"commit": subprocess.check_output(git, text=True).strip(), **common.machine()}
-    known = {(row["cell"], row["processes"], row["repeat"]) for row in newest(same["commit"])}
+    """Rows that are missing for this commit of the scripts."""
+    same = origin()
+    known = {(row["cell"], row["processes"], row["repeat"]) for row in of_commit(same["commit"])}
     for repeat in range(repeats):
         for processes, cell in itertools.product((1, 2, "apart"), CELLS):
             if (cell.name, str(processes), str(repeat)) not in known:
@@ -192,7 +200,7 @@ def measure(repeats: int) -> None:
                 TABLE.append(row | {"processes": processes, "repeat": repeat} | same)
                 print(row, processes, flush=True)
         for processes in GROUPS:
-            if (str(SIZES[0]), str(processes), str(repeat)) not in known:
+            if any((str(size), str(processes), str(repeat)) not in known for size in SIZES):
                 found = json.loads(torchrun(processes, __file__, "--child"))
                 for size, value in found.items():
                     row = {"kind": "all-reduce", "cell": size, "value": round(value, 4)}
@@ -213,9 +221,19 @@ class Link(NamedTuple):
         return 2 * (processes - 1) * self.latency + 2 * share * 4 * numbers / self.bandwidth
 
 
-def newest(commit: str) -> list[Row]:
-    """Rows of a commit."""
+def of_commit(commit: str) -> list[Row]:
+    """Rows of a commit, all but those of slow simulators."""
     return [row for row in TABLE.rows() if row["commit"] == commit and row["kind"] != "slow"]
+
+
+def newest(commit: str) -> list[Row]:
+    """Rows of a commit, repeat by repeat; without repeats of a cell that were cut short."""
+    groups: dict[tuple, dict[str, Row]] = {}
+    for row in of_commit(commit):
+        group = groups.setdefault((row["kind"], row["cell"], int(row["repeat"])), {})
+        group[row["processes"]] = row
+    whole = [groups[key] for key in sorted(groups) if groups[key].keys() >= set(WAYS[key[0]])]
+    return [row for group in whole for row in group.values()]
 
 
 def values(rows: list[Row], cell: object, processes: object) -> np.ndarray:
@@ -269,34 +287,36 @@ def efficiency_line(cell: Cell, rows: list[Row], link: Link) -> list[object]:
 
 
 def report() -> None:
-    """Print all tables of the newest commit."""
-    rows = newest([row for row in TABLE.rows() if row["kind"] != "slow"][-1]["commit"])
-    print(f"Commit {rows[0]['commit']}, {rows[0]['cores']} cores, {rows[0]['machine']}.\n")
+    """Print all tables of the newest commit, as far as it has been measured."""
+    last = [row for row in TABLE.rows() if row["kind"] != "slow"][-1]
+    rows = newest(last["commit"])
+    print(f"Commit {last['commit']}, {last['cores']} cores, {last['machine']}.\n")
     names = "cell | 1 process, steps/s | 2 processes | ratio (lowest, highest) | two runs apart"
     print(*common.markdown_head(names), sep="\n")
-    for cell in CELLS:
-        one, two, separate = (values(rows, cell.name, how) for how in (1, 2, "apart"))
+    cells = [cell for cell in CELLS if len(values(rows, cell.name, 1))]
+    for cell in cells:
+        one, two, separate = (values(rows, cell.name, how) for how in WAYS["speed"])
         speeds = [f"{np.median(one):,.0f}", f"{np.median(two):,.0f}"]
         print(common.markdown_row([cell.name, *speeds, ratio(two / one), ratio(separate / one)]))
 
     heads = " | ".join(f"{processes} processes, ms" for processes in GROUPS)
     print("", *common.markdown_head(f"parameters | {heads}"), sep="\n")
-    for size in SIZES:
+    sizes = [size for size in SIZES if len(values(rows, size, GROUPS[0]))]
+    for size in sizes:
         times = [f"{np.median(values(rows, size, processes)):.2f}" for processes in GROUPS]
         print(common.markdown_row([f"{size:,}", *times]))
 
     names = "cell | s per iteration | minibatches | numbers in the all-reduces of each"
     names += " | 8 | 64 | 512 | below 70 % at"
-    measured = measured_link(rows)
-    told = f"{1e6 * measured.latency:.0f} us, {measured.bandwidth / 1e9:.1f} GB/s"
-    links = {
-        f"this machine ({told})": measured,
-        "a network of 50 us, 1.25 GB/s": Link(5e-5, 1.25e9),
-    }
+    links = {"a network of 50 us, 1.25 GB/s": Link(5e-5, 1.25e9)}
+    if sizes == [*SIZES]:
+        link = measured_link(rows)
+        told = f"{1e6 * link.latency:.0f} us, {link.bandwidth / 1e9:.1f} GB/s"
+        links = {f"this machine ({told})": link} | links
     for title, link in links.items():
         print(f"\nEfficiency, reckoned for {title}:\n")
         print(*common.markdown_head(names), sep="\n")
-        for cell in CELLS:
+        for cell in cells:
             print(common.markdown_row(efficiency_line(cell, rows, link)))
 
 

@@ -694,6 +694,37 @@ def test_scaling_knows_what_processes_exchange(script, monkeypatch):
     assert sizes == scaling.exchanged(make_agent(module, args))
 
 
+def test_scaling_pairs_rows_by_repeat_and_leaves_out_what_was_cut_short(
+    monkeypatch, tmp_path, capsys
+):
+    """Repeat 0 of the first cell came last, repeat 2 has no runs apart, the other cell none."""
+    scaling = importlib.import_module("scaling")
+    monkeypatch.setattr(scaling, "TABLE", scaling.Table(tmp_path / "rows.csv", scaling.COLUMNS))
+    monkeypatch.setattr(scaling, "efficiency_line", lambda *_: [])
+    whole, other = scaling.CELLS[:2]
+    same = {"kind": "speed", "commit": "a", "cores": 2, "machine": "m"}
+    for cell, processes, repeat, value in (
+        (whole, 1, 1, 100),
+        (whole, 2, 0, 30),
+        (whole, 2, 1, 200),
+        (whole, "apart", 0, 20),
+        (whole, "apart", 1, 200),
+        (whole, 1, 0, 10),
+        (whole, 1, 2, 1),
+        (whole, 2, 2, 9),
+        (other, 1, 0, 1),
+    ):
+        told = {"cell": cell.name, "processes": processes, "repeat": repeat, "value": value}
+        scaling.TABLE.append(same | told)
+    scaling.report()
+    told = capsys.readouterr().out
+    assert f"| {whole.name} | 55 | 115 | 2.50 (2.00, 3.00) | 2.00 (2.00, 2.00) |" in told
+    assert other.name not in told
+    assert "a network of" in told
+    assert "this machine" not in told  # no all-reduce was measured
+    assert len(scaling.of_commit("a")) == 9
+
+
 @pytest.mark.slow
 def test_scaling_is_measured():
     """One iteration beside the one that warms up, in one process and in two."""
