@@ -189,10 +189,11 @@ def tell(folder: Path, report: Config) -> None:
 
 
 def told(folder: Path) -> list[Config]:
-    """A sample's reports; of those told again after a kill the last ones."""
+    """A sample's reports; of those told again, after a kill or by other weights, the last ones."""
     path = folder / "reports.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
-    return [*{report["steps"]: report for report in map(json.loads, lines)}.values()]
+    reports = map(json.loads, lines)
+    return [*{report.get("report", report["steps"]): report for report in reports}.values()]
 
 
 class Progress:
@@ -247,8 +248,9 @@ class Sample(tune.Trainable):
 
     def step(self) -> Config:
         """Score at the next report."""
-        last = self.iteration + 1 == self.reports
-        until = self.last_step if last else (self.iteration + 1) * self.report_steps
+        number = self.iteration + 1
+        last = number == self.reports
+        until = self.last_step if last else number * self.report_steps
         while True:
             done, running = ray.wait(self.tasks, num_returns=len(self.tasks), timeout=SECONDS)
             ray.get(done)  # raises what a run raised
@@ -257,7 +259,8 @@ class Sample(tune.Trainable):
                 break
         returns = [run.score(until) for run in self.runs]
         text = " ".join(f"{x:.4f}" for x in returns)
-        report = {"score": float(np.mean(returns)), "returns": text, "steps": until}
+        score = float(np.mean(returns))
+        report = {"report": number, "score": score, "returns": text, "steps": until}
         tell(self.folder, self.config | report)
         return report | {"done": last}
 
@@ -295,11 +298,12 @@ class Member(tune.Trainable):
         self.steps += steps
         parent, self.parent = self.parent, number_of(self.trial_id)
         score = metrics["eval/return_mean"]
-        report = {"score": score, "returns": f"{score:.4f}", "steps": self.steps}
+        number = self.iteration + 1
+        report = {"report": number, "score": score, "returns": f"{score:.4f}", "steps": self.steps}
         weights = self.weights.relative_to(self.sweep.folder)
         more = {"parent": parent, "weights": str(weights)}
         tell(self.folder, self.config | report | more)
-        return report | {"done": self.iteration + 1 == self.sweep.reports}
+        return report | {"done": number == self.sweep.reports}
 
     def save_checkpoint(self, directory: str) -> None:
         """Weights, and whose they are."""
@@ -410,7 +414,8 @@ def run(sweep: Sweep, hours: float) -> bool:
 def table(sweep: Sweep) -> Table:
     """Every report of every sample."""
     flags = [name for name, *_ in map(domain, sweep.vary)]
-    columns = ["sample", *flags, "steps", "score", "returns", "parent", "weights", "error"]
+    columns = ["sample", *flags, "report", "steps", "score", "returns"]
+    columns += ["parent", "weights", "error"]
     return Table(sweep.folder / "samples.csv", columns, end="\n")
 
 
@@ -444,6 +449,12 @@ class Outcome:
         return [row for row in self.rows if not row["error"]]
 
     @property
+    def reports(self) -> int:
+        """Number of the last report. A member counts on from that whose weights it took."""
+        numbers = [row.get("report") or number for number, row in enumerate(self.told, 1)]
+        return int(numbers[-1]) if numbers else 0
+
+    @property
     def steps(self) -> int:
         """Trained until the last report."""
         return max((int(row["steps"]) for row in self.told), default=0)
@@ -465,12 +476,12 @@ class Outcome:
 
 
 def outcomes(sweep: Sweep) -> list[Outcome]:
-    """Of all samples, the best of those trained longest first."""
+    """Of all samples, the best of those that told most reports first."""
     groups: dict[str, list[Row]] = {}
     for row in table(sweep).rows():
         groups.setdefault(row["sample"], []).append(row)
     found = [Outcome(rows) for rows in groups.values()]
-    return sorted(found, key=lambda one: (not one.error, one.steps, one.mean), reverse=True)
+    return sorted(found, key=lambda one: (not one.error, one.reports, one.mean), reverse=True)
 
 
 def shown(text: str) -> str:
@@ -494,18 +505,17 @@ def report(sweep: Sweep) -> None:
     flags = [name for name, *_ in map(domain, sweep.vary)]
     names = ["sample", *flags, "steps", "mean", "worst seed", "95 % interval", "ended by"]
     print(*common.markdown_head(" | ".join(names)), sep="\n")
-    last = max((one.steps for one in found), default=0)
     for one in found:
         row = one.rows[-1]
         cells = [row["sample"], *[shown(row[name]) for name in flags], one.steps]
         cells += [f"{one.mean:.1f}", f"{one.returns.min():.1f}", interval(one.returns)]
-        early = "" if one.steps == last else "stopped early"
+        early = "" if one.reports == sweep.reports else "stopped early"
         print(common.markdown_row([*cells, one.error[:60] or early]))
     if sweep.pbt:
         for one in found:
             print(f"weights of member {one.rows[0]['sample']}: {lineage(one)}")
 
-    if not last:
+    if not any(one.told for one in found):
         sys.exit("error: no sample told a score; see the errors above")
     plot(sweep, found)
     best = found[0].told[-1]
@@ -536,7 +546,7 @@ def plot(sweep: Sweep, found: list[Outcome]) -> None:
         for one in reversed(found):  # the best last, on top
             if one.told:
                 colour = common.GOLD if one is found[0] else common.OURS
-                draw(one, colour, one.steps == found[0].steps)
+                draw(one, colour, one.reports == sweep.reports)
         common.letter(axis, number)
     title = f"{sweep.script}: {len(found)} samples, the best in orange; pale: stopped early"
     figure.suptitle(title, fontsize=8)

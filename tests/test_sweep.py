@@ -175,3 +175,49 @@ def test_samples_keep_their_numbers(tmp_path):
         results.append(SimpleNamespace(path=str(tmp_path / "ray" / folder.name), error=None))
     program.record(out, results)
     assert [(row["sample"], row["gamma"]) for row in rows(tmp_path)] == [*zip("012", "012")]
+
+
+def kept_sweep(folder, vary, **more):
+    """A sweep that has ended, without its rows."""
+    program = importlib.import_module("sweep")
+    same = {"samples": 4, "seeds": 1, "reports": 2, "search": "random", "asha": False, "pbt": False}
+    return program, program.Sweep(SCRIPT, [], vary, out=str(folder), **(same | more))
+
+
+def test_the_best_is_one_that_told_all_reports_whatever_its_rollouts(tmp_path, capsys):
+    """Larger rollouts leave fewer steps to the last report. The first sample was stopped early,
+    the last one failed; rows of sweeps before reports had numbers count."""
+    vary = ["num_envs=choice:4:8", "gamma=choice:0.5:0.9"]
+    program, sweep = kept_sweep(tmp_path, vary)
+    rows = program.table(sweep)
+    for sample, num_envs, steps, score in (
+        (0, 4, (4096,), 99),
+        (1, 4, (2048, 4096), 1),
+        (2, 8, (2000, 4000), 2),
+        (3, 8, (2000, 4000), 0),
+    ):
+        for number, step in enumerate(steps, 1):
+            told = {"sample": sample, "num_envs": num_envs, "gamma": 0.9, "steps": step}
+            report = {"report": number} if sample < 2 else {}
+            rows.append(told | report | {"score": score, "returns": score})
+    rows.append({"sample": 3, "num_envs": 8, "gamma": 0.9, "error": "OSError: no space"})
+    assert [one.rows[0]["sample"] for one in program.outcomes(sweep)] == ["2", "1", "0", "3"]
+
+    program.report(sweep)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [line.split(" | ")[-1] for line in lines[1:]] == [
+        " |",
+        " |",
+        "stopped early |",
+        "OSError: no space |",
+    ]
+
+
+def test_a_report_is_told_once(tmp_path):
+    """A member that takes the weights of one that is ahead or behind leaves out a report or tells
+    it again; equal steps are no sign of that."""
+    program = importlib.import_module("sweep")
+    for number, steps in ((1, 10), (2, 20), (2, 15), (4, 20)):
+        program.tell(tmp_path, {"report": number, "steps": steps})
+    told = [(report["report"], report["steps"]) for report in program.told(tmp_path)]
+    assert told == [(1, 10), (2, 15), (4, 20)]
