@@ -35,9 +35,12 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -372,10 +375,24 @@ def searcher(sweep: Sweep) -> Any:
     return BasicVariantGenerator(random_state=0)
 
 
+@contextlib.contextmanager
+def limit(hours: float) -> Iterator[None]:
+    """Send a Ctrl-C to this process after so many hours, unless the block has ended; 0: never."""
+    timer = threading.Timer(3600 * hours, os.kill, (os.getpid(), signal.SIGINT))
+    timer.daemon = True
+    if hours:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def run(sweep: Sweep, hours: float) -> bool:
     """Run what is missing and write samples.csv. Tells whether all samples have come to their end.
 
-    Ray takes the first Ctrl-C, keeps what is needed to go on, and returns.
+    Ray takes the first Ctrl-C, keeps what is needed to go on, and returns. A limit of hours is a
+    Ctrl-C as well: a time budget of Ray would end the samples for good.
     """
     trainable = tune.with_parameters(Member if sweep.pbt else Sample, sweep=sweep)
     bundles = [needs(sweep)] if sweep.pbt else [{}, *[needs(sweep)] * sweep.seeds]
@@ -393,7 +410,6 @@ def run(sweep: Sweep, hours: float) -> bool:
                 num_samples=sweep.samples,
                 search_alg=searcher(sweep),
                 scheduler=scheduler(sweep),
-                time_budget_s=3600 * hours if hours else None,
                 trial_dirname_creator=lambda trial: trial.trial_id,
             ),
             run_config=tune.RunConfig(
@@ -405,7 +421,8 @@ def run(sweep: Sweep, hours: float) -> bool:
                 verbose=1,
             ),
         )
-    results = tuner.fit()
+    with limit(hours):
+        results = tuner.fit()
     record(sweep, results)
     ended = [one for one in results if one.error or (one.metrics or {}).get("done")]
     return len(ended) == sweep.samples
@@ -591,7 +608,8 @@ def parse() -> tuple[Sweep, argparse.Namespace]:
     parser.add_argument("--search", choices=["random", "optuna"], default="random")
     parser.add_argument("--asha", action="store_true", help="stop the worst early")
     parser.add_argument("--pbt", action="store_true", help="population based training")
-    parser.add_argument("--max-hours", type=float, default=0, help="0: no limit")
+    hours = "end as by Ctrl-C after so many, --resume goes on; default: 0, no limit"
+    parser.add_argument("--max-hours", type=float, default=0, help=hours)
     parser.add_argument("--address", default="local", help="of a Ray cluster; default: local")
     parser.add_argument("--out", default="", help="default: runs/sweep__SCRIPT__TIME")
     parser.add_argument("--resume", default="", metavar="FOLDER", help="go on with a sweep")
@@ -661,11 +679,13 @@ def main() -> None:
         if not given.resume:
             keep(sweep)
         ended = run(sweep, given.max_hours)
-    report(sweep)
-    if not given.report and not ended:
-        print(f"go on by python benchmarks/sweep.py --resume {sweep.folder}")
-        if not given.max_hours:
-            sys.exit(130)  # Ctrl-C
+    try:
+        report(sweep)
+    finally:  # also where no sample has told a score yet
+        if not given.report and not ended:
+            print(f"go on by python benchmarks/sweep.py --resume {sweep.folder}")
+    if not given.report and not ended and not given.max_hours:
+        sys.exit(130)  # Ctrl-C
 
 
 if __name__ == "__main__":

@@ -123,6 +123,19 @@ def test_a_failed_sample_is_a_row_and_a_killed_sweep_goes_on(tmp_path):
     assert (folder / "sweep.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
+def test_a_sweep_whose_hours_are_over_goes_on(tmp_path):
+    """Three seconds are over before a sample has told anything; all are trained later."""
+    folder = tmp_path / "kept"
+    vary = "--vary gamma=choice:0.9:0.99 --samples 2 --reports 2"
+    process = sweep(tmp_path, f"{SCRIPT} {SMALL} {vary} --out {folder} --max-hours {3 / 3600}")
+    await_end(process, 200)
+    assert f"--resume {folder}" in (tmp_path / "out").read_text()
+    process = sweep(tmp_path, f"--resume {folder}")
+    assert await_end(process, 200) == 0, (tmp_path / "err").read_text()
+    assert [row["report"] for row in rows(folder)] == ["1", "2", "1", "2"]
+
+
 @pytest.mark.parametrize(
     ("address", "said"),
     [("127.0.0.1:9", "refused"), ("nowhere", "must be local, auto or HOST:PORT")],
@@ -221,3 +234,22 @@ def test_a_report_is_told_once(tmp_path):
         program.tell(tmp_path, {"report": number, "steps": steps})
     told = [(report["report"], report["steps"]) for report in program.told(tmp_path)]
     assert told == [(1, 10), (2, 15), (4, 20)]
+
+
+def test_a_limit_of_hours_is_a_ctrl_c():
+    """It comes once, and only as long as the block lasts."""
+    program = importlib.import_module("sweep")
+    came = []
+    before = signal.signal(signal.SIGINT, lambda *_: came.append("Ctrl-C"))
+    try:
+        with program.limit(0.05 / 3600):
+            end = time.time() + 10
+            while not came and time.time() < end:
+                time.sleep(0.05)
+        with program.limit(0.3 / 3600):
+            pass
+        with program.limit(0):
+            time.sleep(0.6)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert came == ["Ctrl-C"]
