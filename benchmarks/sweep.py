@@ -154,21 +154,35 @@ def args_of(script: ModuleType, line: list[str]) -> Any:
         raise ValueError(told.split(" For full helptext")[0]) from None
 
 
+def share(sweep: Sweep, config: Config) -> tuple[Any, int]:
+    """Flags of a run, and its rollouts from one report to the next. Raises ValueError where the
+    script does not take the flags, or a run would have too little to report."""
+    args = args_of(common.load_script(sweep.script), sweep.line(config))
+    every = args.num_iterations // sweep.reports
+    if not every:
+        given = f"with {shlex.join(words(config))} a run has {args.num_iterations} rollouts"
+        text = f"--reports {sweep.reports}: {given}"
+        raise ValueError(f"{text}; take fewer or raise --total-timesteps")
+    return args, every
+
+
+def alone(vary: list[str]) -> list[Config]:
+    """Every end of a range and every choice by itself."""
+    return [{name: value} for name, _, values in map(domain, vary) for value in values]
+
+
 def check(sweep: Sweep) -> None:
     """Every end of a range and every choice, alone, beside the flags of all runs. Raises ValueError
-    where the script would not take one."""
+    where one of them would not do."""
     script = common.load_script(sweep.script)
     names = {field.name for field in fields(script.Args)}
-    args = args_of(script, sweep.flags)
+    args_of(script, sweep.flags)
     for text in sweep.vary:
-        name, _, values = domain(text)
+        name, *_ = domain(text)
         if name not in names or name in ("seed", "run_dir", "resume", "evaluate", "init_from"):
             raise ValueError(f"--vary {text}: {name} is no flag that can be varied")
-        for value in values:
-            args_of(script, sweep.line({name: value}))
-    if args.num_iterations < sweep.reports:  # those that were asked for
-        text = f"--reports {sweep.reports}: a run has {args.num_iterations} rollouts"
-        raise ValueError(f"{text}; take fewer or raise --total-timesteps")
+    for config in alone(sweep.vary):
+        share(sweep, config)
 
 
 # ------------------------------------------------------------------------------ one run, one sample
@@ -233,26 +247,32 @@ class Sample(tune.Trainable):
     next report; what was told before a kill is told again at once."""
 
     def setup(self, config: Config, sweep: Sweep) -> None:
-        """Start all seeds."""
-        script = common.load_script(sweep.script)
-        args = args_of(script, sweep.line(config))
-        every = args.num_iterations // sweep.reports
-        self.reports, self.report_steps = sweep.reports, every * args.batch_size
-        self.last_step = args.num_iterations * args.batch_size
+        """Nothing runs so far."""
+        self.sweep = sweep
+        self.folder = sweep.folder / "runs" / self.trial_id
         self.runs, self.tasks = [], []
+
+    def start(self) -> None:
+        """Start all seeds. Part of the first step: Ray keeps no flags of a sample whose set-up
+        failed, and combinations of flags may be refused here."""
+        sweep = self.sweep
+        args, every = share(sweep, self.config)
+        self.report_steps = every * args.batch_size
+        self.last_step = args.num_iterations * args.batch_size
         cpus, gpus = needs(sweep)["CPU"], needs(sweep).get("GPU", 0)
         task = ray.remote(num_cpus=cpus, num_gpus=gpus, max_calls=1, max_retries=0)(train)
-        self.folder = sweep.folder / "runs" / self.trial_id
         for seed in range(1, sweep.seeds + 1):
             folder = self.folder / f"seed{seed}"
-            line = sweep.line(config, "--seed", seed, "--checkpoint-every", every)
+            line = sweep.line(self.config, "--seed", seed, "--checkpoint-every", every)
             self.runs.append(Progress(folder))
             self.tasks.append(task.remote(sweep.script, line, folder))
 
     def step(self) -> Config:
         """Score at the next report."""
+        if not self.tasks:
+            self.start()
         number = self.iteration + 1
-        last = number == self.reports
+        last = number == self.sweep.reports
         until = self.last_step if last else number * self.report_steps
         while True:
             done, running = ray.wait(self.tasks, num_returns=len(self.tasks), timeout=SECONDS)
@@ -285,9 +305,8 @@ class Member(tune.Trainable):
 
     def step(self) -> Config:
         """Score after the next interval, and whose weights it began with."""
-        script = common.load_script(self.sweep.script)
-        args = args_of(script, self.sweep.flags)
-        steps = args.num_iterations // self.sweep.reports * args.batch_size
+        args, every = share(self.sweep, self.config)
+        steps = every * args.batch_size
         seed = 1 + number_of(self.trial_id) + 1000 * self.iteration
         line = self.sweep.line(self.config, "--seed", seed, "--total-timesteps", steps)
         line += ["--no-anneal-lr"]
@@ -625,7 +644,7 @@ def parse() -> tuple[Sweep, argparse.Namespace]:
     if not given.script or not given.vary:
         parser.error("name a script, and flags to --vary")
     if given.reports is None:
-        given.reports = usual_reports(given.script, flags)
+        given.reports = usual_reports(given.script, flags, given.vary)
     if min(given.samples, given.seeds, given.reports) < 1:
         parser.error("--samples, --seeds and --reports must be at least 1")
     other = given.asha or given.search != "random" or given.seeds > 1
@@ -637,10 +656,12 @@ def parse() -> tuple[Sweep, argparse.Namespace]:
     return Sweep(given.script, flags, out=str(Path(out).resolve()), **chosen), given
 
 
-def usual_reports(name: str, flags: list[str]) -> int:
+def usual_reports(name: str, flags: list[str], vary: list[str]) -> int:
     """Ten, or as many as a run has rollouts. `check` tells of flags that the script refuses."""
     with contextlib.suppress(ValueError):
-        return min(10, args_of(common.load_script(name), flags).num_iterations)
+        script = common.load_script(name)
+        runs = [args_of(script, [*flags, *words(config)]) for config in alone(vary)]
+        return min(10, *(args.num_iterations for args in runs))
     return 10
 
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -170,7 +171,7 @@ def test_a_sweep_tells_no_more_often_than_its_runs_have_rollouts(monkeypatch, tm
         (["--num-steps", "128"], 4),
         (["--total-timesteps", "51200"], 10),
         (["--reports", "3"], 3),
-        (["--gamma", "2"], 10),  # `check` tells of the flag
+        (["--gae-lambda", "2"], 10),  # `check` tells of the flag
     ):
         monkeypatch.setattr(sys, "argv", [*line, *more, "--out", str(tmp_path / "out")])
         assert program.parse()[0].reports == reports
@@ -191,10 +192,11 @@ def test_samples_keep_their_numbers(tmp_path):
 
 
 def kept_sweep(folder, vary, **more):
-    """A sweep that has ended, without its rows."""
+    """A sweep without its rows, and the program."""
     program = importlib.import_module("sweep")
-    same = {"samples": 4, "seeds": 1, "reports": 2, "search": "random", "asha": False, "pbt": False}
-    return program, program.Sweep(SCRIPT, [], vary, out=str(folder), **(same | more))
+    same = {"script": SCRIPT, "flags": [], "samples": 4, "seeds": 1, "reports": 2}
+    same |= {"search": "random", "asha": False, "pbt": False}
+    return program, program.Sweep(vary=vary, out=str(folder), **(same | more))
 
 
 def test_the_best_is_one_that_told_all_reports_whatever_its_rollouts(tmp_path, capsys):
@@ -253,3 +255,55 @@ def test_a_limit_of_hours_is_a_ctrl_c():
     finally:
         signal.signal(signal.SIGINT, before)
     assert came == ["Ctrl-C"]
+
+
+SHORT = "--env-id CartPole-v1 --total-timesteps 4096 --num-steps 128 --num-envs".split()
+
+
+def test_reports_are_checked_for_every_value_that_is_varied(tmp_path):
+    """Rollouts of 16 environments are twice and not four times in the run; what no sample takes
+    does not count."""
+    program, sweep = kept_sweep(tmp_path, ["num_envs=choice:4:16"], flags=[*SHORT, "4"], reports=4)
+    told = "--reports 4: with --num-envs 16 a run has 2 rollouts"
+    with pytest.raises(ValueError, match=told):
+        program.check(sweep)
+    assert program.usual_reports(SCRIPT, sweep.flags, sweep.vary) == 2
+    program.check(replace(sweep, reports=2))
+    program.check(replace(sweep, flags=[*SHORT, "16"], vary=["num_envs=choice:4:8"]))
+
+
+def trial(kind, sweep, config):
+    """A sample or member outside of Ray."""
+    found = object.__new__(kind)
+    found.config, found._iteration = config, 0
+    found._trial_info = SimpleNamespace(trial_id="abc_00003")
+    found.setup(config, sweep)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["Sample", "Member"])
+def test_a_combination_with_too_few_rollouts_fails_in_one_line(tmp_path, kind):
+    """Alone each value does. A sample fails in its first step, when Ray knows its flags."""
+    vary = ["num_envs=choice:4:8", "num_steps=choice:64:256"]
+    program, sweep = kept_sweep(tmp_path, vary, flags=[*SHORT, "4"], reports=4)
+    program.check(sweep)
+    one = trial(getattr(program, kind), sweep, {"num_envs": 8, "num_steps": 256})
+    with pytest.raises(ValueError, match="with --num-envs 8 --num-steps 256 a run has 2 rollouts"):
+        one.step()
+    one.cleanup()
+
+
+def test_a_member_counts_the_steps_of_its_own_rollouts(tmp_path, monkeypatch):
+    """Two rollouts of 12 environments, one a report."""
+    program, sweep = kept_sweep(tmp_path, ["num_envs=choice:4:12"], flags=[*SHORT, "4"], pbt=True)
+    lines = []
+
+    def train(script, line, folder):
+        lines.append(line)
+        folder.mkdir(parents=True)
+        return {"run_dir": str(folder / "run"), "eval/return_mean": 1.0}
+
+    monkeypatch.setattr(program, "train", train)
+    report = trial(program.Member, sweep, {"num_envs": 12}).step()
+    assert (report["report"], report["steps"], report["done"]) == (1, 12 * 128, False)
+    assert lines[0][lines[0].index("--seed") :][2:4] == ["--total-timesteps", str(12 * 128)]
