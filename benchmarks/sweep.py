@@ -163,6 +163,8 @@ def share(sweep: Sweep, config: Config) -> tuple[Any, int]:
         given = f"with {shlex.join(words(config))} a run has {args.num_iterations} rollouts"
         text = f"--reports {sweep.reports}: {given}"
         raise ValueError(f"{text}; take fewer or raise --total-timesteps")
+    if sweep.pbt and not args.eval_episodes:
+        raise ValueError("--pbt: scores are those of evaluations; --eval-episodes must not be 0")
     return args, every
 
 
@@ -572,12 +574,11 @@ def lineage(member: Outcome) -> str:
 
 def plot(sweep: Sweep, found: list[Outcome]) -> None:
     """Returns over each varied flag or, of a population, score and flags over steps."""
-    kinds = {name: kind for name, kind, _ in map(domain, sweep.vary)}
-    panels = ["score", *kinds] if sweep.pbt else [*kinds]
+    scales = {name: scale_of(kind, values) for name, kind, values in map(domain, sweep.vary)}
+    panels = {"score": "linear"} | scales if sweep.pbt else scales
     size = (common.WIDTH, 3)
     figure, axes = common.pyplot().subplots(1, len(panels), figsize=size, squeeze=False)
-    for number, (axis, name) in enumerate(zip(axes[0], panels)):
-        scale = "log" if kinds.get(name) == "loguniform" else "linear"
+    for number, (axis, (name, scale)) in enumerate(zip(axes[0], panels.items())):
         draw = partial(draw_member if sweep.pbt else draw_sample, axis, name, scale)
         for one in reversed(found):  # the best last, on top
             if one.told:
@@ -590,12 +591,22 @@ def plot(sweep: Sweep, found: list[Outcome]) -> None:
     print(f"plot: {sweep.folder / 'sweep.png'}")
 
 
+def scale_of(kind: str, values: list[Any]) -> str:
+    """Of the axis of a flag; "words" stand side by side."""
+    if kind == "choice" and not all(type(value) in (int, float) for value in values):
+        return "words"
+    return "log" if kind == "loguniform" else "linear"
+
+
+def place(text: str, scale: str) -> float | str:
+    """Where a value of the CSV is on such an axis."""
+    return str(literal(text)) if scale == "words" else float(text)
+
+
 def draw_sample(axis: Any, name: str, scale: str, one: Outcome, color: str, whole: bool) -> None:
     """Mean return and those of the seeds over a flag; pale where it was stopped early."""
-    x = literal(one.told[-1][name])
-    if isinstance(x, (bool, str)):
-        x = str(x)  # side by side
-    else:
+    x = place(one.told[-1][name], scale)
+    if scale != "words":
         axis.set_xscale(scale)
         axis.xaxis.set_minor_formatter("")
     axis.scatter([x] * len(one.returns), one.returns, s=8, color=color, alpha=0.3)
@@ -606,9 +617,10 @@ def draw_sample(axis: Any, name: str, scale: str, one: Outcome, color: str, whol
 def draw_member(axis: Any, name: str, scale: str, one: Outcome, color: str, whole: bool) -> None:
     """Score, or a flag, over the steps; pale where it was stopped early."""
     x = [int(row["steps"]) for row in one.told]
-    y = [float(row[name]) for row in one.told]
+    y = [place(row[name], scale) for row in one.told]
     axis.plot(x, y, color=color, marker=".", alpha=1 if whole else 0.3)
-    axis.set_yscale(scale)
+    if scale != "words":
+        axis.set_yscale(scale)
     axis.set(xlabel="steps", ylabel=name)
 
 

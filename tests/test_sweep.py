@@ -307,3 +307,30 @@ def test_a_member_counts_the_steps_of_its_own_rollouts(tmp_path, monkeypatch):
     report = trial(program.Member, sweep, {"num_envs": 12}).step()
     assert (report["report"], report["steps"], report["done"]) == (1, 12 * 128, False)
     assert lines[0][lines[0].index("--seed") :][2:4] == ["--total-timesteps", str(12 * 128)]
+
+
+@pytest.mark.parametrize("pbt", [True, False])
+def test_words_and_truth_values_are_drawn(tmp_path, pbt, capsys):
+    """Side by side, those of samples and those of members, which change on the way."""
+    vary = ["norm_obs=choice:true:false", "twin_reduce=choice:min:mean", "gamma=choice:0.5:0.9"]
+    program, sweep = kept_sweep(tmp_path, vary, pbt=pbt)
+    rows = program.table(sweep)
+    for sample, values in enumerate([(True, False), (False, False), (True, True)]):
+        for number, value in enumerate(values, 1):
+            config = {"norm_obs": value, "twin_reduce": "min" if value else "mean", "gamma": 0.9}
+            told = {"sample": sample, "report": number, "steps": 10 * number, "parent": -1}
+            rows.append(told | config | {"score": sample, "returns": sample, "weights": "x"})
+    program.report(sweep)
+    told = capsys.readouterr().out
+    assert "--norm-obs --twin-reduce min --gamma 0.9" in told
+    assert (tmp_path / "sweep.png").stat().st_size > 5_000
+
+
+def test_a_population_needs_evaluations(tmp_path):
+    """Whether all runs or one value of a varied flag lacks them. Samples take training episodes."""
+    program, sweep = kept_sweep(tmp_path, ["gamma=choice:0.5:0.9"], flags=["--eval-episodes", "0"])
+    program.check(sweep)
+    varied = replace(sweep, flags=[], vary=["eval_episodes=choice:0:5"])
+    for one in (sweep, varied):
+        with pytest.raises(ValueError, match="--pbt: scores are those of evaluations"):
+            program.check(replace(one, pbt=True))
