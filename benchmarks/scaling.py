@@ -7,14 +7,18 @@
 Speed: torchrun trains each cell with one and with two processes, which take turns, repeat by
 repeat; steps of a rollout over the median time from one iteration's metrics to the next. "Apart":
 two separate runs at a time, each with half of the environments: what the cores give at best.
+A run of one process is held to a core (taskset, where it exists), or LSTMs would train in two
+threads, which they do not in several processes. The rows of bd9c57f are older than those threads.
 All-reduce: a float32 vector is averaged in 2 to 8 processes on this machine (gloo); median of 50.
 One torch thread per process. With more processes than cores the cores are shared: times are then an
 upper bound.
 
 Efficiency at P processes is reckoned for an unchanged share of environments per process,
-    T / (T + K a(P)),  a(P) = 2 (P - 1) latency + 2 (P - 1) / P bytes / bandwidth,
-with T the time of an iteration in one process, K its minibatches (one all-reduce each) and the
-cost of a ring. Waiting for the slowest process is not in it.
+    T / (T + K A(P)),  a(P) = 2 (P - 1) latency + 2 (P - 1) / P bytes / bandwidth,
+with T the time of an iteration in one process, K its minibatches, a(P) the cost of an all-reduce in
+a ring, and A(P) the sum over the four of a minibatch: the actor's loss and KL, its gradient, the
+critics' loss and their gradient. The few others of an iteration and waiting for the slowest process
+are not in it.
 """
 
 from __future__ import annotations
@@ -23,14 +27,16 @@ import argparse
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import common
 import numpy as np
@@ -40,6 +46,7 @@ COLUMNS = ("kind", "cell", "processes", "repeat", "value", "commit", "cores", "m
 TABLE = Table(RESULTS / "scaling.csv", COLUMNS, end="\n")
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000)  # parameters
 GROUPS = (2, 4, 8)  # processes of an all-reduce
+WAYS = {"speed": ("1", "2", "apart"), "all-reduce": tuple(map(str, GROUPS))}  # of a repeat
 REPEATS = 5
 
 
@@ -70,34 +77,43 @@ CELLS = [
 ]
 
 
-def torchrun(processes: int, *words: str) -> str:
-    """Output of a program in so many processes."""
+def torchrun(processes: int, *words: str, ahead: Sequence[str] = ()) -> str:
+    """Output of a program in so many processes, with words ahead of its command."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [*launch, f"--nproc-per-node={processes}", *words]
+    command = [*ahead, *launch, f"--nproc-per-node={processes}", *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stderr[-2000:]}")
     return done.stdout
 
 
-def speed(cell: Cell, processes: int) -> float:
-    """Steps per second."""
+def held(place: int) -> list[str]:
+    """Words that hold a command to one of the usable cores; none where there is no taskset."""
+    if shutil.which("taskset") is None:
+        return []
+    cores = sorted(os.sched_getaffinity(0))
+    return ["taskset", "--cpu-list", str(cores[place % len(cores)])]
+
+
+def speed(cell: Cell, processes: int, place: int = 0) -> float:
+    """Steps per second; a run of one process is held to the core at this place."""
     steps = cell.num_envs * 128
     total = steps * (cell.iterations + 1)
     flags = f"--env-id {cell.env_id} --num-envs {cell.num_envs} --num-steps 128 --eval-episodes 1"
     with tempfile.TemporaryDirectory() as top:
-        line = [*flags.split(), "--total-timesteps", str(total), "--run-dir", top]
-        torchrun(processes, str(HERE.parent / f"{cell.script}.py"), *line)
+        line = [*flags.split(), "--total-timesteps", str(total), "--save-envs", "never"]
+        words = [str(HERE.parent / f"{cell.script}.py"), *line, "--run-dir", top]
+        torchrun(processes, *words, ahead=held(place) if processes == 1 else ())
         (directory,) = Path(top).iterdir()
         return steps / median(np.diff(times(directory)))
 
 
 def apart(cell: Cell) -> float:
-    """Steps per second of two separate runs at a time, each with half of the environments."""
+    """Steps per second of two runs at a time, each with half of the environments and a core."""
     half = cell._replace(num_envs=cell.num_envs // 2)
     with ThreadPoolExecutor(2) as pool:
-        return sum(pool.map(speed, [half, half], [1, 1]))
+        return sum(pool.map(speed, [half, half], [1, 1], [0, 1]))
 
 
 def speed_of_slow(how: str) -> float:
@@ -117,19 +133,27 @@ def speed_of_slow(how: str) -> float:
         return steps / median(point.value for point in rollouts)
 
 
+def origin() -> dict[str, object]:
+    """Where a row comes from: commit of the scripts, machine."""
+    return {"commit": common.origin()["commit"], **common.machine()}
+
+
 def measure_slow(repeats: int) -> None:
-    """Both ways turn by turn: a row each, and the ratio."""
-    git = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
-    same = {"commit": subprocess.check_output(git, text=True).strip(), **common.machine()}
-    ratios = []
+    """Both ways turn by turn, as often as is missing for this commit of the scripts, and the
+    ratio."""
+    same, cell = origin(), "8 simulators of 1 ms"
+    kept = {"kind": "slow", "cell": cell, "commit": same["commit"]}.items()
+    known = {row["repeat"] for row in TABLE.rows() if kept <= row.items()}
     for repeat in range(repeats):
-        found = {how: round(float(speed_of_slow(how)), 2) for how in ("sync", "async")}
-        for how, value in found.items():
-            row = {"kind": "slow", "cell": "8 simulators of 1 ms", "processes": how}
-            TABLE.append(row | {"repeat": repeat, "value": value} | same)
-        ratios.append(found["async"] / found["sync"])
-        print(found, f"ratio {ratios[-1]:.2f}", flush=True)
-    print(f"8 simulators of 1 ms a step, --async-envs: {ratio(np.array(ratios))} times as fast")
+        if str(repeat) not in known:
+            found = {how: round(float(speed_of_slow(how)), 2) for how in ("sync", "async")}
+            for how, value in found.items():
+                row = {"kind": "slow", "cell": cell, "processes": how}
+                TABLE.append(row | {"repeat": repeat, "value": value} | same)
+            print(found, f"ratio {found['async'] / found['sync']:.2f}", flush=True)
+    rows = [row for row in TABLE.rows() if kept <= row.items()]
+    gained = ratio(values(rows, cell, "async") / values(rows, cell, "sync"))
+    print(f"8 simulators of 1 ms a step, --async-envs: {gained} times as fast")
 
 
 def times(directory: Path) -> list[float]:
@@ -165,10 +189,9 @@ def child() -> None:
 
 
 def measure(repeats: int) -> None:
-    """Rows that are missing for this commit."""
-    git = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
-    same = {"commit": subprocess.check_output(git, text=True).strip(), **common.machine()}
-    known = {(row["cell"], row["processes"], row["repeat"]) for row in newest(same["commit"])}
+    """Rows that are missing for this commit of the scripts."""
+    same = origin()
+    known = {(row["cell"], row["processes"], row["repeat"]) for row in of_commit(same["commit"])}
     for repeat in range(repeats):
         for processes, cell in itertools.product((1, 2, "apart"), CELLS):
             if (cell.name, str(processes), str(repeat)) not in known:
@@ -177,7 +200,7 @@ def measure(repeats: int) -> None:
                 TABLE.append(row | {"processes": processes, "repeat": repeat} | same)
                 print(row, processes, flush=True)
         for processes in GROUPS:
-            if (str(SIZES[0]), str(processes), str(repeat)) not in known:
+            if any((str(size), str(processes), str(repeat)) not in known for size in SIZES):
                 found = json.loads(torchrun(processes, __file__, "--child"))
                 for size, value in found.items():
                     row = {"kind": "all-reduce", "cell": size, "value": round(value, 4)}
@@ -192,15 +215,25 @@ class Link(NamedTuple):
     latency: float  # seconds of a message
     bandwidth: float  # bytes per second
 
-    def seconds(self, parameters: int, processes: int) -> float:
+    def seconds(self, numbers: int, processes: int) -> float:
         """Of one all-reduce."""
         share = (processes - 1) / processes
-        return 2 * (processes - 1) * self.latency + 2 * share * 4 * parameters / self.bandwidth
+        return 2 * (processes - 1) * self.latency + 2 * share * 4 * numbers / self.bandwidth
+
+
+def of_commit(commit: str) -> list[Row]:
+    """Rows of a commit, all but those of slow simulators."""
+    return [row for row in TABLE.rows() if row["commit"] == commit and row["kind"] != "slow"]
 
 
 def newest(commit: str) -> list[Row]:
-    """Rows of a commit."""
-    return [row for row in TABLE.rows() if row["commit"] == commit and row["kind"] != "slow"]
+    """Rows of a commit, repeat by repeat; without repeats of a cell that were cut short."""
+    groups: dict[tuple, dict[str, Row]] = {}
+    for row in of_commit(commit):
+        group = groups.setdefault((row["kind"], row["cell"], int(row["repeat"])), {})
+        group[row["processes"]] = row
+    whole = [groups[key] for key in sorted(groups) if groups[key].keys() >= set(WAYS[key[0]])]
+    return [row for group in whole for row in group.values()]
 
 
 def values(rows: list[Row], cell: object, processes: object) -> np.ndarray:
@@ -222,57 +255,68 @@ def measured_link(rows: list[Row]) -> Link:
     return Link(max(latency, 0), 1 / per_byte)
 
 
-def demand(cell: Cell) -> tuple[int, int]:
-    """All-reduces of gradients in an iteration, and their parameters."""
+def exchanged(agent: Any) -> list[int]:
+    """How many numbers each all-reduce of a minibatch averages: loss and KL of the actor, its
+    gradient, the loss of the critics and their gradient."""
+    actor, critics = (sum(p.numel() for p in part) for part in agent.parts())
+    return [2, actor, 1, critics]
+
+
+def demand(cell: Cell) -> tuple[int, list[int]]:
+    """Minibatches of an iteration, and the numbers in each all-reduce of one."""
     script = common.load_script(cell.script)
     flags = ["--env-id", cell.env_id, "--num-envs", str(cell.num_envs), "--num-steps", "128"]
     args = script.parse_args(flags)
     agent = script.make_agent(script.make_envs(args), args)
-    parameters = sum(p.numel() for p in agent.parameters())
-    return args.update_epochs * args.num_minibatches, parameters
+    return args.update_epochs * args.num_minibatches, exchanged(agent)
 
 
 def efficiency_line(cell: Cell, rows: list[Row], link: Link) -> list[object]:
     """Efficiency at 8, 64 and 512 processes, and where it falls below 70 %."""
-    count, parameters = demand(cell)
+    count, sizes = demand(cell)
     seconds = cell.num_envs * 128 / median(values(rows, cell.name, 1))
 
     def efficiency(processes: int) -> float:
-        return seconds / (seconds + count * link.seconds(parameters, processes))
+        exchange = sum(link.seconds(size, processes) for size in sizes)
+        return seconds / (seconds + count * exchange)
 
     at = [f"{efficiency(processes):.0%}" for processes in (8, 64, 512)]
     below = next((p for p in range(2, 100_000) if efficiency(p) < 0.7), "never")
-    return [cell.name, f"{seconds:.2f}", count, f"{parameters:,}", *at, below]
+    numbers = ", ".join(f"{size:,}" for size in sizes)
+    return [cell.name, f"{seconds:.2f}", count, numbers, *at, below]
 
 
 def report() -> None:
-    """Print all tables of the newest commit."""
-    rows = newest([row for row in TABLE.rows() if row["kind"] != "slow"][-1]["commit"])
-    print(f"Commit {rows[0]['commit']}, {rows[0]['cores']} cores, {rows[0]['machine']}.\n")
+    """Print all tables of the newest commit, as far as it has been measured."""
+    last = [row for row in TABLE.rows() if row["kind"] != "slow"][-1]
+    rows = newest(last["commit"])
+    print(f"Commit {last['commit']}, {last['cores']} cores, {last['machine']}.\n")
     names = "cell | 1 process, steps/s | 2 processes | ratio (lowest, highest) | two runs apart"
     print(*common.markdown_head(names), sep="\n")
-    for cell in CELLS:
-        one, two, separate = (values(rows, cell.name, how) for how in (1, 2, "apart"))
+    cells = [cell for cell in CELLS if len(values(rows, cell.name, 1))]
+    for cell in cells:
+        one, two, separate = (values(rows, cell.name, how) for how in WAYS["speed"])
         speeds = [f"{np.median(one):,.0f}", f"{np.median(two):,.0f}"]
         print(common.markdown_row([cell.name, *speeds, ratio(two / one), ratio(separate / one)]))
 
     heads = " | ".join(f"{processes} processes, ms" for processes in GROUPS)
     print("", *common.markdown_head(f"parameters | {heads}"), sep="\n")
-    for size in SIZES:
+    sizes = [size for size in SIZES if len(values(rows, size, GROUPS[0]))]
+    for size in sizes:
         times = [f"{np.median(values(rows, size, processes)):.2f}" for processes in GROUPS]
         print(common.markdown_row([f"{size:,}", *times]))
 
-    names = "cell | s per iteration | all-reduces | parameters | 8 | 64 | 512 | below 70 % at"
-    measured = measured_link(rows)
-    told = f"{1e6 * measured.latency:.0f} us, {measured.bandwidth / 1e9:.1f} GB/s"
-    links = {
-        f"this machine ({told})": measured,
-        "a network of 50 us, 1.25 GB/s": Link(5e-5, 1.25e9),
-    }
+    names = "cell | s per iteration | minibatches | numbers in the all-reduces of each"
+    names += " | 8 | 64 | 512 | below 70 % at"
+    links = {"a network of 50 us, 1.25 GB/s": Link(5e-5, 1.25e9)}
+    if sizes == [*SIZES]:
+        link = measured_link(rows)
+        told = f"{1e6 * link.latency:.0f} us, {link.bandwidth / 1e9:.1f} GB/s"
+        links = {f"this machine ({told})": link} | links
     for title, link in links.items():
         print(f"\nEfficiency, reckoned for {title}:\n")
         print(*common.markdown_head(names), sep="\n")
-        for cell in CELLS:
+        for cell in cells:
             print(common.markdown_row(efficiency_line(cell, rows, link)))
 
 

@@ -35,9 +35,12 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -151,21 +154,37 @@ def args_of(script: ModuleType, line: list[str]) -> Any:
         raise ValueError(told.split(" For full helptext")[0]) from None
 
 
+def share(sweep: Sweep, config: Config) -> tuple[Any, int]:
+    """Flags of a run, and its rollouts from one report to the next. Raises ValueError where the
+    script does not take the flags, or a run would have too little to report."""
+    args = args_of(common.load_script(sweep.script), sweep.line(config))
+    every = args.num_iterations // sweep.reports
+    if not every:
+        given = f"with {shlex.join(words(config))} a run has {args.num_iterations} rollouts"
+        text = f"--reports {sweep.reports}: {given}"
+        raise ValueError(f"{text}; take fewer or raise --total-timesteps")
+    if sweep.pbt and not args.eval_episodes:
+        raise ValueError("--pbt: scores are those of evaluations; --eval-episodes must not be 0")
+    return args, every
+
+
+def alone(vary: list[str]) -> list[Config]:
+    """Every end of a range and every choice by itself."""
+    return [{name: value} for name, _, values in map(domain, vary) for value in values]
+
+
 def check(sweep: Sweep) -> None:
     """Every end of a range and every choice, alone, beside the flags of all runs. Raises ValueError
-    where the script would not take one."""
+    where one of them would not do."""
     script = common.load_script(sweep.script)
     names = {field.name for field in fields(script.Args)}
-    args = args_of(script, sweep.flags)
+    args_of(script, sweep.flags)
     for text in sweep.vary:
-        name, _, values = domain(text)
+        name, *_ = domain(text)
         if name not in names or name in ("seed", "run_dir", "resume", "evaluate", "init_from"):
             raise ValueError(f"--vary {text}: {name} is no flag that can be varied")
-        for value in values:
-            args_of(script, sweep.line({name: value}))
-    if args.num_iterations < sweep.reports:  # those that were asked for
-        text = f"--reports {sweep.reports}: a run has {args.num_iterations} rollouts"
-        raise ValueError(f"{text}; take fewer or raise --total-timesteps")
+    for config in alone(sweep.vary):
+        share(sweep, config)
 
 
 # ------------------------------------------------------------------------------ one run, one sample
@@ -189,10 +208,11 @@ def tell(folder: Path, report: Config) -> None:
 
 
 def told(folder: Path) -> list[Config]:
-    """A sample's reports; of those told again after a kill the last ones."""
+    """A sample's reports; of those told again, after a kill or by other weights, the last ones."""
     path = folder / "reports.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
-    return [*{report["steps"]: report for report in map(json.loads, lines)}.values()]
+    reports = map(json.loads, lines)
+    return [*{report.get("report", report["steps"]): report for report in reports}.values()]
 
 
 class Progress:
@@ -229,26 +249,33 @@ class Sample(tune.Trainable):
     next report; what was told before a kill is told again at once."""
 
     def setup(self, config: Config, sweep: Sweep) -> None:
-        """Start all seeds."""
-        script = common.load_script(sweep.script)
-        args = args_of(script, sweep.line(config))
-        every = args.num_iterations // sweep.reports
-        self.reports, self.report_steps = sweep.reports, every * args.batch_size
-        self.last_step = args.num_iterations * args.batch_size
+        """Nothing runs so far."""
+        self.sweep = sweep
+        self.folder = sweep.folder / "runs" / self.trial_id
         self.runs, self.tasks = [], []
+
+    def start(self) -> None:
+        """Start all seeds. Part of the first step: Ray keeps no flags of a sample whose set-up
+        failed, and combinations of flags may be refused here."""
+        sweep = self.sweep
+        args, every = share(sweep, self.config)
+        self.report_steps = every * args.batch_size
+        self.last_step = args.num_iterations * args.batch_size
         cpus, gpus = needs(sweep)["CPU"], needs(sweep).get("GPU", 0)
         task = ray.remote(num_cpus=cpus, num_gpus=gpus, max_calls=1, max_retries=0)(train)
-        self.folder = sweep.folder / "runs" / self.trial_id
         for seed in range(1, sweep.seeds + 1):
             folder = self.folder / f"seed{seed}"
-            line = sweep.line(config, "--seed", seed, "--checkpoint-every", every)
+            line = sweep.line(self.config, "--seed", seed, "--checkpoint-every", every)
             self.runs.append(Progress(folder))
             self.tasks.append(task.remote(sweep.script, line, folder))
 
     def step(self) -> Config:
         """Score at the next report."""
-        last = self.iteration + 1 == self.reports
-        until = self.last_step if last else (self.iteration + 1) * self.report_steps
+        if not self.tasks:
+            self.start()
+        number = self.iteration + 1
+        last = number == self.sweep.reports
+        until = self.last_step if last else number * self.report_steps
         while True:
             done, running = ray.wait(self.tasks, num_returns=len(self.tasks), timeout=SECONDS)
             ray.get(done)  # raises what a run raised
@@ -257,7 +284,8 @@ class Sample(tune.Trainable):
                 break
         returns = [run.score(until) for run in self.runs]
         text = " ".join(f"{x:.4f}" for x in returns)
-        report = {"score": float(np.mean(returns)), "returns": text, "steps": until}
+        score = float(np.mean(returns))
+        report = {"report": number, "score": score, "returns": text, "steps": until}
         tell(self.folder, self.config | report)
         return report | {"done": last}
 
@@ -279,9 +307,8 @@ class Member(tune.Trainable):
 
     def step(self) -> Config:
         """Score after the next interval, and whose weights it began with."""
-        script = common.load_script(self.sweep.script)
-        args = args_of(script, self.sweep.flags)
-        steps = args.num_iterations // self.sweep.reports * args.batch_size
+        args, every = share(self.sweep, self.config)
+        steps = every * args.batch_size
         seed = 1 + number_of(self.trial_id) + 1000 * self.iteration
         line = self.sweep.line(self.config, "--seed", seed, "--total-timesteps", steps)
         line += ["--no-anneal-lr"]
@@ -295,11 +322,12 @@ class Member(tune.Trainable):
         self.steps += steps
         parent, self.parent = self.parent, number_of(self.trial_id)
         score = metrics["eval/return_mean"]
-        report = {"score": score, "returns": f"{score:.4f}", "steps": self.steps}
+        number = self.iteration + 1
+        report = {"report": number, "score": score, "returns": f"{score:.4f}", "steps": self.steps}
         weights = self.weights.relative_to(self.sweep.folder)
         more = {"parent": parent, "weights": str(weights)}
         tell(self.folder, self.config | report | more)
-        return report | {"done": self.iteration + 1 == self.sweep.reports}
+        return report | {"done": number == self.sweep.reports}
 
     def save_checkpoint(self, directory: str) -> None:
         """Weights, and whose they are."""
@@ -368,10 +396,24 @@ def searcher(sweep: Sweep) -> Any:
     return BasicVariantGenerator(random_state=0)
 
 
+@contextlib.contextmanager
+def limit(hours: float) -> Iterator[None]:
+    """Send a Ctrl-C to this process after so many hours, unless the block has ended; 0: never."""
+    timer = threading.Timer(3600 * hours, os.kill, (os.getpid(), signal.SIGINT))
+    timer.daemon = True
+    if hours:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def run(sweep: Sweep, hours: float) -> bool:
     """Run what is missing and write samples.csv. Tells whether all samples have come to their end.
 
-    Ray takes the first Ctrl-C, keeps what is needed to go on, and returns.
+    Ray takes the first Ctrl-C, keeps what is needed to go on, and returns. A limit of hours is a
+    Ctrl-C as well: a time budget of Ray would end the samples for good.
     """
     trainable = tune.with_parameters(Member if sweep.pbt else Sample, sweep=sweep)
     bundles = [needs(sweep)] if sweep.pbt else [{}, *[needs(sweep)] * sweep.seeds]
@@ -389,7 +431,6 @@ def run(sweep: Sweep, hours: float) -> bool:
                 num_samples=sweep.samples,
                 search_alg=searcher(sweep),
                 scheduler=scheduler(sweep),
-                time_budget_s=3600 * hours if hours else None,
                 trial_dirname_creator=lambda trial: trial.trial_id,
             ),
             run_config=tune.RunConfig(
@@ -401,7 +442,8 @@ def run(sweep: Sweep, hours: float) -> bool:
                 verbose=1,
             ),
         )
-    results = tuner.fit()
+    with limit(hours):
+        results = tuner.fit()
     record(sweep, results)
     ended = [one for one in results if one.error or (one.metrics or {}).get("done")]
     return len(ended) == sweep.samples
@@ -410,7 +452,8 @@ def run(sweep: Sweep, hours: float) -> bool:
 def table(sweep: Sweep) -> Table:
     """Every report of every sample."""
     flags = [name for name, *_ in map(domain, sweep.vary)]
-    columns = ["sample", *flags, "steps", "score", "returns", "parent", "weights", "error"]
+    columns = ["sample", *flags, "report", "steps", "score", "returns"]
+    columns += ["parent", "weights", "error"]
     return Table(sweep.folder / "samples.csv", columns, end="\n")
 
 
@@ -444,6 +487,12 @@ class Outcome:
         return [row for row in self.rows if not row["error"]]
 
     @property
+    def reports(self) -> int:
+        """Number of the last report. A member counts on from that whose weights it took."""
+        numbers = [row.get("report") or number for number, row in enumerate(self.told, 1)]
+        return int(numbers[-1]) if numbers else 0
+
+    @property
     def steps(self) -> int:
         """Trained until the last report."""
         return max((int(row["steps"]) for row in self.told), default=0)
@@ -465,12 +514,12 @@ class Outcome:
 
 
 def outcomes(sweep: Sweep) -> list[Outcome]:
-    """Of all samples, the best of those trained longest first."""
+    """Of all samples, the best of those that told most reports first."""
     groups: dict[str, list[Row]] = {}
     for row in table(sweep).rows():
         groups.setdefault(row["sample"], []).append(row)
     found = [Outcome(rows) for rows in groups.values()]
-    return sorted(found, key=lambda one: (not one.error, one.steps, one.mean), reverse=True)
+    return sorted(found, key=lambda one: (not one.error, one.reports, one.mean), reverse=True)
 
 
 def shown(text: str) -> str:
@@ -494,18 +543,17 @@ def report(sweep: Sweep) -> None:
     flags = [name for name, *_ in map(domain, sweep.vary)]
     names = ["sample", *flags, "steps", "mean", "worst seed", "95 % interval", "ended by"]
     print(*common.markdown_head(" | ".join(names)), sep="\n")
-    last = max((one.steps for one in found), default=0)
     for one in found:
         row = one.rows[-1]
         cells = [row["sample"], *[shown(row[name]) for name in flags], one.steps]
         cells += [f"{one.mean:.1f}", f"{one.returns.min():.1f}", interval(one.returns)]
-        early = "" if one.steps == last else "stopped early"
+        early = "" if one.reports == sweep.reports else "stopped early"
         print(common.markdown_row([*cells, one.error[:60] or early]))
     if sweep.pbt:
         for one in found:
             print(f"weights of member {one.rows[0]['sample']}: {lineage(one)}")
 
-    if not last:
+    if not any(one.told for one in found):
         sys.exit("error: no sample told a score; see the errors above")
     plot(sweep, found)
     best = found[0].told[-1]
@@ -526,17 +574,16 @@ def lineage(member: Outcome) -> str:
 
 def plot(sweep: Sweep, found: list[Outcome]) -> None:
     """Returns over each varied flag or, of a population, score and flags over steps."""
-    kinds = {name: kind for name, kind, _ in map(domain, sweep.vary)}
-    panels = ["score", *kinds] if sweep.pbt else [*kinds]
+    scales = {name: scale_of(kind, values) for name, kind, values in map(domain, sweep.vary)}
+    panels = {"score": "linear"} | scales if sweep.pbt else scales
     size = (common.WIDTH, 3)
     figure, axes = common.pyplot().subplots(1, len(panels), figsize=size, squeeze=False)
-    for number, (axis, name) in enumerate(zip(axes[0], panels)):
-        scale = "log" if kinds.get(name) == "loguniform" else "linear"
+    for number, (axis, (name, scale)) in enumerate(zip(axes[0], panels.items())):
         draw = partial(draw_member if sweep.pbt else draw_sample, axis, name, scale)
         for one in reversed(found):  # the best last, on top
             if one.told:
                 colour = common.GOLD if one is found[0] else common.OURS
-                draw(one, colour, one.steps == found[0].steps)
+                draw(one, colour, one.reports == sweep.reports)
         common.letter(axis, number)
     title = f"{sweep.script}: {len(found)} samples, the best in orange; pale: stopped early"
     figure.suptitle(title, fontsize=8)
@@ -544,12 +591,22 @@ def plot(sweep: Sweep, found: list[Outcome]) -> None:
     print(f"plot: {sweep.folder / 'sweep.png'}")
 
 
+def scale_of(kind: str, values: list[Any]) -> str:
+    """Of the axis of a flag; "words" stand side by side."""
+    if kind == "choice" and not all(type(value) in (int, float) for value in values):
+        return "words"
+    return "log" if kind == "loguniform" else "linear"
+
+
+def place(text: str, scale: str) -> float | str:
+    """Where a value of the CSV is on such an axis."""
+    return str(literal(text)) if scale == "words" else float(text)
+
+
 def draw_sample(axis: Any, name: str, scale: str, one: Outcome, color: str, whole: bool) -> None:
     """Mean return and those of the seeds over a flag; pale where it was stopped early."""
-    x = literal(one.told[-1][name])
-    if isinstance(x, (bool, str)):
-        x = str(x)  # side by side
-    else:
+    x = place(one.told[-1][name], scale)
+    if scale != "words":
         axis.set_xscale(scale)
         axis.xaxis.set_minor_formatter("")
     axis.scatter([x] * len(one.returns), one.returns, s=8, color=color, alpha=0.3)
@@ -560,9 +617,10 @@ def draw_sample(axis: Any, name: str, scale: str, one: Outcome, color: str, whol
 def draw_member(axis: Any, name: str, scale: str, one: Outcome, color: str, whole: bool) -> None:
     """Score, or a flag, over the steps; pale where it was stopped early."""
     x = [int(row["steps"]) for row in one.told]
-    y = [float(row[name]) for row in one.told]
+    y = [place(row[name], scale) for row in one.told]
     axis.plot(x, y, color=color, marker=".", alpha=1 if whole else 0.3)
-    axis.set_yscale(scale)
+    if scale != "words":
+        axis.set_yscale(scale)
     axis.set(xlabel="steps", ylabel=name)
 
 
@@ -581,7 +639,8 @@ def parse() -> tuple[Sweep, argparse.Namespace]:
     parser.add_argument("--search", choices=["random", "optuna"], default="random")
     parser.add_argument("--asha", action="store_true", help="stop the worst early")
     parser.add_argument("--pbt", action="store_true", help="population based training")
-    parser.add_argument("--max-hours", type=float, default=0, help="0: no limit")
+    hours = "end as by Ctrl-C after so many, --resume goes on; default: 0, no limit"
+    parser.add_argument("--max-hours", type=float, default=0, help=hours)
     parser.add_argument("--address", default="local", help="of a Ray cluster; default: local")
     parser.add_argument("--out", default="", help="default: runs/sweep__SCRIPT__TIME")
     parser.add_argument("--resume", default="", metavar="FOLDER", help="go on with a sweep")
@@ -597,7 +656,7 @@ def parse() -> tuple[Sweep, argparse.Namespace]:
     if not given.script or not given.vary:
         parser.error("name a script, and flags to --vary")
     if given.reports is None:
-        given.reports = usual_reports(given.script, flags)
+        given.reports = usual_reports(given.script, flags, given.vary)
     if min(given.samples, given.seeds, given.reports) < 1:
         parser.error("--samples, --seeds and --reports must be at least 1")
     other = given.asha or given.search != "random" or given.seeds > 1
@@ -609,10 +668,12 @@ def parse() -> tuple[Sweep, argparse.Namespace]:
     return Sweep(given.script, flags, out=str(Path(out).resolve()), **chosen), given
 
 
-def usual_reports(name: str, flags: list[str]) -> int:
+def usual_reports(name: str, flags: list[str], vary: list[str]) -> int:
     """Ten, or as many as a run has rollouts. `check` tells of flags that the script refuses."""
     with contextlib.suppress(ValueError):
-        return min(10, args_of(common.load_script(name), flags).num_iterations)
+        script = common.load_script(name)
+        runs = [args_of(script, [*flags, *words(config)]) for config in alone(vary)]
+        return min(10, *(args.num_iterations for args in runs))
     return 10
 
 
@@ -651,11 +712,13 @@ def main() -> None:
         if not given.resume:
             keep(sweep)
         ended = run(sweep, given.max_hours)
-    report(sweep)
-    if not given.report and not ended:
-        print(f"go on by python benchmarks/sweep.py --resume {sweep.folder}")
-        if not given.max_hours:
-            sys.exit(130)  # Ctrl-C
+    try:
+        report(sweep)
+    finally:  # also where no sample has told a score yet
+        if not given.report and not ended:
+            print(f"go on by python benchmarks/sweep.py --resume {sweep.folder}")
+    if not given.report and not ended and not given.max_hours:
+        sys.exit(130)  # Ctrl-C
 
 
 if __name__ == "__main__":

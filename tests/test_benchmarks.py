@@ -742,14 +742,62 @@ def test_truth_is_measured(script, task, monkeypatch):
 
 
 @pytest.mark.parametrize("script", NAMES)
-def test_scaling_knows_what_processes_exchange(script):
-    """All-reduces of an iteration, and the parameters in one of them: those of the agent."""
+def test_scaling_knows_what_processes_exchange(script, monkeypatch):
+    """Numbers in the all-reduces of a minibatch are those that an update averages, and all
+    parameters are in one of them; an iteration has so many minibatches."""
     scaling = importlib.import_module("scaling")
     module = importlib.import_module(script)
-    count, parameters = scaling.demand(scaling.Cell(script, "CartPole-v1", 16, 12))
+    run = make_run(module, "Walk")
+    roll(run)
+    batch, *_ = prepare_rollout(run)
+    sent = []
+
+    def one_after_the_other(first, second, agent):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "average", lambda x: sent.append(x.numel()) or x)
+            return first(), second()
+
+    monkeypatch.setattr(module, "run_both", one_after_the_other)
+    module.update(run.agent, run.optimizers, batch, run.args, 0.0)
+    sizes = scaling.exchanged(run.agent)
+    assert sent == 4 * sizes[:2] + 4 * sizes[2:]  # two epochs of two minibatches
+    assert sum(sizes) == 3 + sum(p.numel() for p in run.agent.parameters())
+
+    count, sizes = scaling.demand(scaling.Cell(script, "CartPole-v1", 16, 12))
     args = module.Args(env_id="CartPole-v1", num_envs=16, num_steps=128)
     assert count == args.update_epochs * args.num_minibatches
-    assert parameters == sum(p.numel() for p in make_agent(module, args).parameters())
+    assert sizes == scaling.exchanged(make_agent(module, args))
+
+
+def test_scaling_pairs_rows_by_repeat_and_leaves_out_what_was_cut_short(
+    monkeypatch, tmp_path, capsys
+):
+    """Repeat 0 of the first cell came last, repeat 2 has no runs apart, the other cell none."""
+    scaling = importlib.import_module("scaling")
+    monkeypatch.setattr(scaling, "TABLE", scaling.Table(tmp_path / "rows.csv", scaling.COLUMNS))
+    monkeypatch.setattr(scaling, "efficiency_line", lambda *_: [])
+    whole, other = scaling.CELLS[:2]
+    same = {"kind": "speed", "commit": "a", "cores": 2, "machine": "m"}
+    for cell, processes, repeat, value in (
+        (whole, 1, 1, 100),
+        (whole, 2, 0, 30),
+        (whole, 2, 1, 200),
+        (whole, "apart", 0, 20),
+        (whole, "apart", 1, 200),
+        (whole, 1, 0, 10),
+        (whole, 1, 2, 1),
+        (whole, 2, 2, 9),
+        (other, 1, 0, 1),
+    ):
+        told = {"cell": cell.name, "processes": processes, "repeat": repeat, "value": value}
+        scaling.TABLE.append(same | told)
+    scaling.report()
+    told = capsys.readouterr().out
+    assert f"| {whole.name} | 55 | 115 | 2.50 (2.00, 3.00) | 2.00 (2.00, 2.00) |" in told
+    assert other.name not in told
+    assert "a network of" in told
+    assert "this machine" not in told  # no all-reduce was measured
+    assert len(scaling.of_commit("a")) == 9
 
 
 @pytest.mark.slow

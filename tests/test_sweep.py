@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -123,6 +124,19 @@ def test_a_failed_sample_is_a_row_and_a_killed_sweep_goes_on(tmp_path):
     assert (folder / "sweep.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
+def test_a_sweep_whose_hours_are_over_goes_on(tmp_path):
+    """Three seconds are over before a sample has told anything; all are trained later."""
+    folder = tmp_path / "kept"
+    vary = "--vary gamma=choice:0.9:0.99 --samples 2 --reports 2"
+    process = sweep(tmp_path, f"{SCRIPT} {SMALL} {vary} --out {folder} --max-hours {3 / 3600}")
+    await_end(process, 200)
+    assert f"--resume {folder}" in (tmp_path / "out").read_text()
+    process = sweep(tmp_path, f"--resume {folder}")
+    assert await_end(process, 200) == 0, (tmp_path / "err").read_text()
+    assert [row["report"] for row in rows(folder)] == ["1", "2", "1", "2"]
+
+
 @pytest.mark.parametrize(
     ("address", "said"),
     [("127.0.0.1:9", "refused"), ("nowhere", "must be local, auto or HOST:PORT")],
@@ -157,7 +171,7 @@ def test_a_sweep_tells_no_more_often_than_its_runs_have_rollouts(monkeypatch, tm
         (["--num-steps", "128"], 4),
         (["--total-timesteps", "51200"], 10),
         (["--reports", "3"], 3),
-        (["--gamma", "2"], 10),  # `check` tells of the flag
+        (["--gae-lambda", "2"], 10),  # `check` tells of the flag
     ):
         monkeypatch.setattr(sys, "argv", [*line, *more, "--out", str(tmp_path / "out")])
         assert program.parse()[0].reports == reports
@@ -175,3 +189,148 @@ def test_samples_keep_their_numbers(tmp_path):
         results.append(SimpleNamespace(path=str(tmp_path / "ray" / folder.name), error=None))
     program.record(out, results)
     assert [(row["sample"], row["gamma"]) for row in rows(tmp_path)] == [*zip("012", "012")]
+
+
+def kept_sweep(folder, vary, **more):
+    """A sweep without its rows, and the program."""
+    program = importlib.import_module("sweep")
+    same = {"script": SCRIPT, "flags": [], "samples": 4, "seeds": 1, "reports": 2}
+    same |= {"search": "random", "asha": False, "pbt": False}
+    return program, program.Sweep(vary=vary, out=str(folder), **(same | more))
+
+
+def test_the_best_is_one_that_told_all_reports_whatever_its_rollouts(tmp_path, capsys):
+    """Larger rollouts leave fewer steps to the last report. The first sample was stopped early,
+    the last one failed; rows of sweeps before reports had numbers count."""
+    vary = ["num_envs=choice:4:8", "gamma=choice:0.5:0.9"]
+    program, sweep = kept_sweep(tmp_path, vary)
+    rows = program.table(sweep)
+    for sample, num_envs, steps, score in (
+        (0, 4, (4096,), 99),
+        (1, 4, (2048, 4096), 1),
+        (2, 8, (2000, 4000), 2),
+        (3, 8, (2000, 4000), 0),
+    ):
+        for number, step in enumerate(steps, 1):
+            told = {"sample": sample, "num_envs": num_envs, "gamma": 0.9, "steps": step}
+            report = {"report": number} if sample < 2 else {}
+            rows.append(told | report | {"score": score, "returns": score})
+    rows.append({"sample": 3, "num_envs": 8, "gamma": 0.9, "error": "OSError: no space"})
+    assert [one.rows[0]["sample"] for one in program.outcomes(sweep)] == ["2", "1", "0", "3"]
+
+    program.report(sweep)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [line.split(" | ")[-1] for line in lines[1:]] == [
+        " |",
+        " |",
+        "stopped early |",
+        "OSError: no space |",
+    ]
+
+
+def test_a_report_is_told_once(tmp_path):
+    """A member that takes the weights of one that is ahead or behind leaves out a report or tells
+    it again; equal steps are no sign of that."""
+    program = importlib.import_module("sweep")
+    for number, steps in ((1, 10), (2, 20), (2, 15), (4, 20)):
+        program.tell(tmp_path, {"report": number, "steps": steps})
+    told = [(report["report"], report["steps"]) for report in program.told(tmp_path)]
+    assert told == [(1, 10), (2, 15), (4, 20)]
+
+
+def test_a_limit_of_hours_is_a_ctrl_c():
+    """It comes once, and only as long as the block lasts."""
+    program = importlib.import_module("sweep")
+    came = []
+    before = signal.signal(signal.SIGINT, lambda *_: came.append("Ctrl-C"))
+    try:
+        with program.limit(0.05 / 3600):
+            end = time.time() + 10
+            while not came and time.time() < end:
+                time.sleep(0.05)
+        with program.limit(0.3 / 3600):
+            pass
+        with program.limit(0):
+            time.sleep(0.6)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert came == ["Ctrl-C"]
+
+
+SHORT = "--env-id CartPole-v1 --total-timesteps 4096 --num-steps 128 --num-envs".split()
+
+
+def test_reports_are_checked_for_every_value_that_is_varied(tmp_path):
+    """Rollouts of 16 environments are twice and not four times in the run; what no sample takes
+    does not count."""
+    program, sweep = kept_sweep(tmp_path, ["num_envs=choice:4:16"], flags=[*SHORT, "4"], reports=4)
+    told = "--reports 4: with --num-envs 16 a run has 2 rollouts"
+    with pytest.raises(ValueError, match=told):
+        program.check(sweep)
+    assert program.usual_reports(SCRIPT, sweep.flags, sweep.vary) == 2
+    program.check(replace(sweep, reports=2))
+    program.check(replace(sweep, flags=[*SHORT, "16"], vary=["num_envs=choice:4:8"]))
+
+
+def trial(kind, sweep, config):
+    """A sample or member outside of Ray."""
+    found = object.__new__(kind)
+    found.config, found._iteration = config, 0
+    found._trial_info = SimpleNamespace(trial_id="abc_00003")
+    found.setup(config, sweep)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["Sample", "Member"])
+def test_a_combination_with_too_few_rollouts_fails_in_one_line(tmp_path, kind):
+    """Alone each value does. A sample fails in its first step, when Ray knows its flags."""
+    vary = ["num_envs=choice:4:8", "num_steps=choice:64:256"]
+    program, sweep = kept_sweep(tmp_path, vary, flags=[*SHORT, "4"], reports=4)
+    program.check(sweep)
+    one = trial(getattr(program, kind), sweep, {"num_envs": 8, "num_steps": 256})
+    with pytest.raises(ValueError, match="with --num-envs 8 --num-steps 256 a run has 2 rollouts"):
+        one.step()
+    one.cleanup()
+
+
+def test_a_member_counts_the_steps_of_its_own_rollouts(tmp_path, monkeypatch):
+    """Two rollouts of 12 environments, one a report."""
+    program, sweep = kept_sweep(tmp_path, ["num_envs=choice:4:12"], flags=[*SHORT, "4"], pbt=True)
+    lines = []
+
+    def train(script, line, folder):
+        lines.append(line)
+        folder.mkdir(parents=True)
+        return {"run_dir": str(folder / "run"), "eval/return_mean": 1.0}
+
+    monkeypatch.setattr(program, "train", train)
+    report = trial(program.Member, sweep, {"num_envs": 12}).step()
+    assert (report["report"], report["steps"], report["done"]) == (1, 12 * 128, False)
+    assert lines[0][lines[0].index("--seed") :][2:4] == ["--total-timesteps", str(12 * 128)]
+
+
+@pytest.mark.parametrize("pbt", [True, False])
+def test_words_and_truth_values_are_drawn(tmp_path, pbt, capsys):
+    """Side by side, those of samples and those of members, which change on the way."""
+    vary = ["norm_obs=choice:true:false", "twin_reduce=choice:min:mean", "gamma=choice:0.5:0.9"]
+    program, sweep = kept_sweep(tmp_path, vary, pbt=pbt)
+    rows = program.table(sweep)
+    for sample, values in enumerate([(True, False), (False, False), (True, True)]):
+        for number, value in enumerate(values, 1):
+            config = {"norm_obs": value, "twin_reduce": "min" if value else "mean", "gamma": 0.9}
+            told = {"sample": sample, "report": number, "steps": 10 * number, "parent": -1}
+            rows.append(told | config | {"score": sample, "returns": sample, "weights": "x"})
+    program.report(sweep)
+    told = capsys.readouterr().out
+    assert "--norm-obs --twin-reduce min --gamma 0.9" in told
+    assert (tmp_path / "sweep.png").stat().st_size > 5_000
+
+
+def test_a_population_needs_evaluations(tmp_path):
+    """Whether all runs or one value of a varied flag lacks them. Samples take training episodes."""
+    program, sweep = kept_sweep(tmp_path, ["gamma=choice:0.5:0.9"], flags=["--eval-episodes", "0"])
+    program.check(sweep)
+    varied = replace(sweep, flags=[], vary=["eval_episodes=choice:0:5"])
+    for one in (sweep, varied):
+        with pytest.raises(ValueError, match="--pbt: scores are those of evaluations"):
+            program.check(replace(one, pbt=True))
