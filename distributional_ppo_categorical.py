@@ -1909,8 +1909,8 @@ class Agent(nn.Module):
 
 
 # ==================================================================================================
-# What follows surrounds the algorithm: tasks, metrics, files, processes and flags.
-# The algorithm depends on this much of it. `Run.iterations` seeds torch ahead of every iteration.
+# Nothing below is about the algorithm.
+# These parts of it the algorithm relies on. `Run.iterations` seeds torch ahead of every iteration.
 # `make_envs` sets the autoreset mode that `collect_rollout` relies on. `make_optimizers` sets the
 # constants of Adam, and makes the vectors that it moves. `run_both` calls two functions. `average`
 # and `own` return what they are given where there is one process. `check_finite` and `check_step`

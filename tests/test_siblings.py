@@ -58,7 +58,7 @@ train_actor train_critics with_gradient take_step
 clipped_policy_loss ValueDistribution make_encoder Agent
 make_env describe_critics Run evaluate average UsageError main
 """.split()
-RULE = "# What follows surrounds the algorithm: tasks, metrics, files, processes and flags."
+RULE = "# Nothing below is about the algorithm."
 # Words of processes, terminals and files. Above the rule only `average` and `own` are allowed.
 BELOW = """
 RANK WORLD_SIZE distributed isatty print open Path pickle signal SummaryWriter gather
