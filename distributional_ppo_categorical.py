@@ -1910,7 +1910,7 @@ class Agent(nn.Module):
 
 # ==================================================================================================
 # Nothing below is about the algorithm.
-# These parts of it the algorithm relies on. `Run.iterations` seeds torch ahead of every iteration.
+# The algorithm relies on a few parts of it. `Run.iterations` seeds torch ahead of every iteration.
 # `make_envs` sets the autoreset mode that `collect_rollout` relies on. `make_optimizers` sets the
 # constants of Adam, and makes the vectors that it moves. `run_both` calls two functions. `average`
 # and `own` return what they are given where there is one process. `check_finite` and `check_step`
