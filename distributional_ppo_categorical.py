@@ -79,7 +79,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, make_dataclass
 from functools import cache, partial
 from importlib import import_module
-from itertools import count
+from itertools import count, repeat
 from pathlib import Path
 from queue import SimpleQueue
 from typing import (
@@ -102,6 +102,7 @@ from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 from tensorboard.compat.proto.summary_pb2 import DataClass, Summary
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch import Tensor, distributed, nn, optim
+from torch.optim.adam import adam
 from torch.utils.tensorboard import SummaryWriter, summary
 
 Tensors = tuple[Tensor, ...]
@@ -418,6 +419,14 @@ class Batch(NamedTuple):
     returns: Tensor  # (B,) lambda-returns, normalised: what the mean outputs learn
     old_values: Tensor  # (B, C, 1 or 2) mean, and V, before the update, for value clipping
 
+    def for_actor(self) -> Batch:
+        """Return what the actor's loss reads. The other fields are None."""
+        return self._replace(targets=None, returns=None, old_values=None)
+
+    def for_critics(self) -> Batch:
+        """Return what the critics' loss reads. The other fields are None."""
+        return self._replace(actions=None, params=None, log_probs=None, advantages=None)
+
 
 # --------------------------------------------------------------------------------------- algorithm
 def train(args: Args) -> dict[str, Any]:
@@ -679,14 +688,18 @@ def minibatches(batch: Batch, args: Args) -> Iterator[Batch]:
     """In every epoch, shuffle the rows and give each of them once.
 
     The number of minibatches divides that of the rows; `check_sizes` requires it. The orders are
-    drawn at once, so that random numbers do not depend on which of two threads is ahead.
+    drawn at once, so that random numbers do not depend on which of two threads is ahead. Fields
+    that are None stay None.
     """
     orders = [torch.randperm(len(batch.obs)) for _ in range(args.update_epochs)]
     orders = torch.stack(orders).to(batch.obs.device)
 
+    def parts(x: Tensor | None, order: Tensor) -> Iterable[Tensor | None]:
+        return repeat(None) if x is None else x.index_select(0, order).chunk(args.num_minibatches)
+
     def epochs() -> Iterator[Batch]:
         for order in orders:
-            shuffled = [x.index_select(0, order).chunk(args.num_minibatches) for x in batch]
+            shuffled = [parts(x, order) for x in batch]
             yield from map(Batch, *shuffled)
             del shuffled  # ahead of the next epoch's copy
 
@@ -764,8 +777,8 @@ def update(
     optimizers.actor.param_groups[0]["lr"] = learning_rate
     optimizers.critics.param_groups[0]["lr"] = critic_learning_rate
 
-    actor_batches = minibatches(batch, args)
-    critic_batches = minibatches(batch, args)
+    actor_batches = minibatches(batch.for_actor(), args)
+    critic_batches = minibatches(batch.for_critics(), args)
     tickets = SimpleQueue()  # one for each minibatch that the actor has evaluated, and None at last
     (actor_rows, actor_norms), (critic_rows, critic_norms) = run_both(
         partial(train_actor, agent, optimizers.actor, actor_batches, args, ent_coef, tickets),
@@ -1353,7 +1366,8 @@ class ValueDistribution(nn.Module):
 
     def split(self, outputs: Tensor) -> Tensors:
         """Return the logits (..., K) and the mean output (..., 0 or 1)."""
-        return outputs.tensor_split([len(self.support)], -1)
+        K = len(self.support)
+        return outputs.split([K, outputs.shape[-1] - K], -1)
 
     def probs(self, outputs: Tensor) -> Tensor:
         """Return the probabilities of the atoms, (..., K)."""
@@ -1464,6 +1478,7 @@ class ValueDistribution(nn.Module):
         excess = excess * ratio
         moved = torch.cat((logits, excess), -1)
         mean = self.normalized_mean(moved)[..., None]
+        means_and_values = torch.cat((mean, mean + self.gain * excess), -1)  # (C, T, N, 1 or 2)
         normalized = self.moments.normalize(targets.returns)
         beyond = (normalized < self.support[0]) | (normalized > self.support[-1])
         outside = (targets.probs * beyond).sum(-1).mean()
@@ -1471,12 +1486,12 @@ class ValueDistribution(nn.Module):
             "value/outside_support": outside,
             "norm/return_mean": self.moments.mean,
             "norm/return_std": self.moments.std,
-            "norm/value_shift": (self.value(moved) - values).abs().mean(),  # how far it jumps
+            "norm/value_shift": (self.decode(means_and_values[..., -1]) - values).abs().mean(),
         }
         if outside > 0.01:
             text = "of the targets' mass is beyond the atoms; widen --v-min, --v-max"
             metrics["warning"] = f"value/outside_support: {outside:.1%} {text}"
-        return torch.cat((mean, mean + self.gain * excess), -1), metrics
+        return means_and_values, metrics
 
     def encode_targets(self, targets: WeightedReturns) -> Tensor:
         """Return what the loss regresses on, probabilities of the atoms (T, N, K)."""
@@ -1507,9 +1522,10 @@ class ValueDistribution(nn.Module):
         """
         args = self.args
         logits, excess = self.split(outputs)
-        detached_mean = self.normalized_mean(outputs.detach())
+        log_probs = logits.log_softmax(-1)
+        detached_mean = log_probs.detach().exp() @ self.support
         values = detached_mean[..., None] + self.gain * excess
-        loss = categorical_cross_entropy(targets, logits)
+        loss = -(targets * log_probs).sum(-1)
         v_loss = squared_error(values, returns)
         if args.vf_clip == "none":
             return loss + v_loss, torch.zeros_like(loss)
@@ -1530,9 +1546,13 @@ class ValueDistribution(nn.Module):
         """Describe the outputs (T, N, K or K + 1) for s_t, beside samples of the return."""
         z = self.support
         probs = self.probs(outputs)
-        deciles = torch.stack([self.quantile(outputs, level) for level in (0.1, 0.5, 0.9)])
-        value_at_alpha = self.quantile(outputs, self.args.cvar_alpha)
-        squares = (z - (probs @ z)[..., None]).square()
+        mean = probs @ z
+        levels = (0.1, 0.5, 0.9, self.args.cvar_alpha)
+        *deciles, value_at_alpha = (
+            self.decode(categorical_quantile(probs, z, level)) for level in levels
+        )
+        deciles = torch.stack(deciles)
+        squares = (z - mean[..., None]).square()
         std = (probs * squares).sum(-1).sqrt().double() * self.moments.std
         below = samples.returns < value_at_alpha[..., None]
         return {
@@ -1542,7 +1562,7 @@ class ValueDistribution(nn.Module):
             "value/predicted_returns": deciles,
             "value/realised_returns": (samples.probs * samples.returns).sum(-1),
             "value/std_predicted": std.mean(),
-            "value/distribution_gap": (self.mean(outputs) - self.value(outputs)).abs().mean(),
+            "value/distribution_gap": (self.decode(mean) - self.value(outputs)).abs().mean(),
             "cvar/predicted": self.decode(cvar_categorical(probs, z, self.args.cvar_alpha)).mean(),
             "cvar/coverage": (samples.probs * below).sum(-1).mean(),
         }
@@ -2703,6 +2723,43 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+class VectorAdam(optim.Adam):
+    """Adam for one vector of parameters: torch's own function, without what torch does around it.
+
+    For small networks the hooks and checks of `optim.Adam.step` take longer than the step.
+    """
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Take a step along the vector's `grad`."""
+        [group] = self.param_groups
+        [vector] = group["params"]
+        kept = self.state[vector]
+        if not kept:
+            kept["step"] = torch.zeros((), device=vector.device)
+            kept["exp_avg"] = torch.zeros_like(vector)
+            kept["exp_avg_sq"] = torch.zeros_like(vector)
+        beta1, beta2 = group["betas"]
+        adam(
+            [vector],
+            [vector.grad],
+            [kept["exp_avg"]],
+            [kept["exp_avg_sq"]],
+            [],  # what AMSGrad would keep
+            [kept["step"]],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=0.0,
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    step.hooked = True  # or torch would put its hooks around this one too
+
+
 class Optimizers(NamedTuple):
     """Each of the two networks has its own Adam, since they share no parameter."""
 
@@ -2720,7 +2777,7 @@ def make_optimizers(agent: Agent, args: Args) -> Optimizers:
     for parameters in agent.parts():
         vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
         nn.utils.vector_to_parameters(vector, parameters)
-        adams.append(optim.Adam([vector], args.learning_rate, eps=1e-5, fused=True))
+        adams.append(VectorAdam([vector], args.learning_rate, eps=1e-5))
     return Optimizers(*adams)
 
 

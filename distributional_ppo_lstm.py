@@ -104,6 +104,7 @@ from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 from tensorboard.compat.proto.summary_pb2 import DataClass, Summary
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch import Tensor, distributed, nn, optim
+from torch.optim.adam import adam
 from torch.utils.tensorboard import SummaryWriter, summary
 
 Tensors = tuple[Tensor, ...]
@@ -430,6 +431,16 @@ class Batch(NamedTuple):
     returns: Tensor  # (L, M) lambda-returns, normalised: what the mean outputs learn
     old_values: Tensor  # (L, M, C, K or K + 1) outputs before the update, for value clipping
 
+    def for_actor(self) -> Batch:
+        """Return what the actor's loss reads. The other fields are None."""
+        return self._replace(critic_state=None, targets=None, returns=None, old_values=None)
+
+    def for_critics(self) -> Batch:
+        """Return what the critics' loss reads. The other fields are None."""
+        return self._replace(
+            actor_state=None, actions=None, params=None, log_probs=None, advantages=None
+        )
+
 
 # --------------------------------------------------------------------------------------- algorithm
 def train(args: Args) -> dict[str, Any]:
@@ -742,12 +753,13 @@ def minibatches(batch: Batch, args: Args) -> Iterator[Batch]:
     """In every epoch, shuffle the training sequences (axis 1) and give each of them once.
 
     The number of minibatches divides that of the sequences; `check_sizes` requires it. The orders
-    are drawn at once, so that random numbers do not depend on which of two threads is ahead.
+    are drawn at once, so that random numbers do not depend on which of two threads is ahead. Fields
+    that are None stay None.
     """
     orders = [torch.randperm(batch.obs.shape[1]) for _ in range(args.update_epochs)]
     orders = torch.stack(orders).to(batch.obs.device)
     chosen = (part for order in orders for part in order.chunk(args.num_minibatches))
-    return (Batch(*(x.index_select(1, part) for x in batch)) for part in chosen)
+    return (Batch(*(x if x is None else x.index_select(1, part) for x in batch)) for part in chosen)
 
 
 def policy_loss(
@@ -825,8 +837,8 @@ def update(
     optimizers.actor.param_groups[0]["lr"] = learning_rate
     optimizers.critics.param_groups[0]["lr"] = critic_learning_rate
 
-    actor_batches = minibatches(batch, args)
-    critic_batches = minibatches(batch, args)
+    actor_batches = minibatches(batch.for_actor(), args)
+    critic_batches = minibatches(batch.for_critics(), args)
     tickets = SimpleQueue()  # one for each minibatch that the actor has evaluated, and None at last
     (actor_rows, actor_norms), (critic_rows, critic_norms) = run_both(
         partial(train_actor, agent, optimizers.actor, actor_batches, args, ent_coef, tickets),
@@ -1373,7 +1385,8 @@ class ValueDistribution(nn.Module):
 
     def split(self, outputs: Tensor) -> Tensors:
         """Return the quantiles (..., K) and the mean output (..., 0 or 1)."""
-        return outputs.tensor_split([len(self.support)], -1)
+        K = len(self.support)
+        return outputs.split([K, outputs.shape[-1] - K], -1)
 
     def decode(self, x: Tensor) -> Tensor:
         """Return x in the task's units, in float64. Returns may be large beside their spread."""
@@ -2786,6 +2799,43 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+class VectorAdam(optim.Adam):
+    """Adam for one vector of parameters: torch's own function, without what torch does around it.
+
+    For small networks the hooks and checks of `optim.Adam.step` take longer than the step.
+    """
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Take a step along the vector's `grad`."""
+        [group] = self.param_groups
+        [vector] = group["params"]
+        kept = self.state[vector]
+        if not kept:
+            kept["step"] = torch.zeros((), device=vector.device)
+            kept["exp_avg"] = torch.zeros_like(vector)
+            kept["exp_avg_sq"] = torch.zeros_like(vector)
+        beta1, beta2 = group["betas"]
+        adam(
+            [vector],
+            [vector.grad],
+            [kept["exp_avg"]],
+            [kept["exp_avg_sq"]],
+            [],  # what AMSGrad would keep
+            [kept["step"]],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=0.0,
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    step.hooked = True  # or torch would put its hooks around this one too
+
+
 class Optimizers(NamedTuple):
     """Each of the two networks has its own Adam, since they share no parameter."""
 
@@ -2803,7 +2853,7 @@ def make_optimizers(agent: Agent, args: Args) -> Optimizers:
     for parameters in agent.parts():
         vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
         nn.utils.vector_to_parameters(vector, parameters)
-        adams.append(optim.Adam([vector], args.learning_rate, eps=1e-5, fused=True))
+        adams.append(VectorAdam([vector], args.learning_rate, eps=1e-5))
     return Optimizers(*adams)
 
 
