@@ -79,7 +79,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, make_dataclass
 from functools import cache, partial
 from importlib import import_module
-from itertools import count, repeat
+from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
 from typing import (
@@ -408,7 +408,10 @@ class Rollout(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """It holds the B = T * N steps of a rollout as rows, or some of them. Nothing has a graph."""
+    """It holds the B = T * N steps of a rollout as rows, or some of them. Nothing has a graph.
+
+    The actor's loss and the critics' read different fields. What a loop does not read is None.
+    """
 
     obs: Tensor  # (B, D) normalised
     actions: Tensor  # (B, P) or (B, A)
@@ -694,12 +697,14 @@ def minibatches(batch: Batch, args: Args) -> Iterator[Batch]:
     orders = [torch.randperm(len(batch.obs)) for _ in range(args.update_epochs)]
     orders = torch.stack(orders).to(batch.obs.device)
 
-    def parts(x: Tensor | None, order: Tensor) -> Iterable[Tensor | None]:
-        return repeat(None) if x is None else x.index_select(0, order).chunk(args.num_minibatches)
+    def chunks(x: Tensor | None, order: Tensor) -> Iterable[Tensor | None]:
+        if x is None:
+            return [None] * args.num_minibatches
+        return x.index_select(0, order).chunk(args.num_minibatches)
 
     def epochs() -> Iterator[Batch]:
         for order in orders:
-            shuffled = [parts(x, order) for x in batch]
+            shuffled = [chunks(x, order) for x in batch]
             yield from map(Batch, *shuffled)
             del shuffled  # ahead of the next epoch's copy
 
@@ -1478,7 +1483,6 @@ class ValueDistribution(nn.Module):
         excess = excess * ratio
         moved = torch.cat((logits, excess), -1)
         mean = self.normalized_mean(moved)[..., None]
-        means_and_values = torch.cat((mean, mean + self.gain * excess), -1)  # (C, T, N, 1 or 2)
         normalized = self.moments.normalize(targets.returns)
         beyond = (normalized < self.support[0]) | (normalized > self.support[-1])
         outside = (targets.probs * beyond).sum(-1).mean()
@@ -1486,12 +1490,12 @@ class ValueDistribution(nn.Module):
             "value/outside_support": outside,
             "norm/return_mean": self.moments.mean,
             "norm/return_std": self.moments.std,
-            "norm/value_shift": (self.decode(means_and_values[..., -1]) - values).abs().mean(),
+            "norm/value_shift": (self.value(moved) - values).abs().mean(),  # how far it jumps
         }
         if outside > 0.01:
             text = "of the targets' mass is beyond the atoms; widen --v-min, --v-max"
             metrics["warning"] = f"value/outside_support: {outside:.1%} {text}"
-        return means_and_values, metrics
+        return torch.cat((mean, mean + self.gain * excess), -1), metrics
 
     def encode_targets(self, targets: WeightedReturns) -> Tensor:
         """Return what the loss regresses on, probabilities of the atoms (T, N, K)."""
@@ -1523,9 +1527,10 @@ class ValueDistribution(nn.Module):
         args = self.args
         logits, excess = self.split(outputs)
         log_probs = logits.log_softmax(-1)
-        detached_mean = log_probs.detach().exp() @ self.support
+        probs = log_probs.detach().exp()
+        detached_mean = probs @ self.support.to(probs)
         values = detached_mean[..., None] + self.gain * excess
-        loss = -(targets * log_probs).sum(-1)
+        loss = -(targets * log_probs).sum(-1)  # cross-entropy, by the same log_probs
         v_loss = squared_error(values, returns)
         if args.vf_clip == "none":
             return loss + v_loss, torch.zeros_like(loss)
@@ -1546,13 +1551,9 @@ class ValueDistribution(nn.Module):
         """Describe the outputs (T, N, K or K + 1) for s_t, beside samples of the return."""
         z = self.support
         probs = self.probs(outputs)
-        mean = probs @ z
-        levels = (0.1, 0.5, 0.9, self.args.cvar_alpha)
-        *deciles, value_at_alpha = (
-            self.decode(categorical_quantile(probs, z, level)) for level in levels
-        )
-        deciles = torch.stack(deciles)
-        squares = (z - mean[..., None]).square()
+        deciles = torch.stack([self.quantile(outputs, level) for level in (0.1, 0.5, 0.9)])
+        value_at_alpha = self.quantile(outputs, self.args.cvar_alpha)
+        squares = (z - (probs @ z)[..., None]).square()
         std = (probs * squares).sum(-1).sqrt().double() * self.moments.std
         below = samples.returns < value_at_alpha[..., None]
         return {
@@ -1562,7 +1563,7 @@ class ValueDistribution(nn.Module):
             "value/predicted_returns": deciles,
             "value/realised_returns": (samples.probs * samples.returns).sum(-1),
             "value/std_predicted": std.mean(),
-            "value/distribution_gap": (self.decode(mean) - self.value(outputs)).abs().mean(),
+            "value/distribution_gap": (self.mean(outputs) - self.value(outputs)).abs().mean(),
             "cvar/predicted": self.decode(cvar_categorical(probs, z, self.args.cvar_alpha)).mean(),
             "cvar/coverage": (samples.probs * below).sum(-1).mean(),
         }
@@ -1932,9 +1933,9 @@ class Agent(nn.Module):
 # Nothing below is about the algorithm.
 # The algorithm relies on a few parts of it. `Run.iterations` seeds torch ahead of every iteration.
 # `make_envs` sets the autoreset mode that `collect_rollout` relies on. `make_optimizers` sets the
-# constants of Adam, and makes the vectors that it moves. `run_both` calls two functions. `average`
-# and `own` return what they are given where there is one process. `check_finite` and `check_step`
-# raise, and the `describe_` functions give metrics alone.
+# constants of Adam, and makes the vectors that it moves; `VectorAdam` takes its steps. `run_both`
+# calls two functions. `average` and `own` return what they are given where there is one process.
+# `check_finite` and `check_step` raise, and the `describe_` functions give metrics alone.
 # ==================================================================================================
 
 
@@ -2724,9 +2725,10 @@ def usable_cores() -> int:
 
 
 class VectorAdam(optim.Adam):
-    """Adam for one vector of parameters: torch's own function, without what torch does around it.
+    """Adam for one vector of parameters. It calls torch's function and runs no hooks.
 
-    For small networks the hooks and checks of `optim.Adam.step` take longer than the step.
+    For small networks the hooks and checks of `optim.Adam.step` take longer than the step. Closures
+    and AMSGrad have no effect.
     """
 
     @torch.no_grad()
@@ -2752,9 +2754,9 @@ class VectorAdam(optim.Adam):
             beta1=beta1,
             beta2=beta2,
             lr=group["lr"],
-            weight_decay=0.0,
+            weight_decay=group["weight_decay"],
             eps=group["eps"],
-            maximize=False,
+            maximize=group["maximize"],
         )
 
     step.hooked = True  # or torch would put its hooks around this one too
@@ -2777,7 +2779,7 @@ def make_optimizers(agent: Agent, args: Args) -> Optimizers:
     for parameters in agent.parts():
         vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
         nn.utils.vector_to_parameters(vector, parameters)
-        adams.append(VectorAdam([vector], args.learning_rate, eps=1e-5))
+        adams.append(VectorAdam([vector], args.learning_rate, eps=1e-5, fused=True))
     return Optimizers(*adams)
 
 

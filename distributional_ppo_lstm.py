@@ -417,7 +417,10 @@ class Rollout(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """It holds M training sequences of a rollout, of L steps each. Nothing has a graph."""
+    """It holds M training sequences of a rollout, of L steps each. Nothing has a graph.
+
+    The actor's loss and the critics' read different fields. What a loop does not read is None.
+    """
 
     obs: Tensor  # (L, M, D) normalised
     episode_start: Tensor  # (L, M) bool
@@ -2025,9 +2028,9 @@ class Agent(nn.Module):
 # Nothing below is about the algorithm.
 # The algorithm relies on a few parts of it. `Run.iterations` seeds torch ahead of every iteration.
 # `make_envs` sets the autoreset mode that `collect_rollout` relies on. `make_optimizers` sets the
-# constants of Adam, and makes the vectors that it moves. `run_both` calls two functions. `average`
-# and `own` return what they are given where there is one process. `check_finite` and `check_step`
-# raise, and the `describe_` functions give metrics alone.
+# constants of Adam, and makes the vectors that it moves; `VectorAdam` takes its steps. `run_both`
+# calls two functions. `average` and `own` return what they are given where there is one process.
+# `check_finite` and `check_step` raise, and the `describe_` functions give metrics alone.
 # ==================================================================================================
 
 
@@ -2800,9 +2803,10 @@ def usable_cores() -> int:
 
 
 class VectorAdam(optim.Adam):
-    """Adam for one vector of parameters: torch's own function, without what torch does around it.
+    """Adam for one vector of parameters. It calls torch's function and runs no hooks.
 
-    For small networks the hooks and checks of `optim.Adam.step` take longer than the step.
+    For small networks the hooks and checks of `optim.Adam.step` take longer than the step. Closures
+    and AMSGrad have no effect.
     """
 
     @torch.no_grad()
@@ -2828,9 +2832,9 @@ class VectorAdam(optim.Adam):
             beta1=beta1,
             beta2=beta2,
             lr=group["lr"],
-            weight_decay=0.0,
+            weight_decay=group["weight_decay"],
             eps=group["eps"],
-            maximize=False,
+            maximize=group["maximize"],
         )
 
     step.hooked = True  # or torch would put its hooks around this one too
@@ -2853,7 +2857,7 @@ def make_optimizers(agent: Agent, args: Args) -> Optimizers:
     for parameters in agent.parts():
         vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
         nn.utils.vector_to_parameters(vector, parameters)
-        adams.append(VectorAdam([vector], args.learning_rate, eps=1e-5))
+        adams.append(VectorAdam([vector], args.learning_rate, eps=1e-5, fused=True))
     return Optimizers(*adams)
 
 

@@ -17,7 +17,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [Path("README.md"), Path("tests/README.md")]
 PAGES += sorted(path.relative_to(ROOT) for path in ROOT.glob("benchmarks/*.md"))
 SCRIPTS = ("distributional_ppo_lstm", "distributional_ppo_categorical")
-RECIPE = re.compile(r"\| [^|]+ \| `python (\w+)\.py ?([^`]*)` \| ([-\d.]+) \| (\d+) \| (\d+) s \|")
+RECIPE = re.compile(
+    r"\| [^|]+ \| `python (\w+)\.py ?([^`]*)` \| (\w+) \| ([-\d.]+) \| (\d+) \| (\d+) s \|"
+)
 
 
 def rows_of(name: str) -> list[dict[str, str]]:
@@ -116,10 +118,13 @@ def test_links_lead_somewhere(page):
 # ------------------------------------------------------------------------------- what the rows say
 @pytest.mark.parametrize("recipe", RECIPE.findall(README), ids=lambda recipe: recipe[1] or "none")
 def test_recipes_tell_what_the_runs_had(recipe):
-    """The mean evaluation of the preset's runs, their number, and their median time."""
-    name, flags, expect, seeds, seconds = recipe
+    """The steps of the preset; the mean evaluation of its runs, their number and median time."""
+    name, flags, steps, expect, seeds, seconds = recipe
     words = [word for word in shlex.split(flags) if word != "--compile"]
-    runs = default_runs(name, importlib.import_module(name).parse_args(words).env_id)
+    args = importlib.import_module(name).parse_args(words)
+    runs = default_runs(name, args.env_id)
+    thousands = args.total_timesteps // 1000
+    assert steps == (f"{thousands}k" if thousands < 1000 else f"{thousands // 1000}M")
     assert len(runs) == int(seeds)
     score = mean(float(row["return_mean"]) for row in runs)
     assert expect in (f"{score:.0f}", f"{score:.1f}", f"{score:.2f}")
@@ -177,7 +182,7 @@ def test_runs_on_known_distributions():
             good, of = cells[-2].split(" of ")
             reached, total = reached + int(good), total + int(of)
     assert reached == total
-    assert f"whose return distributions are known all {total} runs have" in README
+    assert f"whose return distributions are known, all {total} runs have" in README
 
 
 def test_the_picture_of_one_run():
