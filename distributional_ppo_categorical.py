@@ -697,14 +697,14 @@ def minibatches(batch: Batch, args: Args) -> Iterator[Batch]:
     orders = [torch.randperm(len(batch.obs)) for _ in range(args.update_epochs)]
     orders = torch.stack(orders).to(batch.obs.device)
 
-    def chunks(x: Tensor | None, order: Tensor) -> Iterable[Tensor | None]:
+    def pieces(x: Tensor | None, order: Tensor) -> Iterable[Tensor | None]:
         if x is None:
             return [None] * args.num_minibatches
         return x.index_select(0, order).chunk(args.num_minibatches)
 
     def epochs() -> Iterator[Batch]:
         for order in orders:
-            shuffled = [chunks(x, order) for x in batch]
+            shuffled = [pieces(x, order) for x in batch]
             yield from map(Batch, *shuffled)
             del shuffled  # ahead of the next epoch's copy
 

@@ -1013,6 +1013,8 @@ def draw(path: Path, picked: dict[str, Programs]) -> None:
         {"color": common.SKY, "marker": "D", "ms": 4, "label": "ours with --compile"},
         {"color": common.SKY, "ls": "--", "ms": 3.5, "label": "(c): ours, memory kept"},
     )
+    if not any(picked[cell]["cleanrl"] for cell in GRID):
+        looks = [look for look in looks if look["label"] != "CleanRL"]
     handles = [plt.Line2D([], [], **{"ls": "", "marker": "o"} | look) for look in looks]
     title = "Median; bars: lowest to highest of repeats that take turns. Two cores but where told"
     above.legend(
