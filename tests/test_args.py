@@ -730,7 +730,9 @@ def test_every_preset_makes_a_run(script):
             assert getattr(defaults, flag) != value, (name, flag)
 
 
-@pytest.mark.parametrize("name", ["mujoco", "minatar", "memory"])
+@pytest.mark.parametrize(
+    "name", ["mujoco", "memory", pytest.param("minatar", marks=pytest.mark.slow)]
+)
 def test_a_preset_is_its_long_line(script, tmp_path, name):
     """The first five iterations are the same bit for bit."""
     if name not in script.PRESETS:

@@ -604,6 +604,8 @@ def test_a_figure_is_written_small_and_opaque(tmp_path):
 # ------------------------------------------------------------------------------ programs that train
 NAMES = ["distributional_ppo_lstm", "distributional_ppo_categorical"]
 COMPOSED = ["ppo_lstm_categorical", "ppo_quantile"]
+SLOWLY = [pytest.param(name, marks=pytest.mark.slow) for name in (NAMES[0], *COMPOSED)]
+ONE = [NAMES[1], SLOWLY[0]]  # a program knows no script by name: one of them on every occasion
 TINY = (
     "--num-envs 4 --num-steps 16 --total-timesteps 128 --num-minibatches 2 --update-epochs 1 "
     "--hidden-size 8 --eval-episodes 2 --checkpoint-every 0"
@@ -623,7 +625,7 @@ def keep_as_it_is(monkeypatch, owner, *names):
         monkeypatch.setattr(owner, name, getattr(owner, name))
 
 
-@pytest.mark.parametrize("script", NAMES + COMPOSED)
+@pytest.mark.parametrize("script", [NAMES[1], *SLOWLY])
 def test_calibration_of_a_process_is_measured(script):
     """Every figure is a finite number, for a process whose distribution is known."""
     calibration, run = tiny_run("calibration", "skewed", script, flags="--gamma 0.95")
@@ -634,7 +636,7 @@ def test_calibration_of_a_process_is_measured(script):
     assert row.keys() <= set(calibration.COLUMNS)
 
 
-@pytest.mark.parametrize("script", NAMES)
+@pytest.mark.parametrize("script", ONE)
 def test_calibration_of_a_task_is_measured(script, monkeypatch):
     """Four episodes, more than the environments that the run had; also as a row of tuning."""
     calibration, run = tiny_run("calibration", "CartPoleNoVel-v1", script, flags="--num-envs 2")
@@ -712,7 +714,7 @@ def test_what_is_played_on_counts_beyond_the_limit_and_is_clipped_as_critics_lea
         assert played.returns == pytest.approx(np.full((steps, 2), 2 * paid), rel=1e-4)
 
 
-@pytest.mark.parametrize("script", NAMES)
+@pytest.mark.parametrize("script", ONE)
 @pytest.mark.parametrize("task", ["lottery", "road", "cliff"])
 def test_risk_of_a_policy_is_measured(script, task):
     """Returns of the mode and of samples; the probability of the lottery's risky arm."""
@@ -724,7 +726,7 @@ def test_risk_of_a_policy_is_measured(script, task):
     assert 0 < row.get("risky", 0.5) < 1
 
 
-@pytest.mark.parametrize("script", NAMES)
+@pytest.mark.parametrize("script", ONE)
 @pytest.mark.parametrize("task", ["rare-10", "bad-arm", "rewards-1e8"])
 def test_truth_is_measured(script, task, monkeypatch):
     """Value and mean reward; value, arm and evaluation; the evaluation in the task's own unit."""
@@ -975,7 +977,7 @@ REPLACED = {
     ("script", "variant"),
     [(NAMES[0], variant) for variant in REPLACED]
     + [(NAMES[1], "default"), (NAMES[1], "no_popart")]
-    + [(name, "exchanged") for name in COMPOSED],
+    + [pytest.param(name, "exchanged", marks=pytest.mark.slow) for name in COMPOSED],
 )
 def test_learning_keeps_a_run(script, variant, monkeypatch, tmp_path):
     """Curve and row of each variant that changes the script's functions."""
@@ -1083,7 +1085,7 @@ def test_learning_and_truth_train_the_feed_forward_peer():
     assert 0 < truth.run_one(run)["bad"] < 1
 
 
-@pytest.mark.parametrize("script", NAMES)
+@pytest.mark.parametrize("script", ONE)
 def test_tuning_tries_flags(script, monkeypatch, tmp_path):
     """A row, whose evaluation is that of the run, is appended once."""
     tune, run = tiny_run("tune", "CartPole-v1", script, "tuning")

@@ -225,7 +225,11 @@ def forget(script, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("target", "lam", "right"), [("sr_lambda", 0.8, True), ("lambda_return", 0.5, False)]
+    ("target", "lam", "right"),
+    [
+        ("sr_lambda", 0.8, True),
+        pytest.param("lambda_return", 0.5, False, marks=pytest.mark.slow),
+    ],
 )
 def test_predicted_spread_is_that_of_returns(script, tmp_path, target, lam, right):
     """Ten N(0, 1) rewards, gamma 0.9: std of the return sqrt((1 - 0.81^10) / 0.19) = 2.150.

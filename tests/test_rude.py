@@ -473,7 +473,7 @@ def test_a_run_whose_task_is_gone_is_a_run_all_the_same(script, somewhere, capsy
     ("variables", "code", "said"),
     [
         ({"RANK": "1"}, 0, ""),
-        ({"RANK": "", "WORLD_SIZE": ""}, 0, ""),
+        pytest.param({"RANK": "", "WORLD_SIZE": ""}, 0, "", marks=pytest.mark.slow),
         ({"RANK": "0", "WORLD_SIZE": "2"}, 2, "WORLD_SIZE is 2 without a launcher"),
     ],
 )
