@@ -2811,7 +2811,7 @@ class VectorAdam(optim.Adam):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Take a step along the vector's `grad`."""
+        """Take a step along the vector's `grad`. What is kept has the names of `optim.Adam`."""
         [group] = self.param_groups
         [vector] = group["params"]
         kept = self.state[vector]
@@ -2819,6 +2819,7 @@ class VectorAdam(optim.Adam):
             kept["step"] = torch.zeros((), device=vector.device)
             kept["exp_avg"] = torch.zeros_like(vector)
             kept["exp_avg_sq"] = torch.zeros_like(vector)
+
         beta1, beta2 = group["betas"]
         adam(
             [vector],
