@@ -104,7 +104,7 @@ def run_one(run: Run) -> dict[str, object]:
 class Effects(NamedTuple):
     """What the changes do to the score on one robot."""
 
-    line: float  # the mean over the whole design
+    mean: float  # of all runs
     changes: np.ndarray  # (8,): the score with a change minus the score without it
     error: float  # the standard error of each of them
 
