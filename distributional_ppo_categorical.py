@@ -3817,6 +3817,16 @@ def silenced_unless_first() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def until_nobody_reads() -> Iterator[None]:
+    """End the process quietly where the reader of its help has gone, as `head` does."""
+    try:
+        yield
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is not out yet
+        sys.exit(0)
+
+
 def main(argv: list[str]) -> None:
     """Run the command line. Modules of tasks are also looked for in the working directory.
 
@@ -3828,7 +3838,7 @@ def main(argv: list[str]) -> None:
         sys.path.append(os.getcwd())
 
     try:
-        with silenced_unless_first():
+        with silenced_unless_first(), until_nobody_reads():
             args = parse_args(argv)
         if args.evaluate:
             if RANK == 0:

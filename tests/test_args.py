@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import os
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -484,6 +486,16 @@ def test_help_explains_every_flag(script, capsys):
     assert "--anneal-lr, --no-anneal-lr" in text
     for field in dataclasses.fields(script.Args):
         assert (f"--{field.name.replace('_', '-')}" in text) == field.init, field.name
+
+
+def test_help_that_nobody_reads_to_its_end_is_quiet(script):
+    """As in `--help | head`: no traceback, and no complaint of Python's about its last flush."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    line = [sys.executable, script.__file__, "--help"]
+    done = subprocess.run(line, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_help_shows_every_range(script, capsys):
