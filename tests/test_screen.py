@@ -20,12 +20,8 @@ def screen():
 
 def levels_of(screen):
     """(16, 8): +1 where a setting makes a change, -1 where it does not."""
-    return np.array(
-        [
-            [1 if letter in setting else -1 for letter in screen.CHANGES]
-            for setting in screen.design()
-        ]
-    )
+    settings = screen.design()
+    return np.array([[1 if x in setting else -1 for x in screen.LETTERS] for setting in settings])
 
 
 def test_no_effect_is_mixed_with_another_or_with_a_pair(screen):
@@ -44,8 +40,10 @@ def test_no_effect_is_mixed_with_another_or_with_a_pair(screen):
 def test_the_first_setting_is_the_line_and_the_last_makes_every_change(screen):
     settings = screen.design()
     assert settings[0] == ""
-    assert settings[-1] == "ABCDEFGH"
-    assert screen.flags_of("") == screen.LINE
+    assert settings[-1] == screen.LETTERS
+    study = screen.STUDIES["robots"]
+    assert study.flags("") == study.line
+    assert study.flags("AH").endswith(f"{study.changes[0]} {study.changes[7]}")
 
 
 def test_effects_are_differences_of_means(screen):
@@ -53,13 +51,13 @@ def test_effects_are_differences_of_means(screen):
     mean of those without. What is left over has 16 - 9 = 7 degrees of freedom, and an effect is a
     difference of two means of eight runs, so its variance is s^2 (1/8 + 1/8)."""
     settings = screen.design()
-    scores = np.random.default_rng(1).normal(0.8, 0.2, 16)
-    effects = screen.effects_of(settings, scores)
+    values = np.random.default_rng(1).normal(0.8, 0.2, 16)
+    effects = screen.effects_of(settings, values)
     levels = levels_of(screen)
-    expected = [scores[column > 0].mean() - scores[column < 0].mean() for column in levels.T]
+    expected = [values[column > 0].mean() - values[column < 0].mean() for column in levels.T]
     assert effects.changes == pytest.approx(expected)
-    assert effects.mean == pytest.approx(scores.mean())
-    left = scores - scores.mean() - levels @ np.array(expected) / 2
+    assert effects.mean == pytest.approx(values.mean())
+    left = values - values.mean() - levels @ np.array(expected) / 2
     assert effects.error == pytest.approx(np.sqrt(left @ left / 7 * (1 / 8 + 1 / 8)))
 
 
@@ -67,41 +65,79 @@ def test_too_few_runs_tell_no_effect(screen):
     settings = screen.design()
     with pytest.raises(ValueError, match="9 runs do not tell"):
         screen.effects_of(settings[:9], np.ones(9))
-    assert screen.report([]) == ["screening: too few rows."]
+    for study in screen.STUDIES:
+        assert screen.report(study, []) == [f"{study}: too few rows."]
 
 
-def test_the_report_averages_over_robots(screen):
+def test_effects_on_a_mean_have_the_errors_of_independent_parts(screen):
+    """Errors of 0.3 and 0.4 make sqrt(0.09 + 0.16) / 2 = 0.25."""
+    one = screen.Effects(1.0, np.full(8, 2.0), 0.3)
+    other = screen.Effects(3.0, np.full(8, 1.0), 0.4)
+    mean = screen.mean_effects([one, other])
+    assert (mean.mean, mean.error) == pytest.approx((2.0, 0.25))
+    assert mean.changes == pytest.approx(np.full(8, 1.5))
+
+
+def test_the_report_of_robots_averages_their_scores(screen):
     """Change A is worth 0.2 of the best on Ant and 0.1 on Hopper; others are worth nothing, and
-    there is no noise: +0.15 over both, without an error."""
+    there is no noise: +0.15 over both, without an error. Half of the runs make it, so the means are
+    0.7 + 0.1 and 0.7 + 0.05."""
     worth = {"Ant-v5": 0.2, "Hopper-v5": 0.1}
     rows = [
-        {"task": task, "setting": setting, "return_mean": screen.BEST[task] * (0.7 + gain * made)}
+        {"study": "robots", "task": task, "setting": setting, "return_mean": best * score}
         for task, gain in worth.items()
+        for best in [screen.BEST[task]]
         for setting in screen.design()
-        for made in ["A" in setting]
+        for score in [0.7 + gain * ("A" in setting)]
     ]
-    told = screen.report(rows)
+    other = [row | {"study": "pendulum_novel"} for row in rows]
+    told = screen.report("robots", rows + other)
     assert told[0] == "| change | Hopper | Ant | score |"
-    first = f"| `{screen.CHANGES['A']}` | +0.10 ± 0.00 | +0.20 ± 0.00 | +0.150 ± 0.000 |"
-    assert told[2] == first
-    assert all(re.search(r"\| [+-]0.000 ± 0.000 \|$", line) for line in told[3:])
+    assert told[2] == "| mean of all runs | 0.750 | 0.800 | 0.775 |"
+    first = screen.STUDIES["robots"].changes[0]
+    assert told[3] == f"| `{first}` | +0.100 ± 0.000 | +0.200 ± 0.000 | +0.150 ± 0.000 |"
+    assert all(re.search(r"\| [+-]0.000 ± 0.000 \|$", line) for line in told[4:])
 
 
-def test_every_setting_is_a_line_of_flags_that_the_script_takes(screen):
-    """Each robot has sixteen runs, a seed for each setting, and none is told twice."""
-    script = screen.common.load_script(screen.CATEGORICAL)
-    runs = screen.all_runs()
-    assert len(runs) == 16 * len(screen.BEST)
-    assert {run.seed for run in runs} == set(range(2000, 2016))
+def test_the_report_of_a_task_with_a_threshold_tells_when_and_how_firmly(screen):
+    """Change B halves the steps, from 60,000 to 30,000. One that is never there counts 100,000."""
+    rows = [
+        {"study": "cartpole_novel", "setting": setting, "return_mean": "500", "share_lost": "0.1"}
+        | {"steps_to_threshold": "30000" if "B" in setting else "60000"}
+        for setting in screen.design()
+    ]
+    told = screen.report("cartpole_novel", rows)
+    assert told[0] == "| change | evaluation | thousand steps | share lost |"
+    assert told[2] == "| mean of all runs | 500.0 | 45.0 | 0.100 |"
+    assert "| -30.0 ± 0.0 |" in told[4]
+    never = screen.one_task_effects([rows[0] | {"steps_to_threshold": "inf"}, *rows[1:]])
+    assert never["thousand steps"].mean == pytest.approx(45 + 40 / 16)
+
+
+@pytest.mark.parametrize("name", ["robots", "cartpole_novel", "pendulum_novel"])
+def test_every_setting_is_a_line_of_flags_that_the_script_takes(screen, name):
+    """Each task has sixteen settings with seeds of their own, and no run is told twice. A change
+    that leaves the number of steps of a rollout alone is told with all that follows from it."""
+    study = screen.STUDIES[name]
+    script = screen.common.load_script(study.script)
+    runs = screen.all_runs(study)
+    assert len(runs) == len({(run.cell.task, run.seed) for run in runs})
+    assert len(runs) == 16 * study.seeds * len(study.tasks)
     for setting in screen.design():
-        args = script.parse_args(screen.flags_of(setting).split())
-        assert args.num_envs * args.num_steps == 2048
-        assert args.twin_reduce == ("mean" if "H" in setting else "min")
+        args = script.parse_args(study.flags(setting).split())
+        assert (args.twin_reduce == "mean") == (
+            "--twin-reduce mean" in [study.changes[screen.LETTERS.index(x)] for x in setting]
+        )
+        lone = [script.parse_args(study.flags(x).split()) for x in screen.LETTERS]
+        assert all(args != script.parse_args(study.line.split()) for args in lone)
 
 
 def test_runs_with_a_row_are_not_missing(screen, monkeypatch):
-    row = {"task": "Ant-v5", "setting": "", "seed": "2000"}
-    monkeypatch.setattr(screen.Table, "rows", lambda self: [row])
-    left = screen.missing(["Ant-v5"])
+    """Those of another study are."""
+    row = {"study": "robots", "task": "Ant-v5", "setting": "", "seed": "2000"}
+    monkeypatch.setattr(screen.Table, "rows", lambda self: [row, row | {"study": "other"}])
+    left = screen.missing("robots", ["Ant-v5"])
     assert len(left) == 15
     assert all(run.cell.variant for run in left)
+    assert len(screen.missing("robots")) == 63
+    assert len(screen.missing("pendulum_novel")) == 16
