@@ -239,8 +239,10 @@ def task_row(line: Line) -> dict[str, str]:
         "task": f"{name}, {common.brief_count(steps)}" if steps else name,
         "ours": measured(script, task),
         "worst": figure(own.min(), abs(own).max()) if len(own) else "-",
-        "single quantile critic": measured(QUANTILE, task, "quantiles_single"),
-        f"difference on seeds {FRESH[0]} to {FRESH[-1]} only": fresh_gap(task).told()
+        "single quantile critic (seeds 1 to 5 chose it)": measured(
+            QUANTILE, task, "quantiles_single"
+        ),
+        f"it minus ours, seeds {FRESH[0]} to {FRESH[-1]}": fresh_gap(task).told()
         if task in FOUR and all(map(len, fresh_pair(task)))
         else "-",
         "peer": measured(peer, task, variant),
@@ -268,8 +270,10 @@ def tasks_table() -> list[str]:
 
 def memory_table() -> list[str]:
     """POPGym and MiniGrid."""
+    steps = equal_time()
     lines = common.markdown_head(
-        "memory, 500k steps | ours | sb3-contrib, equal wall time | difference"
+        f"memory | ours, 500k steps | sb3-contrib, stopped at our wall time ({min(steps):,} to "
+        f"{max(steps):,} steps) | difference"
     )
     for name, gap in popgym().items():
         task = f"popgym:popgym-{name}"
@@ -327,6 +331,17 @@ def pairs(tasks: Iterable[str], script: str, peer: str, variant: str) -> dict[st
     }
 
 
+def equal_time() -> list[int]:
+    """The steps that sb3-contrib makes on POPGym in the time that ours take."""
+    return [
+        int(row["steps"])
+        for name in learning.POPGYM
+        for row in learning.rows_of(
+            learning.cell_of(CONTRIB, f"popgym:popgym-{name}-v0", "equal_time")
+        )
+    ]
+
+
 def popgym() -> dict[str, Difference]:
     """Ours minus RecurrentPPO at equal wall time, by task."""
     tasks = [f"popgym:popgym-{name}-v0" for name in learning.POPGYM]
@@ -361,20 +376,11 @@ def tasks_notes() -> list[str]:
     """What the table of tasks does not say, a line each."""
     novel = scores(LSTM, "CartPoleNoVel-v1")
     blind = scores(LSTM, "CartPoleNoVel-v1", "no_memory")
-    steps = [
-        int(row["steps"])
-        for name in learning.POPGYM
-        for row in learning.rows_of(
-            learning.cell_of(CONTRIB, f"popgym:popgym-{name}-v0", "equal_time")
-        )
-    ]
-    quiz = popgym()
     return [
         f"* **Memory is used.** With the LSTM's state zeroed at every step CartPoleNoVel-v1 ends "
         f"at {blind.mean():.1f} instead of {novel.mean():.1f}.",
-        f"* **POPGym Easy**, equal flags and wall time: the recurrent script is {standing(quiz)} "
-        f"of {count_of(len(quiz))} tasks. In that time sb3-contrib makes {min(steps):,} to "
-        f"{max(steps):,} of our 500,000 steps.",
+        "* **POPGym's differences show speed** as well as learning, since sb3-contrib was stopped "
+        "at our wall time. At equal steps nothing was compared.",
     ]
 
 
@@ -432,8 +438,9 @@ def verdict(contest: Contest) -> Verdict:
 def critics_table(verdicts: dict[Contest, Verdict]) -> list[str]:
     """Distributional beside scalar critics, a line a contest."""
     lines = common.markdown_head(
-        "critic | P(final score higher) | P(training return higher) | difference of the mean score "
-        "| low runs, this critic | low runs, scalar | difference of shares (scalar - this)"
+        "critic | P(final score higher) | P(training return higher) "
+        "| mean score minus the scalar's | low runs, this critic | low runs, scalar "
+        "| share of low runs, the scalar's minus this one's"
     )
     for contest, found in verdicts.items():
         low = [f"{count} of {runs}" for count, runs in (found.low, found.rivals)]
@@ -479,15 +486,15 @@ def critics_notes(verdicts: dict[Contest, Verdict]) -> list[str]:
     caution = f" Runs from before and after separate updates are mixed in: {both}." if both else ""
     held = "confirmed" if shown(fresh.at_the_end) else "not confirmed"
     return [
-        f"A score of 1 is the mean of a scalar critic on a task: of a single one on MuJoCo, of "
-        f"scalar twins elsewhere. A score of 0 is a return of 0 ({pendulum} on PendulumNoVel-v1, "
-        f"about a random policy's; -1 on POPGym). Low runs end below 0.9, a line chosen after the "
-        f"first runs, so they are exploratory. Twins are compared with scalar twins, a single "
-        f"critic with a single scalar one.",
+        f"In both differences more is better. Scores are scaled for each task: 1 is the mean of a "
+        f"scalar critic (a single one on MuJoCo, twins elsewhere), and 0 is a return of 0 "
+        f"({pendulum} on PendulumNoVel-v1, about a random policy's; -1 on POPGym). Low runs end "
+        f"below 0.9, a line chosen after the first runs, so they are exploratory. Twins are "
+        f"compared with scalar twins, a single critic with a single scalar one.",
         f"**Verdict. {gain_told(verdicts)}** One of the MuJoCo comparisons left 0.5 out: the "
         f"single quantile critic has {chosen.at_the_end} on seeds 1 to 5. We repeated it on fresh "
         f"seeds, and stated beforehand that only these count: {fresh.at_the_end}, so it is "
-        f"{held}.{caution} Fewer low runs are a hopeful sign, but were no criterion.",
+        f"{held}.{caution}",
     ]
 
 
@@ -526,8 +533,7 @@ def mujoco_lines() -> list[str]:
     return [
         f"* **The single quantile critic** was chosen among eight critics on seeds 1 to 5. On "
         f"seeds {FRESH[0]} to {FRESH[-1]} it is {fresh_told()}.",
-        "* **Swimmer-v5** was run with `--gamma 0.9999` beside the preset, since a discount near "
-        "one is known to matter there.",
+        "* **Swimmer-v5** was run with `--gamma 0.9999` beside the preset.",
     ]
 
 
@@ -600,9 +606,45 @@ class Pace(NamedTuple):
         return f"{self.ratio.middle:.1f} ({'; '.join([ends, *remarks])})"
 
 
-def pace(cell: Cell) -> Pace:
-    """Of one line."""
-    rows = rows_beside(cell)
+def before_speed_up(cell: Cell) -> speed.Programs | None:
+    """Rows of the newest older version that has ENOUGH repeats of both programs, if any has."""
+    rows = Table(RESULTS / "speed.csv", speed.COLUMNS).rows()
+    commits = dict.fromkeys(row["commit"] for row in reversed(rows) if row["commit"] in OLDER)
+    for commit in commits:
+        found = speed.pick([row for row in rows if row["commit"] == commit], "1")[cell.name]
+        if len(pairs_of(cell, found)) >= ENOUGH:
+            return found
+    return None
+
+
+def load_note() -> str:
+    """How slow the machine was for the current rows, by peers that did not change."""
+    shares, ratios = [], []
+    for name, told in (
+        ("recurrent", "recurrent"),
+        ("cartpole", "CartPole-v1"),
+        ("cheetah-8x256", "eight HalfCheetahs"),
+        ("minatar", "MinAtar"),
+    ):
+        cell = Cell(name, "ours", "", told)
+        then = before_speed_up(cell)
+        now = pace(cell)
+        if then is None or now.older:
+            continue
+        before = pace(cell, then)
+        shares.append(now.peer / before.peer)
+        ratios.append(f"{before.ratio.middle:.1f} ({told})")
+    return (
+        f"* **Load.** The peers did not change, yet in the current rows they have "
+        f"{min(shares):.2f} to {max(shares):.2f} times their speed of the older rows. On the "
+        f"quieter machine the older version of ours was {joined(ratios)} times as fast as they. "
+        f"How much of the rise since is the load's is not known."
+    )
+
+
+def pace(cell: Cell, rows: speed.Programs | None = None) -> Pace:
+    """Of one line: of its newest rows, or of these."""
+    rows = rows or rows_beside(cell)
     peer = peer_of(cell, rows)
     mine = rows[cell.mine]
     two = cell.mine == "ours" and speed.trains_in_two_threads(cell.name, mine)
@@ -668,6 +710,7 @@ def speed_notes() -> list[str]:
         for name in ("cheetah-1x2048", "cheetah-8x256", "minatar")
     ]
     return [
+        load_note(),
         f"* **To a solved task.** The median recurrent run has learnt CartPoleNoVel-v1 after "
         f"{ours[2]} steps and {ours[3]} seconds, sb3-contrib's with the zoo's flags after "
         f"{theirs[2]} and {theirs[3]}. Seconds contain start-up and evaluation, and two "
@@ -803,7 +846,7 @@ def risk_notes() -> list[str]:
         f"* **A slippery cliff.** By dynamic programming the best mean ({best.mean:.1f}) comes "
         f"with the best tail ({best.its_cvar:.1f}). `--cvar-weight 1` moves the worst tenth from "
         f"{tails[0][0]} to {tails[0][1]} (feed-forward) and from {tails[1][0]} to {tails[1][1]} "
-        f"(recurrent), since policies then wait at the start. So {cliff_told()}.",
+        f"(recurrent), since policies then wait at the start.",
     ]
 
 
@@ -893,7 +936,8 @@ def calibration_notes() -> list[str]:
         f"standard deviation within 5 %, the mean of the worst twentieth within 8 %, the coverage "
         f"of deciles within two points of what is possible. {passed} of {len(chains())} runs with "
         f"`--preset calibrated` reach all. With `--kappa 1` instead the quantiles of "
-        f"{count_of(len(away))} runs are {min(away):.0f} to {max(away):.0f} % away.",
+        f"{count_of(len(away))} runs are {min(away):.0f} to {max(away):.0f} % of the standard "
+        f"deviation away.",
         f"* **The other two have no goal.** One has heavy tails. In the other one, an episode in "
         f"fifty costs 20, and the depth of the worst twentieth is underestimated by "
         f"{disasters()}.",
@@ -1049,17 +1093,19 @@ def current() -> str:
     old, rows = older_rows()["runs"]
     what = "before actor and critics got separate losses and optimizers"
     if not old:
-        return f"Yes. None of {rows} runs of ours was trained {what}."
-    tasks = ("Hopper-v5", "HalfCheetah-v5", "PendulumNoVel-v1")
-    moved = joined(f"{one.told} on {one.task}" for one in changes(*tasks))
+        return f"**The returns are of today's update.** None of {rows} runs was trained {what}."
+    moved = [one for one in changes() if one.before.std() or one.after.std()]
+    clear = [one.task for one in moved if welch(one.after, one.before).verdict != "undecided"]
+    wide = joined(f"{one.told} on {one.task}" for one in moved)
     effect = (
-        f"On tuning seeds the mean moved by {moved} (the robots' newer runs have the preset's "
-        f"`--norm-adv-memory 0` as well), so it may matter."
+        f"On tuning seeds the update changed the mean of {joined(clear) or 'no task'} measurably, "
+        f"but intervals are wide: {wide}. The robots' newer runs have another preset as well."
     )
     if old == rows:
         return (
-            f"The returns are not. All {rows} runs of ours were trained {what}, and so were those "
-            f"behind risk, calibration and truth. {effect}"
+            f"**The returns on this page are of an older version.** All {rows} runs of ours were "
+            f"trained {what}, and so were those behind risk, calibration and truth. {effect} "
+            f"Speeds are current where their table says so."
         )
     cells = [cell for cell in learning.GRID if cell.script in (LSTM, CATEGORICAL)]
     fresh = [
@@ -1070,7 +1116,10 @@ def current() -> str:
     ]
     named = joined(fresh) if len(fresh) <= 6 else f"{len(fresh)} tasks"
     told = f" Newer are all default runs of {named}." if fresh else ""
-    return f"Not all returns are. {old} of {rows} runs of ours were trained {what}.{told} {effect}"
+    return (
+        f"**Not all returns are of today's version.** {old} of {rows} runs of ours were trained "
+        f"{what}.{told} {effect} Speeds are current where their table says so."
+    )
 
 
 def tuned(line: Line, reported: list[Row]) -> np.ndarray:
@@ -1105,8 +1154,7 @@ def optimism() -> str:
     return (
         f"* **Tuning seeds may look better than reported ones.** With the same flags, before "
         f"separate updates, their mean is higher on {higher} of {len(gaps)} tasks, and clearly on "
-        f"{clear or 'none'}. Flags were chosen on them, which favours them. Whether that is the "
-        f"only cause is not known."
+        f"{clear or 'none'}. Flags were chosen on them."
     )
 
 
@@ -1124,9 +1172,8 @@ def method_notes() -> list[str]:
         f"* **Learnt** means that the mean of {common.SMOOTHED} training returns has reached "
         f"{learning.THRESHOLDS['CartPole-v1']} on the CartPoles. [learning.py](learning.py) has "
         f"the other thresholds.",
-        f"* **Before separate updates** actor and critics shared a loss, an optimizer and a "
-        f"gradient norm. Rows of our scripts from then: {told}. What the change does to returns is "
-        f"not settled; the table below has the means on tuning seeds.",
+        f"* **Rows from before separate updates** of our scripts: {told}. The table below has "
+        f"means on tuning seeds, by version.",
         optimism(),
     ]
 
@@ -1138,6 +1185,25 @@ def low_cheetahs() -> tuple[int, int]:
     return int((cheetah < 4000).sum()), len(cheetah)
 
 
+def behind_scalar() -> str:
+    """The distributional critics of critics.py that are behind their scalar rival, in words: the
+    probability of improvement lies below one half, at the end or over the run."""
+    found = []
+    for title, family in critics.FAMILIES.items():
+        for when, measure in (
+            ("at the end", critics.at_the_end),
+            ("in training returns", critics.over_the_run),
+        ):
+            known = critics.normalised(family, critics.raw_scores(family, measure))
+            for name, critic in family.critics.items():
+                if not critic.rival or name not in known:
+                    continue
+                chance = critics.estimate(critics.improvement, known[name], known[critic.rival])
+                if chance.high < 0.5:
+                    found.append(f"{name} ({title}) is behind with {chance} {when}")
+    return f" {'; '.join(found)}." if found else ""
+
+
 def worth(verdicts: dict[Contest, Verdict]) -> str:
     """The bullet about the return."""
     robots, recurrent, games = (verdicts[contest] for contest in DEFAULTS)
@@ -1147,9 +1213,9 @@ def worth(verdicts: dict[Contest, Verdict]) -> str:
         f"policy learns from V, a separate output, so the distribution only shapes the critic's "
         f"features. A run with the default critic ends above one with a scalar critic with "
         f"probability {robots.at_the_end} on MuJoCo, {recurrent.at_the_end} on recurrent tasks "
-        f"and {games.at_the_end} on MinAtar. Equality is not shown either. The best of the other "
-        f"critics, the single quantile critic, has {fresh.at_the_end} on fresh seeds of MuJoCo. "
-        f"[Details](#what-the-distribution-buys)"
+        f"and {games.at_the_end} on MinAtar, where 0.5 is a tie. The best other critic, the single "
+        f"quantile critic, has {fresh.at_the_end} on MuJoCo's seeds 6 to 10."
+        f"{behind_scalar()} [Details](#what-the-distribution-buys)"
     )
 
 
@@ -1166,35 +1232,46 @@ def calibrated() -> str:
     return (
         f"* **Is the predicted distribution calibrated?** Not by default. With `--preset "
         f"calibrated` {chain} of {len(chains())} runs on three of five known processes have the "
-        f"spread within 5 % and the mean of the worst twentieth within 8 %. On one of the others, "
-        f"with a rare disaster, that mean is underestimated by {disasters()}. On real tasks the "
-        f"preset alone is not enough. With flags found task by task the coverage of deciles is off "
+        f"spread within 5 % and the mean of the worst twentieth within 8 %. With a rare "
+        f"disaster that mean is underestimated by {disasters()}. On real tasks the preset alone "
+        f"is not enough. With flags found task by task the coverage of deciles is off "
         f"by {good.min():.3f} to {good.max():.3f} in {count_of(len(good))} cases of "
         f"{count_of(len(calm))}{missed}; {(runs <= 0.05).sum()} of {len(runs)} runs are within "
         f"0.05. [Details](#calibration)"
     )
 
 
-def beside_others() -> str:
-    """The bullet about other projects."""
+def below_best() -> str:
+    """On how many of the four robots our mean is below the highest published value, in words."""
+    below = 0
+    for task in FOUR:
+        values = [float(row["value"]) for row in PUBLISHED.rows() if row["task"] == task]
+        below += scores(CATEGORICAL, task).mean() < max(values)
+    return "all four" if below == len(FOUR) else f"{count_of(below)} of four"
+
+
+def beside_others() -> list[str]:
+    """The bullets about other projects, a kind of task each."""
     novel = pairs([line.task for line in LINES if line.group == HIDDEN], LSTM, CONTRIB, "zoo")
     zoo, cleanrl = over(ZOO, evaluations), over("CleanRL", last_returns)
     swimmer = scores(CATEGORICAL, "Swimmer-v5").mean()
     swimmer /= float(published("Swimmer-v5", ZOO)["value"])
     games = minatar()
+    quiz = popgym()
     told = joined(f"{one.told(1)} on {task}" for task, one in novel.items())
     verdicts = [one.verdict for one in novel.values()]
     verdict = f"all {verdicts[0]}" if len(set(verdicts)) == 1 else joined(verdicts)
-    return (
-        f"* **How good are the scripts beside others?** On MuJoCo one line of flags scores "
-        f"{zoo.pooled} times what the zoo's PPO does, the mean of four ratios: {zoo.each}. "
-        f"Swimmer-v5 ({swimmer:.2f}), with another discount, is left out. Training returns are "
-        f"{cleanrl.pooled} times CleanRL's: {cleanrl.each}. The zoo has one run a task, CleanRL "
-        f"three, and the intervals hold our noise alone. On MinAtar, beside SB3's PPO with equal "
-        f"flags, the script is {standing(games)} of {count_of(len(games))} games. The recurrent "
-        f"script's difference from sb3-contrib's tuned PPO is {told} ({verdict}). "
-        f"[Details](#tasks)"
-    )
+    return [
+        f"* **How good is the feed-forward script?** Its mean return over that of the zoo's one "
+        f"published run is {zoo.each}; on Swimmer-v5, with another discount, it is {swimmer:.2f}. "
+        f"Its training returns over CleanRL's are {cleanrl.each}. Both have older simulators and "
+        f"too few runs to test a difference. The mean is below the best published value on "
+        f"{below_best()} robots. On MinAtar, beside SB3's PPO with equal flags, the script is "
+        f"{standing(games)} of {count_of(len(games))} games. [Details](#tasks)",
+        f"* **How good is the recurrent script?** Its difference from sb3-contrib's tuned PPO is "
+        f"{told} ({verdict}). On POPGym, with equal flags and wall time, it is {standing(quiz)} of "
+        f"{count_of(len(quiz))} tasks. [Details](#tasks)",
+    ]
 
 
 def aged(found: Pace) -> str:
@@ -1211,15 +1288,13 @@ def fast() -> str:
     lstm, one_core = named["recurrent", "ours", ""], named["recurrent", "ours-1core", "sb3-1core"]
     eight, one = (named[f"cheetah-{size}", "compiled", ""] for size in ("8x256", "1x2048"))
     pole, breakout = named["cartpole", "ours", ""], named["minatar", "ours", ""]
-    eager = named["cheetah-8x256", "ours", ""]
     return (
         f"* **How fast are they?** With an LSTM of 128 the recurrent script is {aged(lstm)} times "
-        f"as fast as sb3-contrib on two cores ({lstm.ours:,.0f} steps a second) and "
-        f"{aged(one_core)} times on one. {sizes()} "
+        f"as fast as sb3-contrib on two cores and {aged(one_core)} times on one. {sizes()} "
         f"The feed-forward script is {aged(pole)} times as fast as SB3's PPO on CartPole-v1 and "
-        f"{aged(breakout)} times on MinAtar. With eight HalfCheetahs it is {aged(eager)} times as "
-        f"fast, and {aged(eight)} times with `--compile`; with one and `--compile` {aged(one)} "
-        f"times. Older rows are from before the last speed-up. [Details](#speed)"
+        f"{aged(breakout)} times on MinAtar. With `--compile` it is {aged(eight)} times as fast "
+        f"with eight HalfCheetahs and {aged(one)} times with one. The machine was under load, "
+        f"which may favour ours. [Details](#speed)"
     )
 
 
@@ -1236,22 +1311,15 @@ def answers(verdicts: dict[Contest, Verdict]) -> list[str]:
         for column in ("mean", "cvar")
         for variant in ("neutral", "weight 1")
     }
-    cliffs = {
-        script: " to ".join(
-            risky("cliff", script, variant, "cvar") for variant in ("neutral", "weight 1")
-        )
-        for script in (CATEGORICAL, LSTM)
-    }
     return [
         worth(verdicts),
         f"* **Does it buy a better tail?** On a road where speed rarely ends in a crash, "
         f"`--cvar-weight 1` lifts the mean of the worst tenth of episodes from "
         f"{tail['cvar', 'neutral']} to {tail['cvar', 'weight 1']} and lowers the mean of all from "
         f"{tail['mean', 'neutral']} to {tail['mean', 'weight 1']} (feed-forward). On a slippery "
-        f"cliff there is nothing to gain, and {tails_told()}: from {cliffs[CATEGORICAL]} "
-        f"(feed-forward) and from {cliffs[LSTM]} (recurrent). [Details](#risk)",
+        f"cliff there is nothing to gain, and {tails_told()}. [Details](#risk)",
         calibrated(),
-        beside_others(),
+        *beside_others(),
         fast(),
         f"* **What does the value get right?** A reward with a chance of 1 % is valued at "
         f"{rare[LSTM, 'default']} times the truth by V as a separate output, and at "
@@ -1259,14 +1327,16 @@ def answers(verdicts: dict[Contest, Verdict]) -> list[str]:
         f"{rare[LSTM, 'distribution']} with quantiles, {rare[CATEGORICAL, 'distribution']} with "
         f"HL-Gauss atoms and {rare[CATEGORICAL, 'two_hot wide']} with wide two-hot atoms. "
         f"[Details](#truth)",
-        f"* **Which settings for MuJoCo?** Take `--preset mujoco`. The single quantile "
-        f"critic may be worth a try: on fresh seeds it scores {fresh} times as "
-        f"much, {proven(fresh)}. The preset of today ran on tuning seeds of two robots "
-        f"alone. [Details](#settings-for-mujoco)",
-        f"* **Are the numbers current?** {current()} Speeds are current where their table says so. "
-        f"[Details](#how-to-read-the-numbers)",
-        f"* **What failed?** Among others MiniGrid's memory task ({grid.mean():.2f}, below the "
-        f"about 0.5 of a guess), {few} of {many} HalfCheetah-v5 runs (below 4,000) and Swimmer-v5. "
+        f"* **Which settings for MuJoCo?** Take `--preset mujoco --compile`. The returns of robots "
+        f"on this page are of an older preset without `--norm-adv-memory 0`. Today's ran on tuning "
+        f"seeds of two robots alone. The single quantile critic scores "
+        f"{fresh} times as much as the default one on seeds 6 to 10, {proven(fresh)}. "
+        f"[Details](#settings-for-mujoco)",
+        "* **How were the flags tuned?** Mostly by hand, on seeds from 1000 up. One preset came "
+        "from a search, and `memory` was not tuned. Six choices were made after seeing reported "
+        "seeds. [Details](tuning.md#chosen-flags)",
+        f"* **What failed?** Among others MiniGrid's memory task ({grid.mean():.2f} where guessing "
+        f"has about 0.5), {few} of {many} HalfCheetah-v5 runs (below 4,000) and Swimmer-v5. "
         f"[All of it](#what-failed)",
     ]
 
@@ -1282,9 +1352,7 @@ def failed() -> list[str]:
     pendulum = scores(LSTM, "PendulumNoVel-v1")
     lander = scores(CATEGORICAL, "LunarLander-v3").mean()
     trained = np.mean(last_returns("LunarLander-v3"))
-    quiz, games = popgym(), minatar()
-    better = count_of(sum(one.low > 0 for one in games.values()))
-    worse = count_of(sum(one.high < 0 for one in games.values()))
+    quiz = popgym()
     noise = "" if any(one.high < 0 for one in quiz.values()) else ", by less than the noise"
     return [
         f"* **A good policy can be lost.** {(novel < 475).sum()} of {len(novel)} CartPoleNoVel-v1 "
@@ -1294,20 +1362,20 @@ def failed() -> list[str]:
         f"{published('HalfCheetah-v5', ZOO)['value']}.",
         f"* **Swimmer-v5** has {runs_told(swimmer)}; the zoo's one run has "
         f"{published('Swimmer-v5', ZOO)['value']}.",
-        f"* **MiniGrid-MemoryS7** is not learnt in 500,000 steps. It has {grid.mean():.2f}, below "
-        f"the about 0.5 of a guess.",
+        f"* **MiniGrid-MemoryS7** is not learnt in 500,000 steps. It has {grid.mean():.2f}, and "
+        f"guessing has about 0.5.",
         f"* **PendulumNoVel-v1** has runs as low as {pendulum.min():.0f}, and no other setting "
         f"mended them ([tuning](tuning.md#the-entropy-floor)).",
-        f"* **LunarLander-v3** lands by the mode ({lander:.1f}), but the entropy bonus keeps its "
-        f"training returns at {trained:.0f}. `--ent-coef-final 0` ends that "
+        f"* **LunarLander-v3** has {lander:.1f} by the policy's likeliest action, but "
+        f"{trained:.0f} when it samples, because of the entropy bonus. `--ent-coef-final 0` ends "
+        f"that "
         f"([tuning](tuning.md#other-tasks)).",
-        f"* **MinAtar.** With equal flags and steps the feed-forward script is better than SB3's "
-        f"PPO on {better} of {count_of(len(games))} games and worse on {worse}.",
         f"* **POPGym.** The mean is below sb3-contrib's on {behind(quiz)}{noise}.",
         f"* **Atoms on Pendulum-v1** are not calibrated: the best of {len(atoms)} runs is off by "
         f"{atoms.min():.3f}.",
-        "* **A rule of our own.** The present update failed the rule written for it, by one seed "
-        "of 64; we kept it by an older rule "
+        "* **We broke a rule of our own.** The present update was to stay only if it lost no more "
+        "CartPoleNoVel-v1 runs than the one before it. It lost 6 of 64, that one 5. We kept it by "
+        "an older, laxer rule "
         "([tuning](tuning.md#how-advantages-that-hardly-vary-are-kept-small)).",
     ]
 
@@ -1316,6 +1384,7 @@ def sections() -> dict[str, list[str]]:
     """Every line of README.md that has a number, by section."""
     verdicts = {contest: verdict(contest) for contest in CONTESTS}
     return {
+        "Age": [current()],
         "Answers": answers(verdicts),
         "Tasks": [*tasks_table(), "", *sources(), "", *tasks_notes()],
         "Settings for MuJoCo": mujoco_lines(),

@@ -205,7 +205,11 @@ def test_a_ceiling_is_called_so(answers):
 
 def test_age_is_told_from_the_rows(answers, monkeypatch):
     """All rows old, some, none."""
-    for old, begin in ((9, "The returns are not. All 9"), (5, "Not all"), (0, "Yes. None of 9")):
+    for old, begin in (
+        (9, "**The returns on this page are of an older version.** All 9"),
+        (5, "**Not all returns"),
+        (0, "**The returns are of today's update.** None of 9"),
+    ):
         monkeypatch.setattr(answers, "older_rows", lambda old=old: {"runs": (old, 9)})
         assert answers.current().startswith(begin)
     monkeypatch.setattr(answers, "OLDER", set())
