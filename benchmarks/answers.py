@@ -29,6 +29,7 @@ import learning
 import numpy as np
 import risk
 import scaling
+import screen
 import speed
 import truth
 import tune
@@ -1442,11 +1443,26 @@ def calibrated_table() -> list[str]:
     return lines
 
 
+def screenings() -> list[str]:
+    """The tables of the studies of screen.py that have rows enough."""
+    rows = screen.TABLE.rows()
+    lines = []
+    for name in screen.STUDIES:
+        for table in (screen.report(name, rows), screen.second_report(name, rows)):
+            if len(table) > 1:
+                lines += [*table, ""]
+    return lines
+
+
 def pages() -> dict[str, dict[str, list[str]]]:
     """What is made here of each page, by section."""
     return {
         "README.md": sections(),
-        "tuning.md": {"Chosen flags": preset_table(), "Calibration": calibrated_table()},
+        "tuning.md": {
+            "Three screenings": screenings(),
+            "Chosen flags": preset_table(),
+            "Calibration": calibrated_table(),
+        },
         "scaling.md": {"Many environments in one process": kept_memory()},
     }
 

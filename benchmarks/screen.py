@@ -2,6 +2,7 @@
 
     python benchmarks/screen.py robots                      # every run without a row
     python benchmarks/screen.py robots --tasks Ant-v5       # of this task alone
+    python benchmarks/screen.py robots --second             # what went on, beside the line
     python benchmarks/screen.py robots --report             # the effect of each change
 
 Rows are in results/screening.csv. Runs that have a row are skipped.
@@ -24,7 +25,7 @@ import common
 import numpy as np
 import tune
 from common import CATEGORICAL, LSTM, RESULTS, Cell, Row, Run, Table
-from tune import BEST
+from tune import BEST, THRESHOLDS
 
 COLUMNS = (
     "study",
@@ -49,6 +50,8 @@ class Study(NamedTuple):
     changes: Sequence[str]  # behind the line, where they count
     first_seed: int
     seeds: int  # of each setting
+    second_seeds: range  # of each candidate in the second stage, and of the line
+    candidates: Sequence[str] = ()  # settings that went on
 
     def flags(self, setting: str) -> str:
         """The line with a setting's changes."""
@@ -75,6 +78,7 @@ STUDIES = {
         ),
         first_seed=2000,
         seeds=1,
+        second_seeds=range(2100, 2106),
     ),
     "cartpole_novel": Study(
         LSTM,
@@ -92,6 +96,8 @@ STUDIES = {
         ),
         first_seed=2000,
         seeds=2,
+        second_seeds=range(2100, 2132),
+        candidates=("D", "ACDH"),
     ),
     "pendulum_novel": Study(
         LSTM,
@@ -111,6 +117,7 @@ STUDIES = {
         ),
         first_seed=2000,
         seeds=1,
+        second_seeds=range(2100, 2116),
     ),
 }
 
@@ -138,12 +145,23 @@ def all_runs(study: Study) -> list[Run]:
     return runs
 
 
-def missing(name: str, tasks: Sequence[str] = ()) -> list[Run]:
-    """Runs of a study that have no row, of these tasks or of all."""
+def second_runs(study: Study) -> list[Run]:
+    """Every run of the second stage: the candidates beside the line, seed by seed."""
+    cells = [
+        Cell(task, study.script, setting, study.flags(setting), study.second_seeds)
+        for setting in ("", *study.candidates)
+        for task in study.tasks
+    ]
+    return sorted(common.runs_of(cells), key=lambda run: run.seed)
+
+
+def missing(name: str, tasks: Sequence[str] = (), second: bool = False) -> list[Run]:
+    """Runs of a study's first or second stage that have no row, of these tasks or of all."""
     known = {
         (row["task"], row["setting"], row["seed"]) for row in TABLE.rows() if row["study"] == name
     }
-    runs = [run for run in all_runs(STUDIES[name]) if not tasks or run.cell.task in tasks]
+    every = second_runs(STUDIES[name]) if second else all_runs(STUDIES[name])
+    runs = [run for run in every if not tasks or run.cell.task in tasks]
     return [run for run in runs if (run.cell.task, run.cell.variant, str(run.seed)) not in known]
 
 
@@ -214,7 +232,8 @@ def one_task_effects(rows: Sequence[Row]) -> dict[str, Effects]:
 
 def report(name: str, rows: Sequence[Row]) -> list[str]:
     """A table: the mean of all runs, and the effect of each change with its standard error."""
-    of_study = [row for row in rows if row["study"] == name]
+    later = STUDIES[name].second_seeds
+    of_study = [row for row in rows if row["study"] == name and int(row["seed"]) not in later]
     told = robots_effects(of_study) if name == "robots" else one_task_effects(of_study)
     if not told:
         return [f"{name}: too few rows."]
@@ -233,18 +252,56 @@ def report(name: str, rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def second_report(name: str, rows: Sequence[Row]) -> list[str]:
+    """A table of a task's second stage: the line and the candidates, and how their evaluations
+    differ from the line's, with a 95 % interval."""
+    study = STUDIES[name]
+    settings: dict[str, list[Row]] = {setting: [] for setting in ("", *study.candidates)}
+    for row in rows:
+        if row["study"] == name and int(row["seed"]) in study.second_seeds:
+            settings[row["setting"]].append(row)
+    if not study.candidates or not all(settings.values()):
+        return []
+    threshold = THRESHOLDS.get(study.tasks[0])
+    line = np.array([float(row["return_mean"]) for row in settings[""]])
+    lines = common.markdown_head(
+        "second stage | seeds | mean | worst | ends below the threshold | steps, median "
+        "| share lost, mean | mean minus the line's"
+    )
+    for setting, found in settings.items():
+        final = np.array([float(row["return_mean"]) for row in found])
+        steps = np.array([float(row["steps_to_threshold"] or "nan") for row in found])
+        lost = [float(row["share_lost"]) for row in found if row["share_lost"]]
+        changes = " ".join(study.changes[LETTERS.index(letter)] for letter in setting)
+        cells = [
+            f"`{changes}`" if changes else "the line",
+            len(found),
+            f"{final.mean():.1f}",
+            f"{final.min():.1f}",
+            "-" if threshold is None else sum(final < threshold),
+            "-" if threshold is None else f"{np.median(steps):,.0f}",
+            f"{np.mean(lost):.3f}" if lost else "-",
+            common.welch(final, line).told(1) if setting else "-",
+        ]
+        lines.append(common.markdown_row(cells))
+    return lines
+
+
 def main() -> None:
     """Parse, run what is missing, append."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("study", choices=[*STUDIES])
     parser.add_argument("--report", action="store_true", help="only print what the rows say")
+    parser.add_argument("--second", action="store_true", help="the second stage")
     parser.add_argument("--tasks", nargs="*", default=[], help="of all if none is named")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     args = parser.parse_args()
     if args.report:
-        print(*report(args.study, TABLE.rows()), sep="\n")
+        rows = TABLE.rows()
+        print(*report(args.study, rows), "", *second_report(args.study, rows), sep="\n")
         return
-    for _, row in common.run_all(run_one, missing(args.study, args.tasks), args.processes):
+    runs = missing(args.study, args.tasks, args.second)
+    for _, row in common.run_all(run_one, runs, args.processes):
         row = {"study": args.study} | row
         TABLE.append(row)
         print(row, flush=True)
