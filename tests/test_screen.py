@@ -84,7 +84,13 @@ def test_the_report_of_robots_averages_their_scores(screen):
     0.7 + 0.1 and 0.7 + 0.05."""
     worth = {"Ant-v5": 0.2, "Hopper-v5": 0.1}
     rows = [
-        {"study": "robots", "task": task, "setting": setting, "return_mean": best * score}
+        {
+            "study": "robots",
+            "task": task,
+            "setting": setting,
+            "return_mean": best * score,
+            "seed": 0,
+        }
         for task, gain in worth.items()
         for best in [screen.BEST[task]]
         for setting in screen.design()
@@ -103,7 +109,7 @@ def test_the_report_of_a_task_with_a_threshold_tells_when_and_how_firmly(screen)
     """Change B halves the steps, from 60,000 to 30,000. One that is never there counts 100,000."""
     rows = [
         {"study": "cartpole_novel", "setting": setting, "return_mean": "500", "share_lost": "0.1"}
-        | {"steps_to_threshold": "30000" if "B" in setting else "60000"}
+        | {"seed": "0", "steps_to_threshold": "30000" if "B" in setting else "60000"}
         for setting in screen.design()
     ]
     told = screen.report("cartpole_novel", rows)
@@ -131,6 +137,47 @@ def test_every_setting_is_a_line_of_flags_that_the_script_takes(screen, name):
         differ = {x for x in vars(line) if getattr(line, x) != getattr(alone, x)}
         named = {word[2:].replace("-", "_") for word in change.split() if word.startswith("--")}
         assert differ == named
+
+
+def made_study(screen, monkeypatch):
+    """A study with two candidates and two seeds in its second stage."""
+    study = screen.STUDIES["cartpole_novel"]._replace(
+        second_seeds=range(2100, 2102), candidates=("D", "AB")
+    )
+    monkeypatch.setitem(screen.STUDIES, "cartpole_novel", study)
+    return study
+
+
+def test_the_second_stage_runs_candidates_and_the_line_seed_by_seed(screen, monkeypatch):
+    """So that an interrupted one has compared like with like."""
+    study = made_study(screen, monkeypatch)
+    monkeypatch.setattr(screen.Table, "rows", lambda self: [])
+    runs = screen.missing("cartpole_novel", second=True)
+    assert [(run.seed, run.cell.variant) for run in runs] == [
+        (seed, setting) for seed in (2100, 2101) for setting in ("", "D", "AB")
+    ]
+    assert runs[1].cell.flags == study.flags("D")
+
+
+def test_the_second_stage_is_told_beside_the_line(screen, monkeypatch):
+    """Its rows are no part of the effects. The candidate's mean is 500, the line's 475 with a
+    standard error of 25. Welch's interval has one degree of freedom: 25 +- 12.71 x 25 = 318."""
+    made_study(screen, monkeypatch)
+    rows = []
+    for setting, values in (("", (450, 500)), ("D", (500, 500)), ("AB", (400, 474))):
+        for seed, value in zip((2100, 2101), values, strict=True):
+            own = {"setting": setting, "seed": seed, "return_mean": value}
+            told = {"steps_to_threshold": 30000 + value, "share_lost": value / 5000}
+            rows.append({"study": "cartpole_novel"} | own | told)
+    assert screen.report("cartpole_novel", rows) == ["cartpole_novel: too few rows."]
+    told = screen.second_report("cartpole_novel", rows)
+    assert told[2] == "| the line | 2 | 475.0 | 450.0 | 1 | 30,475 | 0.095 | - |"
+    assert told[3].startswith(
+        "| `--target-kl 0.02` | 2 | 500.0 | 500.0 | 0 | 30,500 | 0.100 | +25.0 ("
+    )
+    assert "(-292.7 to +342.7)" in told[3]
+    assert "| 437.0 | 400.0 | 2 |" in told[4]
+    assert screen.second_report("cartpole_novel", rows[:4]) == []
 
 
 def test_runs_with_a_row_are_not_missing(screen, monkeypatch):
