@@ -16,6 +16,7 @@ instead. What others have published is in results/published.csv.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import re
 import sys
@@ -98,8 +99,11 @@ def scores(
     script: str, task: str, variant: str = "default", seeds: range | None = None
 ) -> np.ndarray:
     """Final evaluations of a cell of learning.py, of these seeds or of all, in their order."""
-    rows = learning.rows_of(learning.cell_of(script, task, variant))
-    kept = [row for row in rows if seeds is None or int(row["seed"]) in seeds]
+    cell = learning.cell_of(script, task, variant)
+    if seeds is None:
+        return np.array(learning.scores_of(cell))
+    rows = learning.rows_of(dataclasses.replace(cell, seeds=seeds))
+    kept = [row for row in rows if int(row["seed"]) in seeds]
     return np.array(learning.numbers(kept, "return_mean"))
 
 

@@ -344,6 +344,7 @@ RUN_COLUMNS = (
     "versions",
     *(over_run(tag, kind) for tag in FOLLOWED for kind in ("mean", "max")),
 )
+RENEWED = 8001  # the first seed of runs that replace older ones, see `Archive.rows_of`
 OF_A_RUN = ("script", "task", "variant", "seed")  # what tells runs apart
 CURVE_COLUMNS = (*OF_A_RUN, "step", "return", "episodes", "last_20")  # the fields of Bin
 
@@ -401,10 +402,19 @@ class Archive:
         return self.folder / "curves.csv.gz"
 
     def rows_of(self, cell: Cell) -> list[Row]:
-        """The rows of a cell's runs, whatever their seeds are, in the order of these."""
+        """The rows of a cell's runs, whatever their seeds are, in the order of these.
+
+        Seeds from RENEWED up are of runs that were made anew with today's scripts. A cell that
+        wants them has these rows as soon as all of its seeds have run, and the older ones until
+        then.
+        """
         path = self.table.path
         changed = path.stat().st_mtime_ns if path.exists() else 0
-        return rows_by_setting(self.table, changed).get(cell.setting, [])
+        rows = rows_by_setting(self.table, changed).get(cell.setting, [])
+        newer = [row for row in rows if int(row["seed"]) >= RENEWED]
+        if len(newer) >= len(cell.seeds) and min(cell.seeds, default=0) >= RENEWED:
+            return newer
+        return [row for row in rows if int(row["seed"]) < RENEWED]
 
     def curve_rows(self) -> list[Row]:
         """All bins of all runs, as text."""
@@ -420,7 +430,8 @@ class Archive:
         for row in curve_rows_by_setting(self, changed).get(cell.setting, []):
             mean, latest = float(row["return"]), float(row["last_20"])
             one = Bin(int(row["step"]), mean, int(row["episodes"]), latest)
-            runs[int(row["seed"])].append(one)
+            if (seed := int(row["seed"])) in runs:
+                runs[seed].append(one)
         return list(runs.values())
 
     def keep(self, row: dict[str, Any], bins: Iterable[Bin]) -> None:

@@ -132,26 +132,33 @@ POPGYM = (
 )  # fmt: skip
 SINGLE = " --num-quantiles 51 --num-critics 1"
 ROBOTS = ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Ant-v5", "Humanoid-v5")
+# seeds of peers and of older runs, and of runs of today's scripts
 THREE, FIVE, TEN, TWENTY = (range(1, seeds + 1) for seeds in (3, 5, 10, 20))
+NEW_THREE, NEW_FIVE, NEW_TEN, NEW_TWENTY = (
+    range(common.RENEWED, common.RENEWED + seeds) for seeds in (3, 5, 10, 20)
+)
 # flags: beyond --env-id and --seed
 GRID = [
-    Cell("CartPoleNoVel-v1", LSTM, "default", "", TWENTY),
+    Cell("CartPoleNoVel-v1", LSTM, "default", "", NEW_TWENTY),
     Cell("CartPoleNoVel-v1", LSTM, "no_memory", "", THREE),
-    Cell("PendulumNoVel-v1", LSTM, "default", PENDULUM_NOVEL, TWENTY),
+    Cell("PendulumNoVel-v1", LSTM, "default", PENDULUM_NOVEL, NEW_TWENTY),
     Cell("PendulumNoVel-v1", LSTM, "memory_100", PENDULUM_NOVEL + RETURNS_OVER_100, TWENTY),
-    Cell("MountainCarContinuousNoVel-v0", LSTM, "default", MOUNTAIN, TWENTY),
-    *[Cell(f"popgym:popgym-{name}-v0", LSTM, "default", MEMORY, THREE) for name in POPGYM],
-    Cell("envs:MiniGrid-MemoryS7-Image-v0", LSTM, "default", LONG, THREE),
-    Cell("CartPole-v1", CATEGORICAL, "default", "", TWENTY),
-    Cell("Pendulum-v1", CATEGORICAL, "default", PENDULUM, TWENTY),
-    Cell("Acrobot-v1", CATEGORICAL, "default", ACROBOT, TWENTY),
-    Cell("LunarLander-v3", CATEGORICAL, "default", LUNAR, TWENTY),
-    *[Cell(task, CATEGORICAL, "default", MUJOCO, TEN) for task in ROBOTS[:4]],
-    Cell("Humanoid-v5", CATEGORICAL, "default", MUJOCO, FIVE),
+    Cell("MountainCarContinuousNoVel-v0", LSTM, "default", MOUNTAIN, NEW_TWENTY),
+    *[Cell(f"popgym:popgym-{name}-v0", LSTM, "default", MEMORY, NEW_THREE) for name in POPGYM],
+    Cell("envs:MiniGrid-MemoryS7-Image-v0", LSTM, "default", LONG, NEW_THREE),
+    Cell("CartPole-v1", CATEGORICAL, "default", "", NEW_TWENTY),
+    Cell("Pendulum-v1", CATEGORICAL, "default", PENDULUM, NEW_TWENTY),
+    Cell("Acrobot-v1", CATEGORICAL, "default", ACROBOT, NEW_TWENTY),
+    Cell("LunarLander-v3", CATEGORICAL, "default", LUNAR, NEW_TWENTY),
+    *[Cell(task, CATEGORICAL, "default", MUJOCO, NEW_TEN) for task in ROBOTS[:4]],
+    Cell("Humanoid-v5", CATEGORICAL, "default", MUJOCO, NEW_FIVE),
     Cell("HalfCheetah-v5", CATEGORICAL, "memory_100", MUJOCO + RETURNS_OVER_100, FIVE),
     *[Cell(task, QUANTILE, "quantiles_single", MUJOCO + SINGLE, TEN) for task in ROBOTS[:4]],
-    Cell("Swimmer-v5", CATEGORICAL, "default", MUJOCO + " --gamma 0.9999", THREE),
-    *[Cell(f"envs:MinAtar/{game}-v1", CATEGORICAL, "default", MINATAR, THREE) for game in GAMES],
+    Cell("Swimmer-v5", CATEGORICAL, "default", MUJOCO + " --gamma 0.9999", NEW_THREE),
+    *[
+        Cell(f"envs:MinAtar/{game}-v1", CATEGORICAL, "default", MINATAR, NEW_THREE)
+        for game in GAMES
+    ],
     Cell("CartPoleNoVel-v1", CONTRIB, "zoo", "--total-timesteps 100000", FIVE),
     Cell("PendulumNoVel-v1", CONTRIB, "zoo", "--total-timesteps 100000", FIVE),
     Cell("MountainCarContinuousNoVel-v0", CONTRIB, "zoo", "--total-timesteps 300000", FIVE),
@@ -960,12 +967,15 @@ def report() -> None:
     for told in beside_peers:
         lines += ["", told]
     common.publish(RESULTS / "learning.md", [*lines, "", *beside_published()])
-    common.publish(RESULTS / "every_run.md", every_run([*GRID, *ABLATIONS]))
-
     changed = {panel_of(cell) for cell in ABLATIONS}
-    base = [cell for cell in GRID if cell.variant == "default" and panel_of(cell) in changed]
+    base = [  # their older runs, since those of the ablations are older
+        dataclasses.replace(cell, seeds=TWENTY)
+        for cell in GRID
+        if cell.variant == "default" and panel_of(cell) in changed
+    ]
     panels = sorted([*base, *ABLATIONS], key=panel_of)
     common.publish(RESULTS / "ablations.md", table(panels))
+    common.publish(RESULTS / "every_run.md", every_run([*GRID, *ABLATIONS]))
 
     draw_ablations(panels)
     draw_learning()

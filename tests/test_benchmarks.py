@@ -434,6 +434,22 @@ def test_rows_of_runs_come_in_the_order_of_their_seeds(tmp_path, monkeypatch):
     assert [[one.step for one in bins] for bins in archive.curves_of(cell)] == [[10, 1000]] * 3
 
 
+def test_runs_made_anew_replace_older_ones_when_all_have_ended(tmp_path, monkeypatch):
+    """They have seeds from 8001 up. Until then, and for a cell of older seeds, older ones count."""
+    archive = keep_scores(tmp_path, monkeypatch, {1: 1.0, 2: 2.0, 8001: 3.0})
+    new, old = made_up_cell([8001, 8002]), made_up_cell([1])
+
+    def known(cell):
+        seeds = [row["seed"] for row in archive.rows_of(cell)]
+        assert len(archive.curves_of(cell)) == len(seeds)
+        return seeds
+
+    assert known(new) == known(old) == ["1", "2"]
+    keep_scores(tmp_path, monkeypatch, {8002: 4.0})
+    assert known(new) == ["8001", "8002"]
+    assert known(old) == ["1", "2"]
+
+
 def test_a_run_replaces_the_same_run_and_archives_are_merged(tmp_path, monkeypatch):
     """Seed 2 stays in its place. Of another archive, by the command line, 2 is taken, 3 added."""
     learning = importlib.import_module("learning")

@@ -28,6 +28,11 @@ def rows_of(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def standing(runs: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Runs of today's scripts, with seeds from 8001 up, where there are any; or else older ones."""
+    return [row for row in runs if int(row["seed"]) > 8000] or runs
+
+
 def default_runs(script: str, task: str) -> list[dict[str, str]]:
     """Runs of a preset, as the learning benchmark made them."""
     name = task.removeprefix("benchmarks.")
@@ -35,7 +40,7 @@ def default_runs(script: str, task: str) -> list[dict[str, str]]:
     for row in rows_of("runs.csv"):
         if (row["script"], row["task"], row["variant"]) == (script, name, "default"):
             found.append(row)
-    return found
+    return standing(found)
 
 
 # ---------------------------------------------------------------------------------- what scripts do
@@ -230,9 +235,9 @@ def scores_of(scripts: tuple[str, ...], task: str) -> list[float]:
         for row in rows_of("runs.csv"):
             name = row["task"].split(":")[-1].replace("/", "-")
             if row["script"] in scripts and (name, row["variant"]) == (task, variant):
-                found.append(float(row["return_mean"]))
+                found.append(row)
         if found:
-            return found
+            return [float(row["return_mean"]) for row in standing(found)]
     raise LookupError(task)
 
 
