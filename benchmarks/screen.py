@@ -96,8 +96,8 @@ STUDIES = {
         ),
         first_seed=2000,
         seeds=2,
-        second_seeds=range(2100, 2132),
-        candidates=("D", "ACDH"),
+        second_seeds=range(2100, 2124),
+        candidates=("ACDH",),
     ),
     "pendulum_novel": Study(
         LSTM,
