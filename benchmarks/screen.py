@@ -118,6 +118,7 @@ STUDIES = {
         first_seed=2000,
         seeds=1,
         second_seeds=range(2100, 2116),
+        candidates=("H",),
     ),
 }
 
