@@ -162,6 +162,14 @@ def test_the_first_commands_result():
     assert f"With the LSTM's state zeroed the mean is {mean(blind):.1f}." in README
 
 
+def test_rows_of_earlier_versions_are_called_so():
+    """README names the tasks whose default runs are of today's scripts, in both places."""
+    today = sorted({row["task"] for row in rows_of("runs.csv") if int(row["seed"]) > 8000})
+    names = " and ".join(today)
+    assert f"On {names} both are of today's scripts, elsewhere of [earlier versions]" in README
+    assert f"**Today's scripts were trained anew on {names}.** All other rows" in README
+
+
 def test_the_speed_beside_the_recurrent_peer():
     """The ratio is that of the first line of the table of speeds."""
     tables = (RESULTS / "speed.md").read_text().split("\n\n")
