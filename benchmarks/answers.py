@@ -716,7 +716,7 @@ def speed_notes() -> list[str]:
     ]
     return [
         load_note(),
-        f"* **To a solved task.** The median recurrent run has learnt CartPoleNoVel-v1 after "
+        f"* **To a solved task.** The median older recurrent run has learnt CartPoleNoVel-v1 after "
         f"{ours[2]} steps and {ours[3]} seconds, sb3-contrib's with the zoo's flags after "
         f"{theirs[2]} and {theirs[3]}. Seconds contain start-up and evaluation, and two "
         f"runs or more shared the cores.",
