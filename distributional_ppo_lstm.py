@@ -964,6 +964,7 @@ PRESETS = {
             "env_id": "PendulumNoVel-v1",
             "num_envs": 4,
             "num_steps": 1000,
+            "activation": "tanh",
             "learning_rate": 2e-3,
             "gamma": 0.9,
             "gae_lambda": 0.95,

@@ -1411,7 +1411,7 @@ def kind_of(script: str) -> str:
 
 
 ORIGIN = {  # of the flags of a preset, where it is known
-    "pendulum_novel": "search on tuning seeds; floor after seeds 1 to 10",
+    "pendulum_novel": "search on tuning seeds, tanh by the screening; floor after seeds 1 to 10",
     "mountaincar_novel": "by hand; learning rate on tuning seeds, after seeds 1 to 10",
     "memory": "the defaults; nothing was tuned",
     "pendulum": "by hand, after two of eight tuning seeds had failed; floor on tuning seeds",
