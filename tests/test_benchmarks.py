@@ -948,16 +948,18 @@ def test_cells_that_lack_rows_are_drawn(tmp_path):
 
 def test_what_a_user_waits_for_worked_by_hand(monkeypatch, tmp_path):
     """Runs of 100 steps in 10 s and 30 s that get there after 40 and 60: 4 s and 18 s, a median of
-    11 s after 50 steps. The peer never does."""
+    11 s after 50 steps. The peer never does. A run that was made anew does not count."""
     speed = importlib.import_module("speed")
-    columns = ("script", "task", "variant", "steps", "steps_to_threshold", "seconds", "commit")
+    told = ("script", "task", "variant", "steps", "steps_to_threshold", "seconds", "commit")
+    columns = (*told, "seed")
     table = speed.Table(tmp_path / "runs.csv", columns)
-    for script, variant, steps, seconds in (
-        (NAMES[0], "default", 40, 10),
-        (NAMES[0], "default", 60, 30),
-        ("sb3_contrib_recurrent_ppo", "zoo", "inf", 30),
+    for script, variant, steps, seconds, seed in (
+        (NAMES[0], "default", 40, 10, 1),
+        (NAMES[0], "default", 60, 30, 2),
+        (NAMES[0], "default", 10, 90, 8001),
+        ("sb3_contrib_recurrent_ppo", "zoo", "inf", 30, 1),
     ):
-        row = (script, "CartPoleNoVel-v1", variant, 100, steps, seconds, "abc")
+        row = (script, "CartPoleNoVel-v1", variant, 100, steps, seconds, "abc", seed)
         table.append(dict(zip(columns, row, strict=True)))
     monkeypatch.setattr(speed, "RESULTS", tmp_path)
     assert speed.waiting_lines() == [
