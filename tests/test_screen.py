@@ -169,7 +169,9 @@ def test_the_second_stage_is_told_beside_the_line(screen, monkeypatch):
             own = {"setting": setting, "seed": seed, "return_mean": value}
             told = {"steps_to_threshold": 30000 + value, "share_lost": value / 5000}
             rows.append({"study": "cartpole_novel"} | own | told)
-    assert screen.report("cartpole_novel", rows) == ["cartpole_novel: too few rows."]
+    even = {"return_mean": 500, "steps_to_threshold": 30000, "share_lost": "0.1", "seed": 2000}
+    first = [{"study": "cartpole_novel", "setting": x} | even for x in screen.design()]
+    assert screen.report("cartpole_novel", rows + first) == screen.report("cartpole_novel", first)
     told = screen.second_report("cartpole_novel", rows)
     assert told[2] == "| the line | 2 | 475.0 | 450.0 | 1 | 30,475 | 0.095 | - |"
     assert told[3].startswith(
