@@ -25,7 +25,7 @@ import common
 import numpy as np
 import tune
 from common import CATEGORICAL, LSTM, RESULTS, Cell, Row, Run, Table
-from tune import BEST, THRESHOLDS
+from learning import PUBLISHED, THRESHOLDS
 
 COLUMNS = (
     "study",
@@ -38,6 +38,16 @@ COLUMNS = (
     "commit",
 )
 TABLE = Table(RESULTS / "screening.csv", COLUMNS, end="\n")
+# The highest final evaluations after 1M steps of one line of flags for all robots: without the
+# zoo's single runs, which were tuned task by task, and the best evaluations during Tianshou's
+BEST = {
+    task: max(
+        float(row["value"])
+        for row in PUBLISHED.rows()
+        if row["task"] == task and row["source"] in ("XuanCe", "sb3-contrib")
+    )
+    for task in ("Hopper-v5", "Walker2d-v5", "Ant-v5", "HalfCheetah-v5")
+}
 LETTERS = "ABCDEFGH"
 
 
@@ -55,7 +65,15 @@ class Study(NamedTuple):
 
     def flags(self, setting: str) -> str:
         """The line with a setting's changes."""
-        return " ".join([self.line, *(self.changes[LETTERS.index(x)] for x in setting)]).strip()
+        return f"{self.line} {self.own_flags(setting)}".strip()
+
+    def own_flags(self, setting: str) -> str:
+        """The changes that a setting makes."""
+        return " ".join(self.changes[LETTERS.index(letter)] for letter in setting)
+
+    def told(self, setting: str) -> str:
+        """A setting's name in a table."""
+        return f"`{self.own_flags(setting)}`" if setting else "the line"
 
 
 STUDIES = {
@@ -207,40 +225,48 @@ def mean_effects(parts: Sequence[Effects]) -> Effects:
     )
 
 
-def robots_effects(rows: Sequence[Row]) -> dict[str, Effects]:
-    """On the score of each robot, an evaluation over the best published one, and on their mean."""
-    told = {}
-    for task, best in BEST.items():
-        of_task = [row for row in rows if row["task"] == task]
-        if len(of_task) > len(LETTERS) + 1:
-            scores = np.array([float(row["return_mean"]) for row in of_task]) / best
-            told[task.removesuffix("-v5")] = effects_of([row["setting"] for row in of_task], scores)
-    return told | {"score": mean_effects([*told.values()])} if told else {}
+def measures(row: Row) -> dict[str, float]:
+    """What a row is judged by, by name.
+
+    For a robot it is the score, its evaluation over the best published one. For other tasks it is
+    the evaluation and, where the task has a threshold, thousands of steps to it (a run that never
+    reaches it counts its last episode's) and the share of later steps below it.
+    """
+    evaluation = float(row["return_mean"])
+    if row["task"] in BEST:
+        return {row["task"]: evaluation / BEST[row["task"]]}
+    told = {"evaluation": evaluation}
+    if row["share_lost"]:
+        told["thousand steps"] = min(float(row["steps_to_threshold"]), 1e5) / 1e3
+        told["share lost"] = float(row["share_lost"])
+    return told
 
 
-def one_task_effects(rows: Sequence[Row]) -> dict[str, Effects]:
-    """On the evaluation and, where the task has a threshold, on thousands of steps to it (a run
-    that never reaches it counts its last episode's) and on the share of later steps below it."""
-    settings = [row["setting"] for row in rows]
-    if len(rows) <= len(LETTERS) + 1:
-        return {}
-    told = {"evaluation": [float(row["return_mean"]) for row in rows]}
-    if rows[0]["share_lost"]:
-        told["thousand steps"] = [min(float(row["steps_to_threshold"]), 1e5) / 1e3 for row in rows]
-        told["share lost"] = [float(row["share_lost"]) for row in rows]
-    return {name: effects_of(settings, np.array(values)) for name, values in told.items()}
+def effects_by_measure(rows: Sequence[Row]) -> dict[str, Effects]:
+    """The effects on each measure that has rows enough; for robots on the mean score as well."""
+    found: dict[str, tuple[list[str], list[float]]] = {}
+    for row in rows:
+        for name, value in measures(row).items():
+            settings, values = found.setdefault(name, ([], []))
+            settings.append(row["setting"])
+            values.append(value)
+    told = {
+        name: effects_of(settings, np.array(values))
+        for name, (settings, values) in found.items()
+        if len(values) > len(LETTERS) + 1
+    }
+    robots = [told[name] for name in BEST if name in told]
+    return told | {"score": mean_effects(robots)} if robots else told
 
 
 def report(name: str, rows: Sequence[Row]) -> list[str]:
     """A table: the mean of all runs, and the effect of each change with its standard error."""
     later = STUDIES[name].second_seeds
-    of_study = [row for row in rows if row["study"] == name and int(row["seed"]) not in later]
-    told = robots_effects(of_study) if name == "robots" else one_task_effects(of_study)
+    own = [row for row in rows if row["study"] == name and int(row["seed"]) not in later]
+    told = effects_by_measure(own)
     if not told:
         return [f"{name}: too few rows."]
-    digits = {
-        part: 1 if effects.mean > 10 or effects.mean < -10 else 3 for part, effects in told.items()
-    }
+    digits = {part: 1 if abs(effects.mean) > 10 else 3 for part, effects in told.items()}
     lines = common.markdown_head(" | ".join(["change", *told]))
     means = [f"{effects.mean:.{digits[part]}f}" for part, effects in told.items()]
     lines.append(common.markdown_row(["mean of all runs", *means]))
@@ -253,30 +279,68 @@ def report(name: str, rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def second_report(name: str, rows: Sequence[Row]) -> list[str]:
-    """A table of a task's second stage: the line and the candidates, and how their evaluations
-    differ from the line's, with a 95 % interval."""
-    study = STUDIES[name]
-    settings: dict[str, list[Row]] = {setting: [] for setting in ("", *study.candidates)}
-    for row in rows:
-        if row["study"] == name and int(row["seed"]) in study.second_seeds:
-            settings[row["setting"]].append(row)
-    if not study.candidates or not all(settings.values()):
-        return []
+# ---------------------------------------------------------------------------------- second stage
+class Score(NamedTuple):
+    """What a setting scores on several robots."""
+
+    mean: float
+    error: float  # the standard error of the mean
+    low: float  # share of runs that score less than a half
+
+
+def score_of(scores: dict[str, np.ndarray]) -> Score:
+    """The mean over robots of the mean over runs. A robot's mean has the standard error of its
+    runs, two at least, and the mean over robots the error that follows from theirs."""
+    squares = [own.var(ddof=1) / len(own) for own in scores.values()]
+    return Score(
+        mean=float(np.mean([own.mean() for own in scores.values()])),
+        error=float(np.sqrt(sum(squares)) / len(scores)),
+        low=float((np.concatenate([*scores.values()]) < 0.5).mean()),
+    )
+
+
+def robots_table(settings: dict[str, list[Row]], study: Study) -> list[str]:
+    """The second stage of robots: evaluations and scores, with standard errors."""
+    tasks = [task for task in BEST if all(of_task(rows, task) for rows in settings.values())]
+    scores = {
+        setting: score_of({task: np.array(of_task(rows, task)) / BEST[task] for task in tasks})
+        for setting, rows in settings.items()
+    }
+    head = ["second stage", "runs", *tasks, "score", "below half", "score minus the line's"]
+    lines = common.markdown_head(" | ".join(head))
+    for setting, rows in settings.items():
+        score, line = scores[setting], scores[""]
+        difference = f"{score.mean - line.mean:+.3f} ± {np.hypot(score.error, line.error):.3f}"
+        cells = [
+            len(rows),
+            *[f"{np.mean(of_task(rows, task)):.0f}" for task in tasks],
+            f"{score.mean:.3f} ± {score.error:.3f}",
+            f"{score.low:.0%}",
+            difference if setting else "-",
+        ]
+        lines.append(common.markdown_row([study.told(setting), *cells]))
+    return lines
+
+
+def of_task(rows: Sequence[Row], task: str) -> list[float]:
+    """The evaluations on a task."""
+    return [float(row["return_mean"]) for row in rows if row["task"] == task]
+
+
+def task_table(settings: dict[str, list[Row]], study: Study) -> list[str]:
+    """The second stage of one task. The last column has a 95 % interval."""
     threshold = THRESHOLDS.get(study.tasks[0])
     line = np.array([float(row["return_mean"]) for row in settings[""]])
     lines = common.markdown_head(
         "second stage | seeds | mean | worst | ends below the threshold | steps, median "
         "| share lost, mean | mean minus the line's"
     )
-    for setting, found in settings.items():
-        final = np.array([float(row["return_mean"]) for row in found])
-        steps = np.array([float(row["steps_to_threshold"] or "nan") for row in found])
-        lost = [float(row["share_lost"]) for row in found if row["share_lost"]]
-        changes = " ".join(study.changes[LETTERS.index(letter)] for letter in setting)
+    for setting, rows in settings.items():
+        final = np.array([float(row["return_mean"]) for row in rows])
+        steps = np.array([float(row["steps_to_threshold"] or "nan") for row in rows])
+        lost = [float(row["share_lost"]) for row in rows if row["share_lost"]]
         cells = [
-            f"`{changes}`" if changes else "the line",
-            len(found),
+            len(rows),
             f"{final.mean():.1f}",
             f"{final.min():.1f}",
             "-" if threshold is None else sum(final < threshold),
@@ -284,8 +348,23 @@ def second_report(name: str, rows: Sequence[Row]) -> list[str]:
             f"{np.mean(lost):.3f}" if lost else "-",
             common.welch(final, line).told(1) if setting else "-",
         ]
-        lines.append(common.markdown_row(cells))
+        lines.append(common.markdown_row([study.told(setting), *cells]))
     return lines
+
+
+def second_report(name: str, rows: Sequence[Row]) -> list[str]:
+    """A table of the second stage: the line, the candidates, and how these differ from the line.
+    It is empty until each has a row."""
+    study = STUDIES[name]
+    settings: dict[str, list[Row]] = {setting: [] for setting in ("", *study.candidates)}
+    for row in rows:
+        if row["study"] == name and int(row["seed"]) in study.second_seeds:
+            settings[row["setting"]].append(row)
+    if not study.candidates or not all(settings.values()):
+        return []
+    if name == "robots":
+        return robots_table(settings, study)
+    return task_table(settings, study)
 
 
 def main() -> None:

@@ -4,7 +4,6 @@
     python benchmarks/tune.py distributional_ppo_lstm CartPoleNoVel-v1 --seeds 1000 1001 --kappa 1
     python benchmarks/tune.py --report CartPoleNoVel-v1     # what the rows say, a line per setting
     python benchmarks/tune.py --report CartPoleNoVel-v1 --seeds 1000 1001     # of these seeds alone
-    python benchmarks/tune.py --report MuJoCo --seeds 2000 2001     # four robots in one score
 
 Whatever this program does not know goes to the script. Runs that have a row are skipped.
 """
@@ -14,12 +13,11 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import common
 import numpy as np
 from common import RESULTS, Cell, Row, Run, Table
-from learning import PUBLISHED, THRESHOLDS, first_step
+from learning import THRESHOLDS, first_step
 
 COLUMNS = (
     "script",
@@ -33,16 +31,6 @@ COLUMNS = (
     "commit",
 )
 TABLE = Table(RESULTS / "tuning.csv", COLUMNS, end="\n")
-# The highest final evaluations after 1M steps of one line of flags for all robots: without the
-# zoo's single runs, which were tuned task by task, and the best evaluations during Tianshou's
-BEST = {
-    task: max(
-        float(row["value"])
-        for row in PUBLISHED.rows()
-        if row["task"] == task and row["source"] in ("XuanCe", "sb3-contrib")
-    )
-    for task in ("Hopper-v5", "Walker2d-v5", "Ant-v5", "HalfCheetah-v5")
-}
 
 
 def run_one(run: Run) -> dict[str, object]:
@@ -153,70 +141,6 @@ def report(task: str, seeds: Sequence[int] = ()) -> list[str]:
     return [f"{task}, all with {' '.join(sorted(shared)) or 'nothing'}:", "", *lines]
 
 
-class Score(NamedTuple):
-    """What a setting scores on the four robots."""
-
-    mean: float
-    error: float  # the standard error of the mean
-    runs: int
-    low: int  # runs that score less than a half
-
-
-def score_of(evaluations: dict[str, list[float]]) -> Score:
-    """Score a setting by its evaluations on each robot, two at least.
-
-    The score of a run is its evaluation over the best published one. A robot's mean score has the
-    standard error of its runs, and the mean over robots the error that follows from theirs.
-    """
-    robots = [np.array(evaluations[task]) / best for task, best in BEST.items()]
-    squares = [scores.var(ddof=1) / len(scores) for scores in robots]
-    runs = np.concatenate(robots)
-    return Score(
-        mean=float(np.mean([scores.mean() for scores in robots])),
-        error=float(np.sqrt(sum(squares)) / len(robots)),
-        runs=len(runs),
-        low=int((runs < 0.5).sum()),
-    )
-
-
-def mujoco_report(seeds: Sequence[int]) -> list[str]:
-    """Tell of each setting that ran on all four robots how it scores, the highest score first: the
-    means of its evaluations, and the score with its standard error. See `score_of`."""
-    settings: dict[tuple[str, frozenset[str]], dict[str, list[float]]] = {}  # by script and flags
-    for row in TABLE.rows():
-        if row["task"] in BEST and (not seeds or int(row["seed"]) in seeds):
-            evaluations = settings.setdefault((row["script"], parts(row["flags"])), {})
-            evaluations.setdefault(row["task"], []).append(float(row["return_mean"]))
-    whole = {
-        setting: evaluations
-        for setting, evaluations in settings.items()
-        if all(len(evaluations.get(task, ())) > 1 for task in BEST)
-    }
-    if not whole:
-        return ["MuJoCo: no setting has two rows of each robot."]
-
-    shared = frozenset.intersection(*(flags for _, flags in whole))
-    lines = []
-    for (script, flags), evaluations in whole.items():
-        score = score_of(evaluations)
-        told = [
-            script,
-            " ".join(sorted(flags - shared)) or "none",
-            score.runs,
-            *[f"{np.mean(evaluations[task]):.0f}" for task in BEST],
-            f"{score.mean:.3f} ± {score.error:.3f}",
-            score.low,
-        ]
-        lines.append((score.mean, common.markdown_row(told)))
-    names = [task.removesuffix("-v5") for task in BEST]
-    head = common.markdown_head(
-        " | ".join(["script", "flags", "runs", *names, "score", "below half"])
-    )
-    ranked = [line for _, line in sorted(lines, reverse=True)]
-    same = " ".join(sorted(shared)) or "nothing"
-    return [f"MuJoCo, all with {same}:", "", *head, *ranked]
-
-
 def main() -> None:
     """Parse, run what is missing, append."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
@@ -227,8 +151,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     args, flags = parser.parse_known_args()
     if args.report:
-        tell = mujoco_report if args.task == "MuJoCo" else lambda seeds: report(args.task, seeds)
-        print(*tell(args.seeds or ()), sep="\n")
+        print(*report(args.task, args.seeds or ()), sep="\n")
         return
     if not args.script:
         parser.error("name the script ahead of the task")

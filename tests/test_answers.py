@@ -321,9 +321,9 @@ def test_published_values_are_told_once(answers):
     assert answers.published("PendulumNoVel-v1", answers.ZOO)["value"] == "-217.9"
     assert answers.published("Ant-v5", "CleanRL") is None
     assert answers.published("Ant-v5", "sb3-contrib") is None
-    tune = importlib.import_module("tune")
+    screen = importlib.import_module("screen")
     best = {"Hopper-v5": 3450, "Walker2d-v5": 4502, "Ant-v5": 3554, "HalfCheetah-v5": 4628}
-    assert best == tune.BEST
+    assert best == screen.BEST
 
 
 def test_ratios_to_others_are_means_of_tasks(answers):

@@ -281,36 +281,6 @@ def test_steps_to_the_threshold_are_those_of_most_runs():
     assert tune.steps_needed(np.array([])) == "-"
 
 
-def test_the_score_of_four_robots_worked_by_hand(monkeypatch):
-    """One robot has 0.8 and 1.2 of the best, the others 0.4 twice. The means are 1 and 0.4, three
-    times, so the score is 0.55. The robot's mean has an error of sqrt(0.08 / 2) = 0.2, the others'
-    none, so the score's is 0.2 / 4 = 0.05. Six runs are below a half. The other setting lacks a
-    robot. The other script has the same flags in another order, and half of the evaluations."""
-    tune = importlib.import_module("tune")
-    rows = []
-    for task, best in tune.BEST.items():
-        for seed, score in enumerate((0.8, 1.2) if task == "Ant-v5" else (0.4, 0.4)):
-            same = {"script": "one", "task": task, "seed": seed}
-            rows.append(same | {"flags": "--a 1 --c", "return_mean": score * best})
-            half = {"script": "two", "flags": "--c --a 1", "return_mean": score * best / 2}
-            rows.append(same | half)
-            if task != "Ant-v5":
-                rows.append(same | {"flags": "--a 1 --b 2", "return_mean": best})
-    monkeypatch.setattr(tune.Table, "rows", lambda self: rows)
-    told = tune.mujoco_report([])
-    assert told[0] == "MuJoCo, all with --a 1 --c:"
-    first, second = map(cells_of, told[4:])
-    assert first[:3] == ["one", "none", "8"]
-    assert first[-2:] == ["0.550 ± 0.050", "6"]
-    assert second[:3] == ["two", "none", "8"]
-    assert second[-2:] == ["0.275 ± 0.025", "7"]
-    ant = [*tune.BEST].index("Ant-v5")
-    assert [one[3 + ant] for one in (first, second)] == [
-        f"{share * tune.BEST['Ant-v5']:.0f}" for share in (1, 0.5)
-    ]
-    assert tune.mujoco_report([1]) == ["MuJoCo: no setting has two rows of each robot."]
-
-
 def test_last_returns_are_of_the_last_twentieth_of_the_steps():
     """Of 100 steps those after the 95th."""
     learning = importlib.import_module("learning")

@@ -11,6 +11,8 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
+TASK = {"study": "cartpole_novel", "task": "CartPoleNoVel-v1"}
+
 
 @pytest.fixture
 def screen():
@@ -98,25 +100,27 @@ def test_the_report_of_robots_averages_their_scores(screen):
     ]
     other = [row | {"study": "pendulum_novel"} for row in rows]
     told = screen.report("robots", rows + other)
-    assert told[0] == "| change | Hopper | Ant | score |"
-    assert told[2] == "| mean of all runs | 0.750 | 0.800 | 0.775 |"
+    assert told[0] == "| change | Ant-v5 | Hopper-v5 | score |"
+    assert told[2] == "| mean of all runs | 0.800 | 0.750 | 0.775 |"
     first = screen.STUDIES["robots"].changes[0]
-    assert told[3] == f"| `{first}` | +0.100 ± 0.000 | +0.200 ± 0.000 | +0.150 ± 0.000 |"
+    assert told[3] == f"| `{first}` | +0.200 ± 0.000 | +0.100 ± 0.000 | +0.150 ± 0.000 |"
     assert all(re.search(r"\| [+-]0.000 ± 0.000 \|$", line) for line in told[4:])
 
 
 def test_the_report_of_a_task_with_a_threshold_tells_when_and_how_firmly(screen):
     """Change B halves the steps, from 60,000 to 30,000. One that is never there counts 100,000."""
     rows = [
-        {"study": "cartpole_novel", "setting": setting, "return_mean": "500", "share_lost": "0.1"}
-        | {"seed": "0", "steps_to_threshold": "30000" if "B" in setting else "60000"}
+        TASK
+        | {"setting": setting, "seed": "0"}
+        | {"return_mean": "500", "share_lost": "0.1"}
+        | {"steps_to_threshold": "30000" if "B" in setting else "60000"}
         for setting in screen.design()
     ]
     told = screen.report("cartpole_novel", rows)
     assert told[0] == "| change | evaluation | thousand steps | share lost |"
     assert told[2] == "| mean of all runs | 500.0 | 45.0 | 0.100 |"
     assert "| -30.0 ± 0.0 |" in told[4]
-    never = screen.one_task_effects([rows[0] | {"steps_to_threshold": "inf"}, *rows[1:]])
+    never = screen.effects_by_measure([rows[0] | {"steps_to_threshold": "inf"}, *rows[1:]])
     assert never["thousand steps"].mean == pytest.approx(45 + 40 / 16)
 
 
@@ -168,9 +172,9 @@ def test_the_second_stage_is_told_beside_the_line(screen, monkeypatch):
         for seed, value in zip((2100, 2101), values, strict=True):
             own = {"setting": setting, "seed": seed, "return_mean": value}
             told = {"steps_to_threshold": 30000 + value, "share_lost": value / 5000}
-            rows.append({"study": "cartpole_novel"} | own | told)
+            rows.append(TASK | own | told)
     even = {"return_mean": 500, "steps_to_threshold": 30000, "share_lost": "0.1", "seed": 2000}
-    first = [{"study": "cartpole_novel", "setting": x} | even for x in screen.design()]
+    first = [TASK | {"setting": x} | even for x in screen.design()]
     assert screen.report("cartpole_novel", rows + first) == screen.report("cartpole_novel", first)
     told = screen.second_report("cartpole_novel", rows)
     assert told[2] == "| the line | 2 | 475.0 | 450.0 | 1 | 30,475 | 0.095 | - |"
@@ -180,6 +184,31 @@ def test_the_second_stage_is_told_beside_the_line(screen, monkeypatch):
     assert "(-292.7 to +342.7)" in told[3]
     assert "| 437.0 | 400.0 | 2 |" in told[4]
     assert screen.second_report("cartpole_novel", rows[:4]) == []
+
+
+def test_the_second_stage_of_robots_worked_by_hand(screen, monkeypatch):
+    """The line has 0.8 and 1.2 of the best on Ant and 0.4 twice on the three others: the means are
+    1 and 0.4, three times, so the score is 0.55. Ant's mean has an error of sqrt(0.08 / 2) = 0.2,
+    the others' none, so the score's is 0.2 / 4 = 0.05. Six of eight runs are below a half. The
+    candidate has half of everything, and the difference an error of sqrt(0.05^2 + 0.025^2)."""
+    study = screen.STUDIES["robots"]._replace(candidates=("H",))
+    monkeypatch.setitem(screen.STUDIES, "robots", study)
+    rows = []
+    for task, best in screen.BEST.items():
+        for seed, score in enumerate((0.8, 1.2) if task == "Ant-v5" else (0.4, 0.4), 2100):
+            for setting, times in (("", 1.0), ("H", 0.5)):
+                row = {"study": "robots", "task": task, "setting": setting, "seed": seed}
+                rows.append(row | {"return_mean": score * times * best})
+    told = screen.second_report("robots", rows)
+    names = " | ".join(screen.BEST)
+    head = f"| second stage | runs | {names} | score | below half | score minus the line's |"
+    assert told[0] == head
+    means = [best * (1.0 if task == "Ant-v5" else 0.4) for task, best in screen.BEST.items()]
+    cells = " | ".join(f"{mean:.0f}" for mean in means)
+    assert told[2] == f"| the line | 8 | {cells} | 0.550 ± 0.050 | 75% | - |"
+    assert told[3].startswith("| `--twin-reduce mean` | 8 | ")
+    assert told[3].endswith(" | 0.275 ± 0.025 | 88% | -0.275 ± 0.056 |")
+    assert screen.second_report("robots", rows[::2]) == []
 
 
 def test_runs_with_a_row_are_not_missing(screen, monkeypatch):
