@@ -207,15 +207,16 @@ def test_age_is_told_from_the_rows(answers, monkeypatch):
     """All rows old, some, none."""
     for old, begin in (
         (9, "**The returns on this page are of an older version.** All 9"),
-        (5, "**Not all returns"),
+        (5, "**Most returns are of an older version.** 5 of 9"),
+        (4, "**Some returns are of an older version.** 4 of 9"),
         (0, "**The returns are of today's update.** None of 9"),
     ):
         monkeypatch.setattr(answers, "older_rows", lambda old=old: {"runs": (old, 9)})
         assert answers.current().startswith(begin)
     monkeypatch.setattr(answers, "OLDER", set())
     monkeypatch.setattr(answers, "older_rows", lambda: {"runs": (5, 9)})
-    assert re.search(r" Newer are all default runs of \d\d tasks\.", answers.current())
-    assert not any(map(answers.mixed, answers.CONTESTS))
+    assert re.search(r" Only the default runs of \d\d tasks are newer\.", answers.current())
+    assert all(answers.ages(contest) == {False} for contest in answers.CONTESTS)
 
 
 def test_a_gain_is_claimed_where_an_interval_leaves_a_coin_out(answers):
