@@ -1108,7 +1108,7 @@ def current() -> str:
     effect = (
         f"On tuning seeds the new update changed the mean of {joined(clear) or 'no task'} "
         f"measurably, but [intervals are wide](#how-to-read-the-numbers). The robots' newer runs "
-        f"changed a flag as well."
+        f"changed a flag too."
     )
     if old == rows:
         return (
