@@ -9,8 +9,10 @@ and neither by --report nor by runs of another length.
 
 A robot's reward is a sum: it is paid for running, for not falling, and it pays for the work of its
 motors. Here every term has values, targets and advantages of its own. The policy follows the
-weighted mean of the terms' advantages. One more head predicts the whole reward, for comparison: its
-advantages have the weight 0. With the terms summed ahead ("one") the program is the script.
+weighted mean of the terms' advantages. With equal weights, as here, and since advantages are
+normalised, that is their sum: what differs is how the critics learn. One more head predicts the
+whole reward, for comparison. Its advantages have the weight 0, but it trains the critics' body as
+the others do. With the terms summed ahead ("one") the program is the script.
 
 What is taken from the script as it is: environments, rollout, networks, GAE (which takes the terms
 as a last axis), the value distribution, the policy's loss, minibatches and steps. What is written
@@ -312,7 +314,7 @@ def run_one(run: Run) -> dict[str, Any]:
         episodes = [play(agent, args, seed) for seed in range(10)]
         values = np.concatenate([one.values for one in episodes])
         total, whole = values[:, :-1].sum(1), values[:, -1]
-        row["gap"] = np.abs(total - whole).mean() / whole.mean()
+        row["gap"] = np.abs(total - whole).mean() / abs(whole.mean())
         row["correlation"] = np.corrcoef(total, whole)[0, 1]
         if run.seed == 1 and steps == done_steps(STEPS):
             draw(episodes[0], RESULTS / "reward_terms.png")
@@ -325,12 +327,13 @@ def report() -> None:
     rows = TABLE.rows()
     lines = common.markdown_head(
         "variant | seeds | steps | return, mean over seeds | by seed "
-        "| mean of abs(sum of values - value of the sum) / value | correlation"
+        "| mean distance of the sum of values from the value of the sum / mean value | correlation"
     )
     groups: dict[tuple[int, str], list[common.Row]] = {}
     for row in rows:
         groups.setdefault((int(row["steps"]), row["variant"]), []).append(row)
     for (steps, variant), own in sorted(groups.items(), reverse=True):  # the longest runs first
+        own.sort(key=lambda row: int(row["seed"]))
         returns = [float(row["return_mean"]) for row in own]
         told = [variant, len(own), steps, f"{np.mean(returns):.0f}"]
         told.append(", ".join(f"{x:.0f}" for x in returns))
@@ -353,8 +356,9 @@ def main() -> None:
         help=f"only rebuild the table; the figure is drawn when seed 1 has trained {STEPS:,} steps",
     )
     args = parser.parse_args()
-    common.require("matplotlib", "mujoco")
+    common.require("matplotlib")
     if not args.report:
+        common.require("mujoco")
         TABLE.record(run_one, missing(args.steps, args.seeds), processes=2)
     report()
 

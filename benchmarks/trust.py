@@ -8,16 +8,21 @@ Gravity, friction or the noise of the sensors change step by step, by MuJoCo's o
 every level the mode of the policy plays EPISODES episodes, and the critics look along. Three things
 are looked at:
 
-    return     The mean return of the episodes.
-    low        The predicted first decile of the return, the mean over the first STEPS steps.
-    twins      The distance of the twins' values, the mean over the same steps.
+    return     The return of the episodes, undiscounted.
+    low        The first decile of the discounted return that is predicted from a state.
+    twins      The distance of the twins' values of a state.
+
+The two signals are looked at in the first STEPS steps of an episode, but not in the last AHEAD
+ahead of its end: who is falling already needs no warning. At the same step of unchanged episodes
+there is a usual signal, and an episode's own is the mean distance from that.
 
 A signal warns at a level where it tells changed episodes from unchanged ones: where the probability
 that a changed episode has the worse signal (the area under the ROC curve) is at least WARNS. The
 unchanged ones are EPISODES episodes that open otherwise, so that the unchanged robot itself is a
 level like others: a signal that warns of it is of no use. The return has fallen where it is below
-FALLEN of that of the unchanged robot in the same episodes. Both numbers were written down ahead of
-the runs. One row of results/trust.csv is one level of one change of one run.
+FALLEN of that of the unchanged robot in the same episodes, and by more than twice the standard
+error of the difference. All these numbers were written down ahead of the runs. One row of
+results/trust.csv is one level of one change of one run.
 """
 
 from __future__ import annotations
@@ -32,9 +37,10 @@ from common import CATEGORICAL, RESULTS, Cell, Row, Run, Table
 
 EPISODES = 30
 STEPS = 100  # of an episode whose signals count: a warning that comes later comes too late
+AHEAD = 20
 WARNS = 0.9
 FALLEN = 0.9
-PLAYED, USUAL = 10_000, 20_000  # first seed of what is played; of what signals are compared with
+PLAYED, REFERENCE = 10_000, 20_000  # first seed of what is played; of the unchanged episodes
 FLAGS = "--preset mujoco calibrated --compile --eval-episodes 0 --save-envs never"
 TASKS = ("Hopper-v5", "HalfCheetah-v5")
 CHANGES = {  # levels from the unchanged robot on
@@ -50,11 +56,11 @@ TABLE = Table(RESULTS / "trust.csv", COLUMNS, end="\n")
 
 
 class Seen(NamedTuple):
-    """What was seen of episodes: one number for each."""
+    """What was seen of E episodes. Steps that do not count are masked."""
 
-    returns: np.ndarray
-    low: np.ndarray
-    twins: np.ndarray
+    returns: np.ndarray  # (E,)
+    low: np.ma.MaskedArray  # (E, STEPS)
+    twins: np.ma.MaskedArray  # (E, STEPS)
 
 
 # ------------------------------------------------------------------------------------------- runs
@@ -77,27 +83,39 @@ def play(
     change_robot(env, change, level)
     rng = np.random.default_rng(0)
     std = agent.obs_moments.std.numpy() * (level if change == "noise" else 0.0)
-    found = []
+    returns = np.zeros(EPISODES)
+    low, twins = (np.ma.masked_all((EPISODES, STEPS)) for _ in range(2))
     for episode in range(EPISODES):
         obs, _ = env.reset(seed=first + episode)
-        total = 0.0
         looked = []
+        steps = 0
         ended = False
         while not ended:
             obs = (obs + std * rng.standard_normal(obs.shape)).astype(np.float32)
             if len(looked) < STEPS:
                 looked.append(obs)
             obs, reward, terminated, truncated, _ = env.step(agent.act(obs))
-            total += reward
+            returns[episode] += reward
+            steps += 1
             ended = terminated or truncated
+        counted = min(len(looked), max(1, steps - AHEAD))
         with torch.no_grad():
-            batch, _ = agent.as_batch(np.stack(looked))
+            batch, _ = agent.as_batch(np.stack(looked[:counted]))
             outputs = agent.value_outputs(batch)
             one, two = agent.value_dist.value(outputs)
-            low = agent.value_dist.quantile(agent.value_dist.reduce_twins(outputs), 0.1)
-        found.append((total, float(low.mean()), float((one - two).abs().mean())))
+            decile = agent.value_dist.quantile(agent.value_dist.reduce_twins(outputs), 0.1)
+        low[episode, :counted] = decile.numpy()
+        twins[episode, :counted] = (one - two).abs().numpy()
     env.close()
-    return Seen(*map(np.array, zip(*found)))
+    return Seen(returns, low, twins)
+
+
+def tells(changed: np.ma.MaskedArray, usual: np.ma.MaskedArray) -> float:
+    """How well a signal, (E, STEPS) and worse where larger, tells changed episodes from usual ones:
+    the `area` of each episode's mean distance from what is usual at the same step."""
+    expected = usual.mean(axis=0)
+    far, near = ((signal - expected).mean(axis=1).data for signal in (changed, usual))
+    return area(far, near)
 
 
 def area(worse: np.ndarray, usual: np.ndarray) -> float:
@@ -114,7 +132,7 @@ def run_one(run: Run) -> list[dict[str, Any]]:
     with common.trained(script, cell.task, run.seed, cell.flags) as done:
         agent, args = script.load_agent(done.directory)
     rows = []
-    usual, unchanged = (play(script, agent, args, first) for first in (USUAL, PLAYED))
+    usual, unchanged = (play(script, agent, args, first) for first in (REFERENCE, PLAYED))
     for change, levels in CHANGES.items():
         changed = [play(script, agent, args, PLAYED, change, level) for level in levels[1:]]
         for level, seen in zip(levels, [unchanged, *changed], strict=True):
@@ -124,9 +142,9 @@ def run_one(run: Run) -> list[dict[str, Any]]:
                 "return_mean": seen.returns.mean(),
                 "return_std": seen.returns.std(),
                 "low_mean": seen.low.mean(),
-                "low_warns": area(-seen.low, -usual.low),
+                "low_warns": tells(-seen.low, -usual.low),
                 "twins_mean": seen.twins.mean(),
-                "twins_warns": area(seen.twins, usual.twins),
+                "twins_warns": tells(seen.twins, usual.twins),
             }
             row = {name: round(x, 4) if isinstance(x, float) else x for name, x in row.items()}
             rows.append({**cell.setting._asdict(), "seed": run.seed, **row, **origin})
@@ -149,13 +167,19 @@ class Onset(NamedTuple):
 
 def onset(rows: list[Row]) -> Onset:
     """What happens when in the levels of one change of one run, which are in order."""
-    usual = float(rows[0]["return_mean"])
+
+    def fallen(row: Row) -> bool:
+        (usual, before), (mean, std) = (
+            (float(one["return_mean"]), float(one["return_std"])) for one in (rows[0], row)
+        )
+        error = np.hypot(before, std) / EPISODES**0.5
+        return usual - mean > max((1 - FALLEN) * abs(usual), 2 * error)
 
     def first(happens: list[bool]) -> int | None:
         return happens.index(True) if True in happens else None
 
     return Onset(
-        first([float(row["return_mean"]) < usual - (1 - FALLEN) * abs(usual) for row in rows]),
+        first([fallen(row) for row in rows]),
         first([float(row["low_warns"]) >= WARNS for row in rows]),
         first([float(row["twins_warns"]) >= WARNS for row in rows]),
     )
@@ -171,16 +195,16 @@ def cases(rows: list[Row]) -> Iterator[tuple[str, str, str, list[Row]]]:
 
 
 def verdict(name: str, warnings: list[int | None], falls: list[int | None]) -> str:
-    """Tell how often a signal warns in time and how early, how often in vain, and how often of a
-    robot that is not changed, after which nothing that it says is a warning."""
+    """Tell how often a signal warns at the level of a fall or earlier, how much earlier, how often
+    in vain, and how often of the unchanged robot, after which nothing it says is a warning."""
     pairs = [*zip(warnings, falls, strict=True)]
     early = [fall - warned for warned, fall in pairs if warned and fall and warned <= fall]
     vain = sum(bool(warned) for warned, fall in pairs if not fall)
     levels = f", {np.mean(early):.1f} levels earlier in the mean" if early else ""
     calm = falls.count(None)
     return (
-        f"The {name} warns in time in {len(early)} of {len(falls) - calm} cases of a fall{levels}; "
-        f"in {vain} of {calm} cases without a fall; "
+        f"The {name} warns at that level or earlier in {len(early)} of {len(falls) - calm} cases "
+        f"of a fall{levels}; in {vain} of {calm} cases without a fall; "
         f"of the unchanged robot in {warnings.count(0)} of {len(warnings)} cases."
     )
 
@@ -216,17 +240,19 @@ def draw(rows: list[Row]) -> None:
         levels = range(len(own))
         first = seed == min(row["seed"] for row in rows)
         returns = np.array([float(row["return_mean"]) for row in own])
+        relative = 1 + (returns - returns[0]) / abs(returns[0])
         low = [float(row["low_warns"]) for row in own]
         twins = [float(row["twins_warns"]) for row in own]
         for name, colour, values in (
-            ("return, beside the unchanged robot's", "black", returns / returns[0]),
+            ("return, beside the unchanged robot's", "black", relative),
             ("low decile tells changed episodes", "C0", low),
             ("twins' disagreement tells them", "C3", twins),
         ):
             label = name if first else None
             axis.plot(levels, values, color=colour, marker=".", alpha=0.7, label=label)
-        axis.axhline(0.9, color="0.8", lw=0.8)
-        axis.set(title=f"{task}, {change}", ylim=(0, 1.1))
+        for border in {WARNS, FALLEN}:
+            axis.axhline(border, color="0.8", lw=0.8)
+        axis.set(title=f"{task}, {change}")
         axis.set_xticks(levels, [f"{float(row['level']):g}" for row in own])
     axes[0][0].legend(frameon=False, fontsize=7)
     common.save(figure, RESULTS / "trust.png")
@@ -237,12 +263,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--report", action="store_true", help="only rebuild table and figure")
     parser.add_argument("--only", nargs="*", default=[], help="words, all to match")
-    parser.add_argument("--seeds", nargs="*", type=int, default=[], help="seeds to run")
+    parser.add_argument(
+        "--seeds", nargs="*", type=int, default=[], help="of the reported seeds these alone"
+    )
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     args = parser.parse_args()
-    common.require("matplotlib", "mujoco")
+    common.require("matplotlib")
     if not args.report:
-        runs = TABLE.without_row(common.runs_of(cells(), args.only, args.seeds))
+        common.require("mujoco")
+        runs = TABLE.without_row(common.runs_of(cells(), args.only))
+        runs = [run for run in runs if not args.seeds or run.seed in args.seeds]
         for run, rows in common.run_all(run_one, runs, args.processes):
             TABLE.append(*rows)  # all or none: a run with a row counts as done
             print(run, "done", flush=True)

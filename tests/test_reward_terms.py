@@ -172,6 +172,15 @@ def test_rows_of_another_length_are_other_runs(program, kept):
     assert lines[1].startswith("| terms | 1 | 4096 | 10 | 10 |")
 
 
+def test_returns_are_told_seed_by_seed(program, kept):
+    """Rows come as runs end."""
+    row = dict.fromkeys(program.COLUMNS, 1) | {"task": "Hopper-v5", "script": program.CATEGORICAL}
+    for seed in (10, 2, 1):
+        kept.append(row | {"variant": "one", "seed": seed, "return_mean": seed})
+    program.report()
+    assert "| 1, 2, 10 |" in (program.RESULTS / "reward_terms.md").read_text()
+
+
 def test_returns_ahead_of_a_time_limit_are_not_known(program):
     """0.99^298 = 0.05003 and 0.99^299 = 0.0495: the last 298 steps of a thousand lack too much."""
     assert program.known_returns(1000, False, 0.99) == 702

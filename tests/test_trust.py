@@ -38,15 +38,39 @@ def test_the_area_worked_by_hand(trust):
     assert trust.area(np.array([2, 4]), np.array([1, 2, 3])) == pytest.approx(0.75)
 
 
+def test_a_signal_is_compared_with_what_is_usual_at_the_same_step(trust):
+    """Usual episodes have 1, 2, 3 and 3, 4, 5: by step 2, 3, 4, so their distances are -1 and 1.
+    A changed one that ends after one step, at 2.5, is 0.5 above the first: more than one of two.
+    Without regard to the step its mean would be 2.5, beside 2 and 4."""
+    usual = np.ma.array([[1.0, 2, 3], [3, 4, 5]])
+    short = np.ma.masked_all((1, 3))
+    short[0, 0] = 2.5
+    assert trust.tells(short, usual) == 0.5
+    short[0, 0] = 3.5
+    assert trust.tells(short, usual) == 1.0
+    assert trust.tells(usual, usual) == 0.5
+
+
 def test_onsets_worked_by_hand(trust):
     """The return falls below 90 of 100 at the third level, the decile warns ahead, twins never."""
     rows = [
-        {"return_mean": returns, "low_warns": low, "twins_warns": 0.6}
+        {"return_mean": returns, "return_std": 0, "low_warns": low, "twins_warns": 0.6}
         for returns, low in ((100, 0.5), (95, 0.92), (89, 0.95), (20, 1.0))
     ]
     assert trust.onset(rows) == (2, 1, None)
-    negative = [{"return_mean": x, "low_warns": 0, "twins_warns": 1} for x in (-100, -109, -111)]
+    other = {"return_std": 0, "low_warns": 0, "twins_warns": 1}
+    negative = [other | {"return_mean": x} for x in (-100, -109, -111)]
     assert trust.onset(negative) == (2, None, 0)
+
+
+def test_a_fall_is_more_than_chance(trust):
+    """Deviations of 100 over 30 episodes give the difference an error of 100 sqrt(2 / 30) = 25.8.
+    Beside 500, 449 is less than two of them below, though it is below 450; 448 is more."""
+    rows = [
+        {"return_mean": returns, "return_std": 100, "low_warns": 0, "twins_warns": 0}
+        for returns in (500, 449, 448)
+    ]
+    assert trust.onset(rows).returns == 2
 
 
 def test_verdicts_worked_by_hand(trust):
@@ -55,13 +79,33 @@ def test_verdicts_worked_by_hand(trust):
     warnings = [1, 2, 4, None, 0, 3, None, 0]
     falls = [3, 2, 3, 1, 5, None, None, None]
     assert trust.verdict("signal", warnings, falls) == (
-        "The signal warns in time in 2 of 5 cases of a fall, 1.0 levels earlier in the mean; "
-        "in 1 of 3 cases without a fall; of the unchanged robot in 2 of 8 cases."
+        "The signal warns at that level or earlier in 2 of 5 cases of a fall, 1.0 levels earlier "
+        "in the mean; in 1 of 3 cases without a fall; of the unchanged robot in 2 of 8 cases."
     )
     assert trust.verdict("signal", [None], [None]) == (
-        "The signal warns in time in 0 of 0 cases of a fall; "
+        "The signal warns at that level or earlier in 0 of 0 cases of a fall; "
         "in 0 of 1 cases without a fall; of the unchanged robot in 0 of 1 cases."
     )
+
+
+def test_the_last_steps_of_an_episode_do_not_count(trust, monkeypatch):
+    """An untrained Hopper falls soon. Where all steps lie ahead of its end the first one counts."""
+    script = trust.common.load_script(trust.CATEGORICAL)
+    args = script.preset_args("mujoco", env_id="Hopper-v5", hidden_size=8)
+    env = script.make_env(args)
+    agent = script.Agent(env.observation_space, env.action_space, args)
+    monkeypatch.setattr(trust, "EPISODES", 2)
+    monkeypatch.setattr(trust, "STEPS", 1000)
+    counts = []
+    for ahead in (0, 5, 1000):
+        monkeypatch.setattr(trust, "AHEAD", ahead)
+        seen = trust.play(script, agent, args, 0)
+        counts.append(seen.low.count(axis=1))
+        np.testing.assert_array_equal(seen.twins.mask, seen.low.mask)
+    lengths, shorter, first = counts
+    assert lengths.min() > 5
+    np.testing.assert_array_equal(shorter, lengths - 5)
+    np.testing.assert_array_equal(first, [1, 1])
 
 
 def test_a_run_at_tiny_size(trust, monkeypatch, tmp_path, capsys):
