@@ -2,14 +2,14 @@
 
     python benchmarks/screen.py robots                      # every run without a row
     python benchmarks/screen.py robots --tasks Ant-v5       # of this task alone
-    python benchmarks/screen.py robots --second             # what went on, beside the line
+    python benchmarks/screen.py robots --second             # the candidates, beside the line
     python benchmarks/screen.py robots --report             # the effect of each change
 
 Rows are in results/screening.csv. Runs that have a row are skipped.
 
-Each setting makes half of the eight changes, or none, or all. So all runs tell of every change:
-its effect is the mean of the runs with it minus that of the runs without. With one change at a
-time it would be the difference of two settings. The design is the 2^(8-4) of resolution IV of
+Each setting makes half of the eight changes, or none, or all. So all runs tell of every change: its
+effect is the mean of the half with it minus that of the half without. One change at a time would
+compare two settings. The design is the 2^(8-4) of resolution IV of
 Box, Hunter and Hunter, "Statistics for Experimenters", 1978: no effect of one change is mixed with
 that of another, nor with what two of them do together. Pairs are mixed with pairs.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ COLUMNS = (
     "study",
     "task",
     "setting",  # the letters of its changes
+    "flags",
     "seed",
     "return_mean",
     "steps_to_threshold",  # of the training returns; empty without a threshold
@@ -38,8 +40,8 @@ COLUMNS = (
     "commit",
 )
 TABLE = Table(RESULTS / "screening.csv", COLUMNS, end="\n")
-# The highest final evaluations after 1M steps of one line of flags for all robots: without the
-# zoo's single runs, which were tuned task by task, and the best evaluations during Tianshou's
+# The highest final evaluations after 1M steps of one line of flags for all robots. Left out are
+# the zoo (tuned task by task), CleanRL (training returns) and Tianshou (the best during a run).
 BEST = {
     task: max(
         float(row["value"])
@@ -154,13 +156,15 @@ def design() -> list[str]:
 
 
 def all_runs(study: Study) -> list[Run]:
-    """Every run of the design, setting by setting."""
+    """Every run of the design, in an order that has nothing to do with the changes: what happens to
+    the machine on the way is no effect of theirs."""
     runs = []
     for index, setting in enumerate(design()):
         first = study.first_seed + index * study.seeds
         for task in study.tasks:
             seeds = range(first, first + study.seeds)
             runs += common.runs_of([Cell(task, study.script, setting, study.flags(setting), seeds)])
+    random.Random(1).shuffle(runs)
     return runs
 
 
@@ -177,11 +181,11 @@ def second_runs(study: Study) -> list[Run]:
 def missing(name: str, tasks: Sequence[str] = (), second: bool = False) -> list[Run]:
     """Runs of a study's first or second stage that have no row, of these tasks or of all."""
     known = {
-        (row["task"], row["setting"], row["seed"]) for row in TABLE.rows() if row["study"] == name
+        (row["task"], row["flags"], row["seed"]) for row in TABLE.rows() if row["study"] == name
     }
     every = second_runs(STUDIES[name]) if second else all_runs(STUDIES[name])
     runs = [run for run in every if not tasks or run.cell.task in tasks]
-    return [run for run in runs if (run.cell.task, run.cell.variant, str(run.seed)) not in known]
+    return [run for run in runs if (run.cell.task, run.cell.flags, str(run.seed)) not in known]
 
 
 def run_one(run: Run) -> dict[str, object]:
@@ -200,37 +204,26 @@ class Effects(NamedTuple):
 
 
 def effects_of(settings: Sequence[str], values: np.ndarray) -> Effects:
-    """Fit the mean and the eight effects by least squares.
+    """Fit the mean and the eight effects by least squares to runs of all settings.
 
     The error is that of what is left over, which holds the noise of the runs and what pairs of
-    changes do together. It needs more runs than the nine numbers that are fitted.
+    changes do together.
     """
     made = np.array([[letter in setting for letter in LETTERS] for setting in settings])
     columns = np.column_stack([np.ones(len(settings)), made - 0.5])
-    fitted, _, rank, _ = np.linalg.lstsq(columns, values, rcond=None)
-    if rank < columns.shape[1] or len(values) == rank:
-        raise ValueError(f"{len(values)} runs do not tell the effects of {len(LETTERS)} changes")
+    fitted = np.linalg.lstsq(columns, values, rcond=None)[0]
     left = values - columns @ fitted
-    variance = left @ left / (len(values) - rank)
+    variance = left @ left / (len(values) - len(fitted))
     variances = variance * np.linalg.inv(columns.T @ columns).diagonal()
     return Effects(float(fitted[0]), fitted[1:], float(np.sqrt(variances[1:].max())))
-
-
-def mean_effects(parts: Sequence[Effects]) -> Effects:
-    """The effects on the mean of several numbers from independent runs."""
-    return Effects(
-        float(np.mean([part.mean for part in parts])),
-        np.mean([part.changes for part in parts], axis=0),
-        float(np.sqrt(sum(part.error**2 for part in parts)) / len(parts)),
-    )
 
 
 def measures(row: Row) -> dict[str, float]:
     """What a row is judged by, by name.
 
     For a robot it is the score, its evaluation over the best published one. For other tasks it is
-    the evaluation and, where the task has a threshold, thousands of steps to it (a run that never
-    reaches it counts its last episode's) and the share of later steps below it.
+    the evaluation and, where the task has a threshold, thousands of steps to it (a run of 100,000
+    that never reaches it counts as many) and the share of later steps below it.
     """
     evaluation = float(row["return_mean"])
     if row["task"] in BEST:
@@ -243,20 +236,24 @@ def measures(row: Row) -> dict[str, float]:
 
 
 def effects_by_measure(rows: Sequence[Row]) -> dict[str, Effects]:
-    """The effects on each measure that has rows enough; for robots on the mean score as well."""
-    found: dict[str, tuple[list[str], list[float]]] = {}
+    """The effects on each measure that has rows of all settings, and, if that goes for all robots,
+    on their mean score. Pairs of changes may do the same to all robots, so its error is that of the
+    settings' mean scores, and not what independent errors would give."""
+    found: dict[str, dict[str, list[float]]] = {}  # by measure and setting
     for row in rows:
         for name, value in measures(row).items():
-            settings, values = found.setdefault(name, ([], []))
-            settings.append(row["setting"])
-            values.append(value)
-    told = {
-        name: effects_of(settings, np.array(values))
-        for name, (settings, values) in found.items()
-        if len(values) > len(LETTERS) + 1
-    }
-    robots = [told[name] for name in BEST if name in told]
-    return told | {"score": mean_effects(robots)} if robots else told
+            found.setdefault(name, {}).setdefault(row["setting"], []).append(value)
+    whole = {name: values for name, values in found.items() if values.keys() == set(design())}
+    if whole.keys() >= BEST.keys():
+        whole["score"] = {
+            setting: [float(np.mean([np.mean(whole[task][setting]) for task in BEST]))]
+            for setting in design()
+        }
+    told = {}
+    for name, values in whole.items():
+        settings = [setting for setting, own in values.items() for _ in own]
+        told[name] = effects_of(settings, np.concatenate([*values.values()]))
+    return told
 
 
 def report(name: str, rows: Sequence[Row]) -> list[str]:
@@ -265,7 +262,7 @@ def report(name: str, rows: Sequence[Row]) -> list[str]:
     own = [row for row in rows if row["study"] == name and int(row["seed"]) not in later]
     told = effects_by_measure(own)
     if not told:
-        return [f"{name}: too few rows."]
+        return [f"{name}: not all settings have a row."]
     digits = {part: 1 if abs(effects.mean) > 10 else 3 for part, effects in told.items()}
     lines = common.markdown_head(" | ".join(["change", *told]))
     means = [f"{effects.mean:.{digits[part]}f}" for part, effects in told.items()]
@@ -300,19 +297,24 @@ def score_of(scores: dict[str, np.ndarray]) -> Score:
 
 
 def robots_table(settings: dict[str, list[Row]], study: Study) -> list[str]:
-    """The second stage of robots: evaluations and scores, with standard errors."""
-    tasks = [task for task in BEST if all(of_task(rows, task) for rows in settings.values())]
+    """The second stage of robots that have two runs and more of each setting."""
+    tasks = [
+        task for task in BEST if all(len(of_task(rows, task)) > 1 for rows in settings.values())
+    ]
+    if not tasks:
+        return []
     scores = {
         setting: score_of({task: np.array(of_task(rows, task)) / BEST[task] for task in tasks})
         for setting, rows in settings.items()
     }
-    head = ["second stage", "runs", *tasks, "score", "below half", "score minus the line's"]
+    head = ["second stage", "runs", *tasks, "score ± standard error", "below half"]
+    head.append("score minus the line's ± standard error")
     lines = common.markdown_head(" | ".join(head))
     for setting, rows in settings.items():
         score, line = scores[setting], scores[""]
         difference = f"{score.mean - line.mean:+.3f} ± {np.hypot(score.error, line.error):.3f}"
         cells = [
-            len(rows),
+            sum(len(of_task(rows, task)) for task in tasks),
             *[f"{np.mean(of_task(rows, task)):.0f}" for task in tasks],
             f"{score.mean:.3f} ± {score.error:.3f}",
             f"{score.low:.0%}",
@@ -328,12 +330,12 @@ def of_task(rows: Sequence[Row], task: str) -> list[float]:
 
 
 def task_table(settings: dict[str, list[Row]], study: Study) -> list[str]:
-    """The second stage of one task. The last column has a 95 % interval."""
+    """The second stage of one task."""
     threshold = THRESHOLDS.get(study.tasks[0])
     line = np.array([float(row["return_mean"]) for row in settings[""]])
     lines = common.markdown_head(
         "second stage | seeds | mean | worst | ends below the threshold | steps, median "
-        "| share lost, mean | mean minus the line's"
+        "| share lost, mean | mean minus the line's (95 % interval)"
     )
     for setting, rows in settings.items():
         final = np.array([float(row["return_mean"]) for row in rows])
@@ -358,7 +360,8 @@ def second_report(name: str, rows: Sequence[Row]) -> list[str]:
     study = STUDIES[name]
     settings: dict[str, list[Row]] = {setting: [] for setting in ("", *study.candidates)}
     for row in rows:
-        if row["study"] == name and int(row["seed"]) in study.second_seeds:
+        second = row["study"] == name and int(row["seed"]) in study.second_seeds
+        if second and row["setting"] in settings:
             settings[row["setting"]].append(row)
     if not study.candidates or not all(settings.values()):
         return []
@@ -380,6 +383,11 @@ def main() -> None:
         rows = TABLE.rows()
         print(*report(args.study, rows), "", *second_report(args.study, rows), sep="\n")
         return
+    study = STUDIES[args.study]
+    if args.second and not study.candidates:
+        parser.error(f"--second: {args.study} has no candidates yet, see STUDIES")
+    if unknown := set(args.tasks) - set(study.tasks):
+        parser.error(f"--tasks {' '.join(unknown)}: {args.study} has {' '.join(study.tasks)}")
     runs = missing(args.study, args.tasks, args.second)
     for _, row in common.run_all(run_one, runs, args.processes):
         row = {"study": args.study} | row

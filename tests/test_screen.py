@@ -63,28 +63,37 @@ def test_effects_are_differences_of_means(screen):
     assert effects.error == pytest.approx(np.sqrt(left @ left / 7 * (1 / 8 + 1 / 8)))
 
 
-def test_too_few_runs_tell_no_effect(screen):
-    settings = screen.design()
-    with pytest.raises(ValueError, match="9 runs do not tell"):
-        screen.effects_of(settings[:9], np.ones(9))
+def test_a_design_that_is_not_whole_tells_no_effect(screen):
+    """Where one setting lacks a run, columns are mixed with each other and with pairs. A second
+    run of each other setting does not mend that."""
+    first = [TASK | {"setting": x, "return_mean": 0, "share_lost": ""} for x in screen.design()]
+    assert list(screen.effects_by_measure(first)) == ["evaluation"]
+    assert screen.effects_by_measure(first[1:] * 2) == {}
     for study in screen.STUDIES:
-        assert screen.report(study, []) == [f"{study}: too few rows."]
+        assert screen.report(study, []) == [f"{study}: not all settings have a row."]
 
 
-def test_effects_on_a_mean_have_the_errors_of_independent_parts(screen):
-    """Errors of 0.3 and 0.4 make sqrt(0.09 + 0.16) / 2 = 0.25."""
-    one = screen.Effects(1.0, np.full(8, 2.0), 0.3)
-    other = screen.Effects(3.0, np.full(8, 1.0), 0.4)
-    mean = screen.mean_effects([one, other])
-    assert (mean.mean, mean.error) == pytest.approx((2.0, 0.25))
-    assert mean.changes == pytest.approx(np.full(8, 1.5))
+def test_the_score_of_robots_has_the_error_of_its_own_means(screen):
+    """A pair of changes, A with B, is worth 0.1 on all four robots, and nothing else happens. Each
+    robot's error is that of what the fit leaves over, and the same is left over of their mean:
+    robots are no independent witnesses. The mean of four independent errors would be half of it."""
+    rows = [
+        {"task": task, "setting": x, "return_mean": best * (0.7 + 0.1 * ("A" in x and "B" in x))}
+        for task, best in screen.BEST.items()
+        for x in screen.design()
+    ]
+    told = screen.effects_by_measure(rows)
+    assert list(told) == [*screen.BEST, "score"]
+    assert told["score"].error == pytest.approx(told["Ant-v5"].error)
+    assert told["score"].error > 0.01
+    assert list(screen.effects_by_measure(rows[:48])) == [*screen.BEST][:3]
 
 
 def test_the_report_of_robots_averages_their_scores(screen):
     """Change A is worth 0.2 of the best on Ant and 0.1 on Hopper; others are worth nothing, and
-    there is no noise: +0.15 over both, without an error. Half of the runs make it, so the means are
-    0.7 + 0.1 and 0.7 + 0.05."""
-    worth = {"Ant-v5": 0.2, "Hopper-v5": 0.1}
+    there is no noise: +0.075 over four robots, without an error. Half of the runs make it, so the
+    means are 0.7 + 0.1 and 0.7 + 0.05."""
+    worth = {"Ant-v5": 0.2, "Hopper-v5": 0.1, "Walker2d-v5": 0, "HalfCheetah-v5": 0}
     rows = [
         {
             "study": "robots",
@@ -100,10 +109,11 @@ def test_the_report_of_robots_averages_their_scores(screen):
     ]
     other = [row | {"study": "pendulum_novel"} for row in rows]
     told = screen.report("robots", rows + other)
-    assert told[0] == "| change | Ant-v5 | Hopper-v5 | score |"
-    assert told[2] == "| mean of all runs | 0.800 | 0.750 | 0.775 |"
+    assert told[0] == "| change | Ant-v5 | Hopper-v5 | Walker2d-v5 | HalfCheetah-v5 | score |"
+    assert told[2] == "| mean of all runs | 0.800 | 0.750 | 0.700 | 0.700 | 0.738 |"
     first = screen.STUDIES["robots"].changes[0]
-    assert told[3] == f"| `{first}` | +0.200 ± 0.000 | +0.100 ± 0.000 | +0.150 ± 0.000 |"
+    assert told[3].startswith(f"| `{first}` | +0.200 ± 0.000 | +0.100 ± 0.000 | ")
+    assert told[3].endswith(" | +0.075 ± 0.000 |")
     assert all(re.search(r"\| [+-]0.000 ± 0.000 \|$", line) for line in told[4:])
 
 
@@ -201,7 +211,8 @@ def test_the_second_stage_of_robots_worked_by_hand(screen, monkeypatch):
                 rows.append(row | {"return_mean": score * times * best})
     told = screen.second_report("robots", rows)
     names = " | ".join(screen.BEST)
-    head = f"| second stage | runs | {names} | score | below half | score minus the line's |"
+    head = f"| second stage | runs | {names} | score ± standard error | below half "
+    head += "| score minus the line's ± standard error |"
     assert told[0] == head
     means = [best * (1.0 if task == "Ant-v5" else 0.4) for task, best in screen.BEST.items()]
     cells = " | ".join(f"{mean:.0f}" for mean in means)
@@ -213,10 +224,67 @@ def test_the_second_stage_of_robots_worked_by_hand(screen, monkeypatch):
 
 def test_runs_with_a_row_are_not_missing(screen, monkeypatch):
     """Those of another study are."""
-    row = {"study": "robots", "task": "Ant-v5", "setting": "", "seed": "2000"}
+    line = screen.STUDIES["robots"].line
+    row = {"study": "robots", "task": "Ant-v5", "flags": line, "seed": "2000"}
     monkeypatch.setattr(screen.Table, "rows", lambda self: [row, row | {"study": "other"}])
     left = screen.missing("robots", ["Ant-v5"])
     assert len(left) == 15
     assert all(run.cell.variant for run in left)
     assert len(screen.missing("robots")) == 63
     assert len(screen.missing("pendulum_novel")) == 16
+    row["flags"] += " --hidden-size 9"  # of a line that was another one
+    assert len(screen.missing("robots")) == 64
+
+
+def test_the_order_of_runs_has_nothing_to_do_with_the_changes(screen):
+    """What drifts during a study shall be no effect. Each change is made by a quarter to three
+    quarters of the first half of the runs."""
+    runs = screen.all_runs(screen.STUDIES["robots"])
+    for letter in screen.LETTERS:
+        assert 8 <= sum(letter in run.cell.variant for run in runs[:32]) <= 24
+    assert runs == screen.all_runs(screen.STUDIES["robots"])
+
+
+def test_rows_of_a_candidate_that_is_none_any_more_are_left_out(screen, monkeypatch):
+    """Two of the line and two of each candidate; one of them is taken from the list."""
+    study = made_study(screen, monkeypatch)
+    rows = [
+        TASK
+        | {"setting": x, "seed": seed, "return_mean": 1, "steps_to_threshold": 1}
+        | {"share_lost": 0.5}
+        for x in ("", *study.candidates)
+        for seed in (2100, 2101)
+    ]
+    assert len(screen.second_report("cartpole_novel", rows)) == 5
+    monkeypatch.setitem(screen.STUDIES, "cartpole_novel", study._replace(candidates=("D",)))
+    assert len(screen.second_report("cartpole_novel", rows)) == 4
+
+
+def test_robots_with_too_few_runs_are_not_told(screen, monkeypatch):
+    """Two runs of each setting at least: one alone has no standard error."""
+    study = screen.STUDIES["robots"]._replace(candidates=("H",))
+    monkeypatch.setitem(screen.STUDIES, "robots", study)
+    rows = [
+        {"study": "robots", "task": "Ant-v5", "setting": x, "seed": seed, "return_mean": 3554}
+        for x in ("", "H")
+        for seed in (2100, 2101)
+    ]
+    hopper = rows[0] | {"task": "Hopper-v5"}
+    told = screen.second_report("robots", [*rows, hopper])
+    assert told[2] == "| the line | 2 | 3554 | 1.000 ± 0.000 | 0% | - |"
+    assert screen.second_report("robots", rows[1:]) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["robots", "--second"], "--second: robots has no candidates yet, see STUDIES"),
+        (["robots", "--tasks", "Ant"], "--tasks Ant: robots has Hopper-v5 Walker2d-v5 Ant-v5"),
+    ],
+)
+def test_what_cannot_run_is_said_in_a_line(screen, monkeypatch, capsys, words, line):
+    """Ahead of any run."""
+    monkeypatch.setattr(sys, "argv", ["screen.py", *words])
+    with pytest.raises(SystemExit, match="2"):
+        screen.main()
+    assert line in capsys.readouterr().err
