@@ -8,21 +8,21 @@
 
 The tasks are those of Urpi, Curi & Krause 2021 (arXiv:2102.05371), in benchmarks/envs.py. Each is
 learnt with an aversion to risk (the preset `averse`), neutrally (the same preset with a weight of 0
-for the tail, so that nothing else differs), and neutrally with a penalty that is taken at every
-risky step for certain. The plain preset `mujoco` is a row of its own, "default". The mode of the
-final policy then plays EPISODES fresh episodes of the task without the penalty. One row of
+for the tail, so that nothing else differs), and neutrally with a penalty that every risky step
+costs besides, for certain. The plain preset `mujoco` is a row of its own, "default". The mode of
+the final policy then plays EPISODES fresh episodes of the task without the penalty. One row of
 results/tails.csv is one run.
 
 Written down ahead of all runs:
 
     tasks      A task counts only if more than TAIL of the neutral policy's steps are risky: a
                policy that avoids risk by itself has no tail to buy. One neutral tuning run of each
-               task comes first, to see that.
+               task comes first, to see that. Where there is none, nothing else runs.
     choice     On tuning seeds, the weight of the CVaR advantage and the penalty with the highest
                criterion, each for all tasks together: the mean over tasks that count of
                (CVaR_0.1 - that of the neutral policy) / |mean of the neutral policy|.
     goal       On every task that counts CVaR_0.1 better than the neutral policy's by more than its
-               95 % interval, for at most 15 % of the neutral policy's mean.
+               95 % interval, for at most PRICE of the neutral policy's mean.
 
 The choice stands in this file, as CHOSEN. Reported seeds do not run until it is that of the rows.
 """
@@ -43,6 +43,7 @@ from envs import PENALTIES, RISKY
 
 EPISODES = 200
 TAIL = 0.02  # share of risky steps
+PRICE = 0.15
 DEFAULT = "--preset mujoco --compile"
 AVERSE = "--preset mujoco averse --compile"
 NEUTRAL = f"{AVERSE} --cvar-weight 0"
@@ -53,7 +54,7 @@ PENALISED = {f"penalty {penalty}": NEUTRAL for penalty in PENALTIES}
 VARIANTS = {"neutral": NEUTRAL, **AVERSIONS, **PENALISED, "default": DEFAULT}
 TUNING = range(1000, 1002)
 REPORTED = range(8001, 8006)
-CHOSEN = ("averse 1.0", "penalty 3")  # one of each kind
+CHOSEN = ("averse 1.0", "penalty 3")  # one of each kind; a guess until the tuning rows exist
 SHOWN = ("neutral", *CHOSEN, "default")  # the variants that are reported
 MEASURED = ("mean", "std", "cvar_10", "cvar_5", "risky_share", "length")
 COLUMNS = ("task", "script", "variant", "seed", "seconds", *MEASURED, *common.ORIGIN)
@@ -75,9 +76,13 @@ def cells(tune: bool) -> list[Cell]:
 
 def missing(tune: bool, words: list[str], seeds: list[int]) -> list[Run]:
     """Runs that match and have no row, neutral ones first: of the cells' own seeds those that are
-    named, or else all."""
+    named, or else all. Where neutral tuning runs have no tail there are no others."""
+    tuning = with_seeds(TABLE.rows(), TUNING)
+    known = {row["task"] for row in tuning if row["variant"] == "neutral"}
+    idle = known - set(tasks_with_tail(tuning))
     runs = TABLE.without_row(common.runs_of(cells(tune), words))
     runs = [run for run in runs if not seeds or run.seed in seeds]
+    runs = [run for run in runs if run.cell.variant == "neutral" or run.cell.task not in idle]
     return sorted(runs, key=lambda run: (run.cell.variant != "neutral", run.seed))
 
 
@@ -183,7 +188,7 @@ def lines_of(rows: list[Row]) -> list[str]:
     """One line for each task and variant."""
     lines = common.markdown_head(
         "task | variant | seeds | mean | CVaR_0.1 | CVaR_0.05 | share of risky steps "
-        "| mean beside neutral | CVaR_0.1 beside neutral (95 %)"
+        "| mean over neutral's | CVaR_0.1 minus neutral's (95 %) | goal"
     )
     for task in RISKY:
         for variant in dict.fromkeys(row["variant"] for row in rows):
@@ -197,11 +202,13 @@ def lines_of(rows: list[Row]) -> list[str]:
                 told.append(f"{x.mean():.0f} +- {half_width(x):.0f}")
             told.append(f"{values(rows, task, variant, 'risky_share').mean():.1%}")
             if variant == "neutral" or not len(neutral):
-                told += ["", ""]
+                told += ["", "", ""]
             else:
                 tails = [values(rows, task, name, "cvar_10") for name in (variant, "neutral")]
                 change = (mean.mean() - neutral.mean()) / abs(neutral.mean())
-                told += [f"{change:+.1%}", welch(*tails).told()]
+                gain = welch(*tails)
+                met = gain.low > 0 and change >= -PRICE
+                told += [f"{change:+.1%}", gain.told(), "met" if met else "missed"]
             lines.append(common.markdown_row(told))
     return lines
 

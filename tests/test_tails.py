@@ -192,6 +192,30 @@ def test_tuning_never_sees_a_reported_seed(tails):
     assert len(tails.missing(False, ["Hopper", "penalty"], [8001, 1000])) == 1
 
 
+def test_a_task_without_a_tail_has_neutral_runs_alone(tails):
+    """Once one of them has a row. Five of each kind are reported, of three tasks or of two."""
+    reported = len(tails.missing(False, [], []))
+    row = dict.fromkeys(tails.COLUMNS, 1) | {"script": tails.CATEGORICAL, "variant": "neutral"}
+    for task, share in (("RiskyHopper", 0.1), ("RiskyWalker2d", 0.01)):
+        tails.TABLE.append(row | {"task": task, "seed": 1000, "risky_share": share})
+    left = tails.missing(True, ["Walker2d"], [])
+    assert [(run.cell.variant, run.seed) for run in left] == [("neutral", 1001)]
+    assert len(tails.missing(True, ["Hopper"], [])) == 2 * 7 - 1
+    assert len(tails.missing(False, [], [])) == reported - 3 * 5
+
+
+def test_the_goal_is_a_better_tail_for_a_small_price():
+    """The tail is better by far. A mean of 86 beside 100 is within 15 %, one of 84 is not."""
+    tails = importlib.import_module("tails")
+    same = {"task": "RiskyHopper", "std": 1, "cvar_5": 0, "risky_share": 0.25, "length": 10}
+    rows = [
+        same | {"variant": variant, "mean": mean, "cvar_10": tail + noise}
+        for variant, mean, tail in (("neutral", 100, 0), ("cheap", 86, 50), ("dear", 84, 50))
+        for noise in (0, 1)
+    ]
+    assert [line.split(" | ")[-1] for line in tails.lines_of(rows)[3:]] == ["met |", "missed |"]
+
+
 def test_the_tails_table_worked_by_hand():
     """Two seeds of 90 and 110, then 100 and 140: means 100 and 120, +20 %. CVaRs 0 and 20, then 60
     and 80: a difference of 60, with a standard error of sqrt(100 + 100), and t(2) = 4.303."""
@@ -209,5 +233,5 @@ def test_the_tails_table_worked_by_hand():
     line = tails.lines_of(rows)[-1]
     assert line == (
         "| RiskyHopper | averse 1.0 | 2 | 120 +- 254 | 70 +- 127 | 0 +- 0 | 25.0% | +20.0% "
-        "| +60 (-1 to +121) |"
+        "| +60 (-1 to +121) | missed |"
     )
