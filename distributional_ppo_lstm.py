@@ -1007,12 +1007,22 @@ PRESETS = {
         },
     ),
     "memory": Preset(
-        "popgym:popgym-CountRecallEasy-v0 ... (pip install popgym), "
-        "benchmarks.envs:MiniGrid-MemoryS7-Image-v0 (pip install minigrid).",
+        "popgym:popgym-CountRecallEasy-v0 ... (pip install popgym).",
         {
             "env_id": "popgym:popgym-RepeatPreviousEasy-v0",
             "total_timesteps": 500_000,
             "eval_sampled": True,
+        },
+    ),
+    "minigrid": Preset(
+        "Codes of grids as one-hot vectors, a key to remember (pip install minigrid).",
+        {
+            "env_id": "benchmarks.envs:MiniGrid-MemoryS7-OneHot-v0",
+            "total_timesteps": 200_000,
+            "eval_sampled": True,
+            "learning_rate": 3e-3,
+            "critic_learning_rate": 1e-3,
+            "ent_coef": 0.01,
         },
     ),
     "atari": Preset(

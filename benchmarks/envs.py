@@ -2,11 +2,10 @@
 
 MiniGrid's observation is a Dict with a mission text, which is no vector. Here it is what the agent
 sees, 7 x 7 cells. The three numbers of a cell are codes of what is in it: a key is 5 and a ball 6.
-As an image they are divided by 255, and then hardly differ (`envs:MiniGrid-MemoryS7-Image-v0`). So
-each of them is one-hot, in a vector. MinAtar's games, `envs:MinAtar/Breakout-v1`, have to be
-registered. `envs:RiskyHopper-v0`, `envs:RiskyWalker2d-v0` and `envs:RiskyHalfCheetah-v0` are robots
-that now and then pay for what is fast but dangerous. `envs:RiskyHopperPenalty3-v0` takes 3 for it
-at every such step.
+As an image they are divided by 255, and then hardly differ. So each of them is one-hot, in a
+vector. MinAtar's games, `envs:MinAtar/Breakout-v1`, have to be registered. `envs:RiskyHopper-v0`,
+`envs:RiskyWalker2d-v0` and `envs:RiskyHalfCheetah-v0` are robots that now and then pay for what is
+fast but dangerous. `envs:RiskyHopperPenalty3-v0` takes 3 for it at every such step.
 """
 
 from __future__ import annotations
@@ -25,21 +24,13 @@ with suppress(ImportError):
 
 def memory_s7() -> gym.Env:
     """Look at an object, walk a corridor, turn to the object like it; 245 steps at most."""
-    from minigrid.wrappers import ImgObsWrapper
-
-    return ImgObsWrapper(gym.make("MiniGrid-MemoryS7-v0"))
-
-
-def memory_s7_one_hot() -> gym.Env:
-    """The same with codes as one-hot vectors."""
     from minigrid.wrappers import ImgObsWrapper, OneHotPartialObsWrapper
 
     env = OneHotPartialObsWrapper(gym.make("MiniGrid-MemoryS7-v0"))
     return gym.wrappers.FlattenObservation(ImgObsWrapper(env))
 
 
-gym.register("MiniGrid-MemoryS7-Image-v0", memory_s7)
-gym.register("MiniGrid-MemoryS7-OneHot-v0", memory_s7_one_hot)
+gym.register("MiniGrid-MemoryS7-OneHot-v0", memory_s7)
 
 
 class Slow(gym.Wrapper):
