@@ -743,14 +743,13 @@ def test_every_preset_makes_a_run(script):
 
 
 @pytest.mark.parametrize(
-    "name", ["mujoco", "memory", pytest.param("minatar", marks=pytest.mark.slow)]
+    "name", ["mujoco", "memory", "minigrid", pytest.param("minatar", marks=pytest.mark.slow)]
 )
 def test_a_preset_is_its_long_line(script, tmp_path, name):
     """The first five iterations are the same bit for bit."""
     if name not in script.PRESETS:
         pytest.skip("a preset of the other script")
-    module = {"mujoco": "mujoco", "minatar": "minatar", "memory": "popgym"}[name]
-    pytest.importorskip(module)
+    pytest.importorskip({"memory": "popgym"}.get(name, name))
     typed = replace(script.preset_args(name), preset=())
     short = ["--preset", name, "--seed", "3"]
     metrics = []

@@ -281,6 +281,25 @@ def test_steps_to_the_threshold_are_those_of_most_runs():
     assert tune.steps_needed(np.array([])) == "-"
 
 
+def test_what_minigrid_shows_is_one_hot():
+    """Each of 49 cells has one of 11 things, of 6 colours and of 3 states. A key and a ball are
+    codes 5 and 6 of the things, and both are seen in one of thirty episodes that open anywhere."""
+    pytest.importorskip("minigrid")
+    importlib.import_module("envs")
+    env = gym.make("MiniGrid-MemoryS7-OneHot-v0")
+    things = set()
+    for seed in range(30):
+        obs, _ = env.reset(seed=seed)
+        codes = env.unwrapped.gen_obs()["image"]
+        cells = obs.reshape(7, 7, 20)
+        for first, last, channel in ((0, 11, 0), (11, 17, 1), (17, 20, 2)):
+            part = cells[..., first:last]
+            assert (part.sum(-1) == 1).all()
+            np.testing.assert_array_equal(part.argmax(-1), codes[..., channel])
+        things |= set(codes[..., 0].flat)
+    assert {5, 6} <= things
+
+
 def test_last_returns_are_of_the_last_twentieth_of_the_steps():
     """Of 100 steps those after the 95th."""
     learning = importlib.import_module("learning")
