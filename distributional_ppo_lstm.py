@@ -1015,7 +1015,7 @@ PRESETS = {
         },
     ),
     "minigrid": Preset(
-        "Codes of grids as one-hot vectors, a key to remember (pip install minigrid).",
+        "MiniGrid's memory task, its codes as one-hot vectors (pip install minigrid).",
         {
             "env_id": "benchmarks.envs:MiniGrid-MemoryS7-OneHot-v0",
             "total_timesteps": 200_000,

@@ -32,6 +32,7 @@ import risk
 import scaling
 import screen
 import speed
+import trust
 import truth
 import tune
 import versions
@@ -1272,6 +1273,21 @@ def calibrated() -> str:
     )
 
 
+def trusted() -> str:
+    """The bullet about warnings, of the rows of trust.py."""
+    rows = trust.TABLE.rows()
+    onsets = [trust.onset(own) for *_, own in trust.cases(rows)]
+    falls, low, twins = ([one[at] for one in onsets] for at in range(3))
+    fallen = len(falls) - falls.count(None)
+    first, second = (len(trust.in_time(warnings, falls)) for warnings in (low, twins))
+    return (
+        f"* **Does it know when not to be trusted?** Gravity, friction and the noise of sensors of "
+        f"two robots changed after training. Of {fallen} cases in which the return fell, the "
+        f"predicted first decile told at that level or earlier in {first}, and the distance of the "
+        f"twins in {second}. [Table](results/trust.md)"
+    )
+
+
 def below_best() -> str:
     """On how many of the four robots our mean is below the highest published value, in words."""
     below = 0
@@ -1350,6 +1366,7 @@ def answers(verdicts: dict[Contest, Verdict]) -> list[str]:
         f"{tail['mean', 'neutral']} to {tail['mean', 'weight 1']} (feed-forward). On a slippery "
         f"cliff there is nothing to gain, and {tails_told()}. [Details](#risk)",
         calibrated(),
+        *([trusted()] if trust.TABLE.rows() else []),
         *beside_others(),
         fast(),
         f"* **What does the value get right?** A reward with a chance of 1 % is valued at "

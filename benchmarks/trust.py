@@ -194,11 +194,18 @@ def cases(rows: list[Row]) -> Iterator[tuple[str, str, str, list[Row]]]:
                 yield task, change, seed, [row for row in own if row["seed"] == seed]
 
 
+def in_time(warnings: list[int | None], falls: list[int | None]) -> list[int]:
+    """By how many levels warnings come ahead of falls, where they come at that level or earlier. A
+    signal that warns of the unchanged robot says nothing."""
+    pairs = zip(warnings, falls, strict=True)
+    return [fall - warned for warned, fall in pairs if warned and fall and warned <= fall]
+
+
 def verdict(name: str, warnings: list[int | None], falls: list[int | None]) -> str:
     """Tell how often a signal warns at the level of a fall or earlier, how much earlier, how often
-    in vain, and how often of the unchanged robot, after which nothing it says is a warning."""
-    pairs = [*zip(warnings, falls, strict=True)]
-    early = [fall - warned for warned, fall in pairs if warned and fall and warned <= fall]
+    in vain, and how often of the unchanged robot."""
+    early = in_time(warnings, falls)
+    pairs = zip(warnings, falls, strict=True)
     vain = sum(bool(warned) for warned, fall in pairs if not fall)
     levels = f", {np.mean(early):.1f} levels earlier in the mean" if early else ""
     calm = falls.count(None)
