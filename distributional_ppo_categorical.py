@@ -22,14 +22,14 @@ Four things differ from most PPO scripts:
     Distributions        Each critic predicts probabilities of returns. By default it learns one
                          lambda-return for each state, blurred by HL-Gauss. The presets `calibrated`
                          and `averse` learn the distribution of the return itself. By default V
-                         adds one more output to its mean, the mean output (`--value-from`). With
+                         is its mean plus a correction, the mean output (`--value-from`). With
                          `--cvar-weight` the policy learns from the tail of the distribution.
     Stop before a step   With `--target-kl` the KL divergence from the policy that acted is measured
-                         ahead of each step. The first minibatch that exceeds it ends the actor's
-                         steps, and the critics stop after that minibatch, too.
+                         ahead of each step. The first minibatch that exceeds it gets no step of
+                         the actor, which stops. The critics still take theirs, and stop as well.
 
-Under torchrun many processes share the environments. `average` and `own` are all that the algorithm
-knows of them; with one process both return what they are given.
+Under torchrun many processes share the environments. The algorithm meets them only in
+`average` and `own`; with one process both return what they are given.
 
 Shapes are written with these letters:
 
@@ -142,10 +142,10 @@ def bounded(kind: Any, *bounds: Any) -> Any:
 
 @dataclass(frozen=True)
 class Needs:
-    """A flag has no effect while another one has this value. Typing it then is a mistake."""
+    """A flag has no effect while `flag` is `other_than`. Typing it then is a mistake."""
 
     flag: str
-    other_than: Any  # this value
+    other_than: Any
 
 
 LOG_STD_RANGE = (-5.0, 2.0)  # of Gaussian actions: a std from 0.0067 to 7.4
@@ -244,7 +244,7 @@ class CriticArgs:
     """Value heads, each with a hidden layer of its own. They share the layers ahead of it."""
     value_from: Literal["distribution", "mean_head"] = "mean_head"
     """V is the mean of the predicted distribution, or that and a correction, the mean output.
-    The mean output learns squared errors, also of rewards too rare for the distribution."""
+    The mean output is fitted by squared error, so it learns rare rewards, too."""
     twin_reduce: Annotated[Literal["min", "mean"], Needs("num_critics", 1)] = "min"
     """How two critics give one prediction: the one with the smaller V, or their mean."""
     norm_returns: bool = True
@@ -341,8 +341,8 @@ class MachineArgs:
     torch_deterministic: Annotated[bool, Needs("cuda", False)] = True
     """Use deterministic cuDNN kernels. Runs on the CPU repeat exactly in any case."""
     async_envs: bool = False
-    """Step environments in other processes, which share them evenly: at most one for each core. It
-    pays for slow simulators."""
+    """Step environments in other processes, in equal shares and at most one process for each core.
+    It pays for slow simulators."""
     torch_threads: Count = 1
     """CPU threads of torch. One is the fastest for small networks."""
     compile: bool = False
@@ -408,9 +408,9 @@ class Rollout(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """It holds the B = T * N steps of a rollout as rows, or some of them. Nothing has a graph.
+    """It holds the B = T * N steps of a rollout as rows, or some of them. No tensor has a graph.
 
-    The actor's loss and the critics' read different fields. What a loop does not read is None.
+    The actor's loss and the critics' read different fields. A field that is not read is None.
     """
 
     obs: Tensor  # (B, D) normalised
@@ -580,7 +580,7 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     """Turn a rollout into a batch. Returns it and metrics.
 
     The order matters (van Hasselt et al. 2016). Values are decoded with the old statistics. Then
-    the statistics take in the targets, and old values are what the critics now say by the new ones.
+    the statistics take in the targets, and old values are computed anew with the new statistics.
     Otherwise the next rollout would be decoded with a scale that the critics were never trained on.
     The return statistics move, and so does the last row of each value head.
     """
@@ -824,7 +824,7 @@ def train_actor(
             mean_loss, mean_kl = average(torch.stack([loss, kl])).tolist()
             gradient = average(gradient)
             norm = float(gradient.norm())
-            check_step(mean_loss, norm, f"minibatch {i} of the actor's update")
+            check_step(mean_loss, norm, f"minibatch {i} of the actor's update", "--learning-rate")
 
             rows.append(metrics)
             tickets.put(i)
@@ -860,7 +860,8 @@ def train_critics(
         mean_loss = float(average(loss))
         gradient = average(gradient)
         norm = float(gradient.norm())
-        check_step(mean_loss, norm, f"minibatch {i} of the critics' update")
+        name = f"minibatch {i} of the critics' update"
+        check_step(mean_loss, norm, name, "--critic-learning-rate")
         rows.append(metrics)
         norms.append(norm)
         take_step(optimizer, gradient, norm, args.max_grad_norm)
@@ -1218,12 +1219,12 @@ def clip_values(values: Tensor, old_values: Tensor, clip_delta: float) -> Tensor
 
 
 def clipped_value_loss(loss: Tensor, loss_clipped: Tensor) -> Tensor:
-    """Take max(loss, loss_clipped) per sample, (B,), and for each critic before any mean."""
+    """Take max(loss, loss_clipped) for each sample, (B,), and each critic, ahead of any mean."""
     return torch.max(loss, loss_clipped)
 
 
 def cvar_categorical(probs: Tensor, atoms: Tensor, alpha: float) -> Tensor:
-    """Compute the mean of the lower tail of mass alpha, (B, K) -> (B,). One atom counts in part.
+    """Compute the mean of the lowest mass alpha, (B, K) -> (B,). Its last atom counts in part.
 
         CVaR_alpha = (1 / alpha) * sum_k z_k min(p_k, max(0, alpha - sum_{i<k} p_i))
 
@@ -1452,9 +1453,9 @@ class ValueDistribution(nn.Module):
     ) -> tuple[Tensor, dict]:
         """Take the targets into the return statistics.
 
-        What the running moments take in is the mean of the targets, and as a variance the larger
-        one of the targets' variance and the mean square of V - mean. The variance alone would go
-        to 0 where all returns are equal. Errors of V would then count as thousands of deviations.
+        The running moments take in the mean of the targets. Their variance is the larger
+        one of the targets' variance and the mean of (V - mean)^2. The targets' alone would go to 0
+        where all returns are equal. Errors of V would then count as thousands of deviations.
 
         Probabilities of fixed atoms cannot be rescaled as PopArt would (van Hasselt et al. 2016):
         their decoded mean jumps, and the coming update repairs it. The mean output is rescaled, by
@@ -1517,12 +1518,12 @@ class ValueDistribution(nn.Module):
         The cross-entropy does not fall to 0 but to the entropy of the targets.
         All arguments are normalised. outputs are (C, ..., K or K + 1). old are (C, ..., 1 or 2),
         from `move_statistics`. With value clipping each of the two terms is the larger one of its
-        plain and its clipped form, and each critic is clipped around its own. The squared error
-        trains the mean output. The logits get no gradient from it, but the layers below both do.
+        plain and its clipped form, around the critic's own old value. The squared error trains the
+        mean output and the layers below it, but not the logits.
 
-        Where a distribution is clipped, its target moves the other way, and the gradient flows
-        through the moved target. That is the same cross-entropy but for rounding to atoms. The
-        log of a projected share, whose gradient would be unbounded, does not occur.
+        To clip a distribution, the loss moves the target the other way, with its gradient. But for
+        rounding to atoms the cross-entropy is the same as if the prediction moved. Then there would
+        be logs of projected shares, whose gradient is unbounded.
         """
         args = self.args
         logits, excess = self.split(outputs)
@@ -1839,7 +1840,7 @@ class Agent(nn.Module):
 
     @property
     def second_thread_pays(self) -> bool:
-        """Tell whether actor and critics train faster at once. Convolutions are long."""
+        """Tell whether training in two threads is faster. With slow convolutions it is."""
         return self.sees_images and not (self.args.cuda or self.args.compile)
 
     def parts(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -1912,7 +1913,7 @@ class Agent(nn.Module):
         """Predict quantiles of the discounted return, (len(levels),) or (N, len(levels)).
 
         obs are those of `act`, levels lie in [0.001, 1]. The quantiles are in the task's units, but
-        rewards of Atari games count as clipped. Without the preset `calibrated` they are those of
+        rewards of Atari games count as clipped. By default they are those of
         lambda-returns, which vary less than returns do. Raises ValueError like `act`.
         """
         check_levels(levels)
@@ -1957,7 +1958,7 @@ STATS = "episode_statistics"  # key of a finished episode's return and length; t
 
 
 def channel_axis(space: gym.Space) -> int | None:
-    """Return the axis of an image's channels, 0 or 2, also where it is missing. None: no image.
+    """Return the axis of an image's channels: 0 or 2, and 2 if it has none. None: no image.
 
     An image is a Box of bytes with two or three dimensions, or a Box of three dimensions whose
     numbers all have the same bounds, of 65,535 at most. Its sides are 3, the kernel of
@@ -2100,9 +2101,10 @@ def as_rows(obs: np.ndarray, space: Box) -> tuple[np.ndarray, bool]:
 
 
 def check_levels(levels: tuple[float, ...]) -> None:
-    """Raise ValueError unless all levels of quantiles are numbers in [0.001, 1]."""
-    numbers = isinstance(levels, tuple | list | np.ndarray)
-    if not numbers or not all(1e-3 <= level <= 1 for level in levels):
+    """Raise ValueError unless there are levels of quantiles, all of them numbers in [0.001, 1]."""
+    given = np.array(levels) if isinstance(levels, tuple | list | np.ndarray) else np.empty(0)
+    numbers = given.size and given.dtype.kind in "iuf"
+    if not numbers or not np.all((given >= 1e-3) & (given <= 1)):
         text = "levels must be a tuple of numbers in [0.001, 1]"
         raise ValueError(f"predict_returns: {text}, and they are {levels!r:.100}")
 
@@ -2214,8 +2216,7 @@ class Checked(gym.Wrapper):
     def refusal(self, text: str) -> ValueError:
         """Return an error that names the task.
 
-        It is `UsageError`, which cannot travel from one process to another. `Run` makes it of what
-        arrives.
+        In another process it is ValueError, since `UsageError` cannot travel. `Run` turns it back.
         """
         apart = multiprocessing.parent_process() is not None
         kind = ValueError if apart else UsageError
@@ -2258,7 +2259,10 @@ def make_env(args: Args, **options: Any) -> gym.Env:
         text = str(error) or repr(error)
         if args.is_atari:
             name = args.env_id.split(":")[-1]
-            text += f" Use ale_py:{name}, after pip install ale-py opencv-python-headless"
+            text += (
+                " Needed:" if args.env_id.startswith("ale_py:") else f" Use ale_py:{name}, after"
+            )
+            text += " pip install ale-py opencv-python-headless"
         elif ".py:" in args.env_id:
             text += f" Leave out .py: {args.env_id.replace('.py:', ':', 1)}"
         elif isinstance(error, gym.error.NameNotFound) and ":" not in args.env_id:
@@ -2403,7 +2407,8 @@ def check_finite(
     if finite.all():
         return
     i = int(finite.argmin())
-    found = f"observation {next_obs[i]}, then {current_obs[i]}, reward {rewards[i]}"
+    then = "" if current_obs is next_obs else f", then {current_obs[i]}"
+    found = f"observation {next_obs[i]}{then}, reward {rewards[i]}"
     raise RuntimeError(f"not finite: {found}, environment {i}, {when}; check the task")
 
 
@@ -2535,7 +2540,7 @@ DESCRIPTIONS = {
     "twin/abs_difference": "Mean distance between the values of the two critics.",
     "twin/critic1_is_min": "How often the first critic has the smaller value.",
     "twin/loss_1": "Loss of the first critic.",
-    "twin/loss_2": "Loss of the second critic.",
+    "twin/loss_2": "Loss of the second critic, or of the only one.",
     "value/bias": "Mean of the value minus the lambda-return.",
     "value/clip_fraction": "Share of predictions that value clipping changed.",
     "value/crossing_fraction": "Share of neighbouring quantiles that are out of order.",
@@ -2587,11 +2592,14 @@ class NotFinite(RuntimeError):
     """A loss or a gradient is not finite. All processes of a run find it at once."""
 
 
-def check_step(loss: float, norm: float, name: str) -> None:
-    """Raise `NotFinite` unless the loss of a minibatch and its gradient's norm are finite."""
+def check_step(loss: float, norm: float, name: str, flag: str) -> None:
+    """Raise `NotFinite` unless the loss of a minibatch and its gradient's norm are finite.
+
+    `flag` is that of the learning rate, which the message names as a remedy.
+    """
     if not math.isfinite(loss + norm):
         found = f"loss {loss:g}, gradient {norm:g} of {name}"
-        raise NotFinite(f"{found}: not finite; try a smaller --learning-rate")
+        raise NotFinite(f"{found}: not finite; try a smaller {flag}")
 
 
 STREAMS = ("environments", "weights", "iterations", "evaluations", "tasks")  # of random numbers
@@ -2600,8 +2608,8 @@ STREAMS = ("environments", "weights", "iterations", "evaluations", "tasks")  # o
 def derived_seed(seed: int, stream: str, index: int, bits: int = 63) -> int:
     """Make a seed for one purpose. Neighbouring seeds, streams and indices have nothing in common.
 
-    The key has a fixed length, and streams count from 1. Keys that differ only by zeros at their
-    ends would collide.
+    Keys that differ only by zeros at their ends would collide. So the key has a fixed length, and
+    streams count from 1.
     """
     mixed = np.random.SeedSequence(seed, spawn_key=(1 + STREAMS.index(stream), index))
     return int(mixed.generate_state(1, np.uint64)[0]) >> (64 - bits)
@@ -2670,7 +2678,7 @@ def open_environments(args: Args) -> tuple[gym.vector.VectorEnv, gym.Env | None]
 def make_agent(envs: gym.vector.VectorEnv, args: Args) -> Agent:
     """Make the agent to train: a new one, that of the run to resume, or one with other weights.
 
-    Raises `UsageError` where the shapes or supports of `init_from` differ.
+    Raises `UsageError` where the weights of `init_from` have other shapes, or another meaning.
     """
     spaces = (envs.single_observation_space, envs.single_action_space)
     if args.resume:
@@ -2679,8 +2687,9 @@ def make_agent(envs: gym.vector.VectorEnv, args: Args) -> Agent:
     agent = Agent(*spaces, args)
     if args.init_from:
         saved, stored = read_checkpoint(args.init_from)
-        there = shapes(saved["agent"], stored)
-        here = shapes(agent.state_dict(), args)
+        meaning = ("activation", "norm_obs", "norm_returns")  # the shapes are the same in any case
+        there = shapes(saved["agent"], stored) | {name: getattr(stored, name) for name in meaning}
+        here = shapes(agent.state_dict(), args) | {name: getattr(args, name) for name in meaning}
         for name in there | here:
             differ = f"{name} is {there.get(name)} there, {here.get(name)} by these flags"
             require_flag(args, "init_from", there.get(name) == here.get(name), differ)
@@ -2727,8 +2736,8 @@ def usable_cores() -> int:
 class VectorAdam(optim.Adam):
     """Adam for one vector of parameters. It calls torch's function and runs no hooks.
 
-    For small networks the hooks and checks of `optim.Adam.step` take longer than the step. Closures
-    and AMSGrad have no effect.
+    For small networks the hooks and checks of `optim.Adam.step` take longer than the step. It takes
+    no closure, and AMSGrad has no effect.
     """
 
     @torch.no_grad()
@@ -2851,7 +2860,7 @@ class Run:
         self.optimizers = optimizers
         self.envs = envs
         self.eval_env = eval_env  # None in all processes but the first, and without evaluations
-        self.unused_envs: list[gym.Env] = []  # those that were read back have their place
+        self.unused_envs: list[gym.Env] = []  # others were read back in their place
         self.proof: ReadBack | None = None  # that environments can be read back
 
         self.total_steps = args.num_iterations * args.batch_size
@@ -3385,6 +3394,8 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], Args]:
     except FileNotFoundError as error:
         begun = (path.parent / "args.json").exists()
         text = "no checkpoint was saved yet; start anew" if begun else "No such file or directory"
+        if saved := sorted(one.name for one in path.parent.glob("*.pt")):
+            text = f"it does not exist; there is {' and '.join(saved)}"
         raise UsageError(f"{path}: no run or checkpoint of this script: {text}") from error
     except UsageError as error:  # flags that do not fit this machine, or the number of processes
         raise UsageError(f"{path}: {error}") from error
@@ -3399,7 +3410,11 @@ def restore_agent(
     agent = Agent(observation_space, action_space, args)
     try:
         agent.load_state_dict(saved["agent"])
-    except (KeyError, TypeError, RuntimeError) as error:
+    except RuntimeError as error:
+        text = "its weights do not fit the task's spaces, which are others now"
+        reason = " ".join(str(error).split())
+        raise UsageError(f"the checkpoint of {args.env_id}: {text}: {reason:.200}") from error
+    except (KeyError, TypeError) as error:
         raise not_of_this_script(f"the checkpoint of {args.env_id}", error) from error
     return agent
 
@@ -3639,14 +3654,16 @@ def check_flags(args: Args) -> None:
 
         for allowed in extras:
             if isinstance(allowed, Range) and value is not None:
-                text = f"must be finite and {allowed}" if str(allowed) else "must be finite"
+                bound = f"in {allowed}" if "," in str(allowed) else str(allowed)
+                text = f"must be finite and {bound}" if bound else "must be finite"
                 require_flag(args, name, value in allowed, text)
 
     check_sizes(args)
 
     launched = WORLD_SIZE == 1 or "MASTER_ADDR" in os.environ
-    text = f"WORLD_SIZE is {WORLD_SIZE} without a launcher; start by torchrun, or unset it"
-    require_flag(args, "num_envs", launched, text)
+    if not launched:
+        text = "is set without a launcher; start by torchrun, or unset it"
+        raise UsageError(f"WORLD_SIZE={WORLD_SIZE}: {text}")
 
     gpu = torch.cuda.is_available() or not args.cuda
     require_flag(args, "cuda", gpu, "torch sees no GPU; leave it out")

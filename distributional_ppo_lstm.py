@@ -25,11 +25,11 @@ Four things differ from most PPO scripts:
                          the same head, the mean output (`--value-from`). With `--cvar-weight` the
                          policy learns from the tail of the distribution.
     Stop before a step   With `--target-kl` the KL divergence from the policy that acted is measured
-                         ahead of each step. The first minibatch that exceeds it ends the actor's
-                         steps, and the critics stop after that minibatch, too.
+                         ahead of each step. The first minibatch that exceeds it gets no step of
+                         the actor, which stops. The critics still take theirs, and stop as well.
 
-Under torchrun many processes share the environments. `average` and `own` are all that the algorithm
-knows of them; with one process both return what they are given.
+Under torchrun many processes share the environments. The algorithm meets them only in
+`average` and `own`; with one process both return what they are given.
 
 Shapes are written with these letters:
 
@@ -144,10 +144,10 @@ def bounded(kind: Any, *bounds: Any) -> Any:
 
 @dataclass(frozen=True)
 class Needs:
-    """A flag has no effect while another one has this value. Typing it then is a mistake."""
+    """A flag has no effect while `flag` is `other_than`. Typing it then is a mistake."""
 
     flag: str
-    other_than: Any  # this value
+    other_than: Any
 
 
 LOG_STD_RANGE = (-5.0, 2.0)  # of Gaussian actions: a std from 0.0067 to 7.4
@@ -338,8 +338,8 @@ class MachineArgs:
     torch_deterministic: Annotated[bool, Needs("cuda", False)] = True
     """Use deterministic cuDNN kernels. Runs on the CPU repeat exactly in any case."""
     async_envs: bool = False
-    """Step environments in other processes, which share them evenly: at most one for each core. It
-    pays for slow simulators."""
+    """Step environments in other processes, in equal shares and at most one process for each core.
+    It pays for slow simulators."""
     torch_threads: Count = 1
     """CPU threads of torch. One is the fastest for small networks."""
 
@@ -417,9 +417,9 @@ class Rollout(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """It holds M training sequences of a rollout, of L steps each. Nothing has a graph.
+    """It holds M training sequences of a rollout, of L steps each. No tensor has a graph.
 
-    The actor's loss and the critics' read different fields. What a loop does not read is None.
+    The actor's loss and the critics' read different fields. A field that is not read is None.
     """
 
     obs: Tensor  # (L, M, D) normalised
@@ -547,8 +547,8 @@ def run_critics(
     of step 0. Returns the outputs of all critics for both, each (C, T, N, K or K + 1), the states
     (T / L, 2, N, H) ahead of each training sequence, and the state after the last step.
 
-    A state of the LSTM is needed wherever V(s'_t) is not V of the next step, and nn.LSTM gives one
-    at the end of a call alone. So the pass is cut where some environment meets a time limit, and
+    V(s'_t) needs a state of the LSTM where it is not V of the next step, and nn.LSTM returns only
+    its last state. So the pass is cut where some environment meets a time limit, and
     also at the end of each training sequence. Inside a stretch s'_t is the next step of the pass,
     except after a termination, where `gae` ignores the outputs for s'_t. At a cut the LSTM takes
     one more step, to the true successor, and the state after that step is thrown away (Pardo et
@@ -880,7 +880,7 @@ def train_actor(
             mean_loss, mean_kl = average(torch.stack([loss, kl])).tolist()
             gradient = average(gradient)
             norm = float(gradient.norm())
-            check_step(mean_loss, norm, f"minibatch {i} of the actor's update")
+            check_step(mean_loss, norm, f"minibatch {i} of the actor's update", "--learning-rate")
 
             rows.append(metrics)
             tickets.put(i)
@@ -915,7 +915,8 @@ def train_critics(
         mean_loss = float(average(loss))
         gradient = average(gradient)
         norm = float(gradient.norm())
-        check_step(mean_loss, norm, f"minibatch {i} of the critics' update")
+        name = f"minibatch {i} of the critics' update"
+        check_step(mean_loss, norm, name, "--critic-learning-rate")
         rows.append(metrics)
         norms.append(norm)
         take_step(optimizer, gradient, norm, args.max_grad_norm)
@@ -1254,7 +1255,7 @@ def clip_values(values: Tensor, old_values: Tensor, clip_delta: float) -> Tensor
 
 
 def clipped_value_loss(loss: Tensor, loss_clipped: Tensor) -> Tensor:
-    """Take max(loss, loss_clipped) per sample, (B,), and for each critic before any mean."""
+    """Take max(loss, loss_clipped) for each sample, (B,), and each critic, ahead of any mean."""
     return torch.max(loss, loss_clipped)
 
 
@@ -1462,9 +1463,9 @@ class ValueDistribution(nn.Module):
     ) -> tuple[Tensor, dict]:
         """Take the targets into the return statistics and rescale the heads in the same moment.
 
-        What the running moments take in is the mean of the targets, and as a variance the larger
-        one of the targets' variance and the mean square of V - mean. The variance alone would go
-        to 0 where all returns are equal. Errors of V would then count as thousands of deviations.
+        The running moments take in the mean of the targets. Their variance is the larger
+        one of the targets' variance and the mean of (V - mean)^2. The targets' alone would go to 0
+        where all returns are equal. Errors of V would then count as thousands of deviations.
 
         Decoded predictions stay what they were (PopArt, van Hasselt et al. 2016). There is one
         exception. A std at its floor means that nothing has varied yet, as where all rewards were
@@ -2010,8 +2011,8 @@ class Agent(nn.Module):
         Returns them and the critics' state, to hand back with the next observation; it is another
         one than that of `act`. State None opens an episode. obs are those of `act`, levels lie in
         [0.001, 1]. The quantiles are in the task's units, but rewards of Atari games count as
-        clipped. Without the preset `calibrated` they are those of lambda-returns, which vary less
-        than returns do. Raises ValueError like `act`.
+        clipped. By default they are those of lambda-returns, which vary less than returns do.
+        Raises ValueError like `act`.
         """
         check_levels(levels)
         outputs, state, alone = self.critics_step(obs, state)
@@ -2063,7 +2064,7 @@ STATS = "episode_statistics"  # key of a finished episode's return and length; t
 
 
 def channel_axis(space: gym.Space) -> int | None:
-    """Return the axis of an image's channels, 0 or 2, also where it is missing. None: no image.
+    """Return the axis of an image's channels: 0 or 2, and 2 if it has none. None: no image.
 
     An image is a Box of bytes with two or three dimensions, or a Box of three dimensions whose
     numbers all have the same bounds, of 65,535 at most. Its sides are 3, the kernel of
@@ -2206,9 +2207,10 @@ def as_rows(obs: np.ndarray, space: Box) -> tuple[np.ndarray, bool]:
 
 
 def check_levels(levels: tuple[float, ...]) -> None:
-    """Raise ValueError unless all levels of quantiles are numbers in [0.001, 1]."""
-    numbers = isinstance(levels, tuple | list | np.ndarray)
-    if not numbers or not all(1e-3 <= level <= 1 for level in levels):
+    """Raise ValueError unless there are levels of quantiles, all of them numbers in [0.001, 1]."""
+    given = np.array(levels) if isinstance(levels, tuple | list | np.ndarray) else np.empty(0)
+    numbers = given.size and given.dtype.kind in "iuf"
+    if not numbers or not np.all((given >= 1e-3) & (given <= 1)):
         text = "levels must be a tuple of numbers in [0.001, 1]"
         raise ValueError(f"predict_returns: {text}, and they are {levels!r:.100}")
 
@@ -2320,8 +2322,7 @@ class Checked(gym.Wrapper):
     def refusal(self, text: str) -> ValueError:
         """Return an error that names the task.
 
-        It is `UsageError`, which cannot travel from one process to another. `Run` makes it of what
-        arrives.
+        In another process it is ValueError, since `UsageError` cannot travel. `Run` turns it back.
         """
         apart = multiprocessing.parent_process() is not None
         kind = ValueError if apart else UsageError
@@ -2364,7 +2365,10 @@ def make_env(args: Args, **options: Any) -> gym.Env:
         text = str(error) or repr(error)
         if args.is_atari:
             name = args.env_id.split(":")[-1]
-            text += f" Use ale_py:{name}, after pip install ale-py opencv-python-headless"
+            text += (
+                " Needed:" if args.env_id.startswith("ale_py:") else f" Use ale_py:{name}, after"
+            )
+            text += " pip install ale-py opencv-python-headless"
         elif ".py:" in args.env_id:
             text += f" Leave out .py: {args.env_id.replace('.py:', ':', 1)}"
         elif isinstance(error, gym.error.NameNotFound) and ":" not in args.env_id:
@@ -2511,7 +2515,8 @@ def check_finite(
     if finite.all():
         return
     i = int(finite.argmin())
-    found = f"observation {next_obs[i]}, then {current_obs[i]}, reward {rewards[i]}"
+    then = "" if current_obs is next_obs else f", then {current_obs[i]}"
+    found = f"observation {next_obs[i]}{then}, reward {rewards[i]}"
     raise RuntimeError(f"not finite: {found}, environment {i}, {when}; check the task")
 
 
@@ -2643,7 +2648,7 @@ DESCRIPTIONS = {
     "twin/abs_difference": "Mean distance between the values of the two critics.",
     "twin/critic1_is_min": "How often the first critic has the smaller value.",
     "twin/loss_1": "Loss of the first critic.",
-    "twin/loss_2": "Loss of the second critic.",
+    "twin/loss_2": "Loss of the second critic, or of the only one.",
     "value/bias": "Mean of the value minus the lambda-return.",
     "value/clip_fraction": "Share of predictions that value clipping changed.",
     "value/crossing_fraction": "Share of neighbouring quantiles that are out of order.",
@@ -2695,11 +2700,14 @@ class NotFinite(RuntimeError):
     """A loss or a gradient is not finite. All processes of a run find it at once."""
 
 
-def check_step(loss: float, norm: float, name: str) -> None:
-    """Raise `NotFinite` unless the loss of a minibatch and its gradient's norm are finite."""
+def check_step(loss: float, norm: float, name: str, flag: str) -> None:
+    """Raise `NotFinite` unless the loss of a minibatch and its gradient's norm are finite.
+
+    `flag` is that of the learning rate, which the message names as a remedy.
+    """
     if not math.isfinite(loss + norm):
         found = f"loss {loss:g}, gradient {norm:g} of {name}"
-        raise NotFinite(f"{found}: not finite; try a smaller --learning-rate")
+        raise NotFinite(f"{found}: not finite; try a smaller {flag}")
 
 
 STREAMS = ("environments", "weights", "iterations", "evaluations", "tasks")  # of random numbers
@@ -2708,8 +2716,8 @@ STREAMS = ("environments", "weights", "iterations", "evaluations", "tasks")  # o
 def derived_seed(seed: int, stream: str, index: int, bits: int = 63) -> int:
     """Make a seed for one purpose. Neighbouring seeds, streams and indices have nothing in common.
 
-    The key has a fixed length, and streams count from 1. Keys that differ only by zeros at their
-    ends would collide.
+    Keys that differ only by zeros at their ends would collide. So the key has a fixed length, and
+    streams count from 1.
     """
     mixed = np.random.SeedSequence(seed, spawn_key=(1 + STREAMS.index(stream), index))
     return int(mixed.generate_state(1, np.uint64)[0]) >> (64 - bits)
@@ -2766,7 +2774,7 @@ def open_environments(args: Args) -> tuple[gym.vector.VectorEnv, gym.Env | None]
 def make_agent(envs: gym.vector.VectorEnv, args: Args) -> Agent:
     """Make the agent to train: a new one, that of the run to resume, or one with other weights.
 
-    Raises `UsageError` where the shapes or supports of `init_from` differ.
+    Raises `UsageError` where the weights of `init_from` have other shapes, or another meaning.
     """
     spaces = (envs.single_observation_space, envs.single_action_space)
     if args.resume:
@@ -2775,8 +2783,9 @@ def make_agent(envs: gym.vector.VectorEnv, args: Args) -> Agent:
     agent = Agent(*spaces, args)
     if args.init_from:
         saved, stored = read_checkpoint(args.init_from)
-        there = shapes(saved["agent"], stored)
-        here = shapes(agent.state_dict(), args)
+        meaning = ("activation", "norm_obs", "norm_returns")  # the shapes are the same in any case
+        there = shapes(saved["agent"], stored) | {name: getattr(stored, name) for name in meaning}
+        here = shapes(agent.state_dict(), args) | {name: getattr(args, name) for name in meaning}
         for name in there | here:
             differ = f"{name} is {there.get(name)} there, {here.get(name)} by these flags"
             require_flag(args, "init_from", there.get(name) == here.get(name), differ)
@@ -2816,8 +2825,8 @@ def usable_cores() -> int:
 class VectorAdam(optim.Adam):
     """Adam for one vector of parameters. It calls torch's function and runs no hooks.
 
-    For small networks the hooks and checks of `optim.Adam.step` take longer than the step. Closures
-    and AMSGrad have no effect.
+    For small networks the hooks and checks of `optim.Adam.step` take longer than the step. It takes
+    no closure, and AMSGrad has no effect.
     """
 
     @torch.no_grad()
@@ -2940,7 +2949,7 @@ class Run:
         self.optimizers = optimizers
         self.envs = envs
         self.eval_env = eval_env  # None in all processes but the first, and without evaluations
-        self.unused_envs: list[gym.Env] = []  # those that were read back have their place
+        self.unused_envs: list[gym.Env] = []  # others were read back in their place
         self.proof: ReadBack | None = None  # that environments can be read back
 
         self.total_steps = args.num_iterations * args.batch_size
@@ -3474,6 +3483,8 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], Args]:
     except FileNotFoundError as error:
         begun = (path.parent / "args.json").exists()
         text = "no checkpoint was saved yet; start anew" if begun else "No such file or directory"
+        if saved := sorted(one.name for one in path.parent.glob("*.pt")):
+            text = f"it does not exist; there is {' and '.join(saved)}"
         raise UsageError(f"{path}: no run or checkpoint of this script: {text}") from error
     except UsageError as error:  # flags that do not fit this machine, or the number of processes
         raise UsageError(f"{path}: {error}") from error
@@ -3488,7 +3499,11 @@ def restore_agent(
     agent = Agent(observation_space, action_space, args)
     try:
         agent.load_state_dict(saved["agent"])
-    except (KeyError, TypeError, RuntimeError) as error:
+    except RuntimeError as error:
+        text = "its weights do not fit the task's spaces, which are others now"
+        reason = " ".join(str(error).split())
+        raise UsageError(f"the checkpoint of {args.env_id}: {text}: {reason:.200}") from error
+    except (KeyError, TypeError) as error:
         raise not_of_this_script(f"the checkpoint of {args.env_id}", error) from error
     return agent
 
@@ -3729,14 +3744,16 @@ def check_flags(args: Args) -> None:
 
         for allowed in extras:
             if isinstance(allowed, Range) and value is not None:
-                text = f"must be finite and {allowed}" if str(allowed) else "must be finite"
+                bound = f"in {allowed}" if "," in str(allowed) else str(allowed)
+                text = f"must be finite and {bound}" if bound else "must be finite"
                 require_flag(args, name, value in allowed, text)
 
     check_sizes(args)
 
     launched = WORLD_SIZE == 1 or "MASTER_ADDR" in os.environ
-    text = f"WORLD_SIZE is {WORLD_SIZE} without a launcher; start by torchrun, or unset it"
-    require_flag(args, "num_envs", launched, text)
+    if not launched:
+        text = "is set without a launcher; start by torchrun, or unset it"
+        raise UsageError(f"WORLD_SIZE={WORLD_SIZE}: {text}")
 
     gpu = torch.cuda.is_available() or not args.cuda
     require_flag(args, "cuda", gpu, "torch sees no GPU; leave it out")

@@ -42,10 +42,10 @@ ATOMS = {
     "learnt": """predicts probabilities of returns. By default it learns one
                          lambda-return for each state, blurred by HL-Gauss. The presets `calibrated`
                          and `averse` learn the distribution of the return itself. By default V
-                         adds one more output to its mean, the mean output (`--value-from`). With
+                         is its mean plus a correction, the mean output (`--value-from`). With
                          `--cvar-weight` the policy learns from the tail of the distribution.""",
     "value": """or that and a correction, the mean output.
-    The mean output learns squared errors, also of rewards too rare for the distribution.""",
+    The mean output is fitted by squared error, so it learns rare rewards, too.""",
     "K": "K   atoms of a predicted distribution",
     "J": "J   weighted returns of a target distribution",
     "normalised": '"""Critics predict normalised returns."""',

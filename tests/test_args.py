@@ -28,7 +28,7 @@ BAD = [
     ("--hidden-size 0", "hidden-size 0", "must be finite and >=1"),
     ("--num-minibatches 0", "num-minibatches 0", "must be finite and >=1"),
     ("--update-epochs 0", "update-epochs 0", "must be finite and >=1"),
-    ("--seed -1", "seed -1", "must be finite and [0, 4e+09]"),
+    ("--seed -1", "seed -1", "must be finite and in [0, 4e+09]"),
     ("--eval-every -1", "eval-every -1", "must be finite and >=0"),
     ("--ent-coef -0.1", "ent-coef -0.1", "must be finite and >=0"),
     ("--ent-coef-final -0.1", "ent-coef-final -0.1", "must be finite and >=0"),

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -379,9 +380,13 @@ def refusal(script, tmp_path, capsys, flags):
         ({"env_id": "probes:Memory-v0"}, "(1,) there, (3,) by these flags"),
         ({"num_critics": 1}, " there, None by these flags"),
         ({"value_from": "distribution"}, "critic_heads.0.2.weight is ("),
+        # of the same shapes, but with another meaning
+        ({"activation": "tanh"}, "activation is relu there, tanh by these flags"),
+        ({"norm_obs": False}, "norm_obs is True there, False by these flags"),
+        ({"norm_returns": False}, "norm_returns is True there, False by these flags"),
     ],
 )
-def test_shapes_that_differ_are_named(script, tmp_path, capsys, flags, named):
+def test_weights_that_differ_are_named(script, tmp_path, capsys, flags, named):
     """One line with the flag, the run, the parameter; nothing is written."""
     assert named in refusal(script, tmp_path, capsys, flags)
 
@@ -392,6 +397,26 @@ def test_another_support_is_named(tmp_path, capsys):
 
     named = "value_dist.support is (-5.0, 5.0) there, (-5.0, 7.0) by these flags"
     assert named in refusal(script, tmp_path, capsys, {"v_max": 7.0})
+
+
+def test_a_task_that_changed_since_is_not_taken_for_another_script(
+    script, tmp_path, capsys, monkeypatch
+):
+    """Its observations have one more entry than when the run was trained."""
+    directory = script.train(flags_for(script, tmp_path, 1, env_id="probes:Walk-v0"))["run_dir"]
+    make_env = script.make_env
+
+    def wider(args, **options):
+        env = make_env(args, **options)
+        space = gym.spaces.Box(-1, 1, (env.observation_space.shape[0] + 1,), np.float32)
+        return gym.wrappers.TransformObservation(env, lambda obs: np.append(obs, obs[:1]), space)
+
+    monkeypatch.setattr(script, "make_env", wider)
+    code, _, err = run_main(script, capsys, ["--evaluate", directory])
+    assert code == 2
+    assert "its weights do not fit the task's spaces, which are others now" in err
+    assert "of this script" not in err
+    assert err.count("\n") == 1
 
 
 def test_only_a_new_run_starts_from_others(script, tmp_path, capsys):

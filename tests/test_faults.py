@@ -151,6 +151,7 @@ def poison(script, monkeypatch, iteration, act):
 
 
 REMEDY = ["not finite", "smaller --learning-rate", "after 96 steps"]
+CRITICS_REMEDY = ["not finite", "smaller --critic-learning-rate", "after 96 steps"]
 
 
 def test_a_loss_that_is_not_finite(script, monkeypatch, capsys, tmp_path):
@@ -173,7 +174,7 @@ def test_a_weight_that_is_not_finite(script, monkeypatch, capsys, tmp_path):
         agent.critic_heads[1][0].weight.data[0, 0] = torch.inf
 
     poison(script, monkeypatch, 2, spoil)
-    parts = ["loss (inf|nan)", "minibatch 0 of the critics' update", *REMEDY]
+    parts = ["loss (inf|nan)", "minibatch 0 of the critics' update", *CRITICS_REMEDY]
     check_fault(script, capsys, tmp_path, words(args), parts)
 
 

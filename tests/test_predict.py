@@ -120,9 +120,10 @@ def test_one_observation_or_many(script):
     assert value(run.agent, rows[1])[0] == pytest.approx(value(run.agent, rows)[0][1], rel=1e-5)
 
 
-@pytest.mark.parametrize("levels", [(0.5, 1.2), (0.0,), (-0.1,)])
+@pytest.mark.parametrize("levels", [(0.5, 1.2), (0.0,), (-0.1,), (), ("a",), (None,)])
 def test_levels_are_shares(script, levels):
-    """A level beyond [0.001, 1] is refused; so is an observation of another shape."""
+    """A level beyond [0.001, 1] is refused, and so are none at all and what is no number; so is an
+    observation of another shape."""
     agent = make_run(script, "VectorBox").agent
     with pytest.raises(ValueError, match="levels"):
         predict(agent, np.zeros(4), levels)

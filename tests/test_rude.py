@@ -474,7 +474,7 @@ def test_a_run_whose_task_is_gone_is_a_run_all_the_same(script, somewhere, capsy
     [
         ({"RANK": "1"}, 0, ""),
         pytest.param({"RANK": "", "WORLD_SIZE": ""}, 0, "", marks=pytest.mark.slow),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, 2, "WORLD_SIZE is 2 without a launcher"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, 2, "error: WORLD_SIZE=2: is set without a launcher"),
     ],
 )
 def test_variables_of_a_scheduler(tmp_path, variables, code, said):
@@ -527,6 +527,15 @@ def test_a_run_without_a_checkpoint_is_no_missing_file(script, somewhere, capsys
     code, _, err = run_main(script, capsys, ["--resume", str(directory)])
     assert code == 2
     assert "no checkpoint was saved yet; start anew" in err
+
+
+def test_a_file_that_a_run_lacks_is_told_with_those_it_has(script, somewhere, capsys):
+    """Without evaluations during the run there is no best.pt."""
+    directory = script.train(small_args(script, "Walk", total_timesteps=48))["run_dir"]
+    code, _, err = run_main(script, capsys, ["--evaluate", f"{directory}/best.pt"])
+    assert code == 2
+    assert "best.pt: no run or checkpoint of this script: it does not exist; there is " in err
+    assert err.endswith("there is checkpoint.pt\n")
 
 
 def test_a_module_may_lie_in_the_working_directory(tmp_path):

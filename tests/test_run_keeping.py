@@ -265,6 +265,13 @@ def test_what_is_not_finite_is_named_with_environment_and_moment(script, place, 
     )
 
 
+def test_an_observation_that_opens_an_episode_is_told_once(script):
+    """Nothing came after it."""
+    obs = np.full((1, 2), np.nan)
+    with pytest.raises(RuntimeError, match=r"not finite: observation \[nan nan\], reward 0"):
+        script.check_finite(obs, obs, np.zeros(1), "the first reset")
+
+
 class Spoilt(gym.Wrapper):
     """Another observation or reward at one step of the environment that was reset with a seed; step
     0 is the first reset."""

@@ -82,7 +82,7 @@ def test_a_run_of_a_sample_is_trained_and_taken_up(tmp_path, script):
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("--gamma 1.5", "--gamma 1.5: must be finite and [0, 1]"),
+        ("--gamma 1.5", "--gamma 1.5: must be finite and in [0, 1]"),
         ("--gamma x", "could not convert string to float: 'x'"),
         ("--gama 1", "Unrecognized options: --gama"),
         ("--num-critics 1 --twin-reduce mean", "--twin-reduce mean: has no effect"),
