@@ -1019,11 +1019,12 @@ PRESETS = {
         "MiniGrid's memory task, its codes as one-hot vectors (pip install minigrid).",
         {
             "env_id": "benchmarks.envs:MiniGrid-MemoryS7-OneHot-v0",
-            "total_timesteps": 200_000,
+            "total_timesteps": 300_000,
             "eval_sampled": True,
+            "lstm_hidden_size": 128,
             "learning_rate": 3e-3,
             "critic_learning_rate": 1e-3,
-            "ent_coef": 0.01,
+            "ent_coef": 0.02,
         },
     ),
     "atari": Preset(

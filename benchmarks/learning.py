@@ -145,7 +145,9 @@ GRID = [
     Cell("PendulumNoVel-v1", LSTM, "memory_100", PENDULUM_NOVEL + RETURNS_OVER_100, TWENTY),
     Cell("MountainCarContinuousNoVel-v0", LSTM, "default", MOUNTAIN, NEW_TWENTY),
     *[Cell(f"popgym:popgym-{name}-v0", LSTM, "default", MEMORY, NEW_THREE) for name in POPGYM],
-    Cell("envs:MiniGrid-MemoryS7-OneHot-v0", LSTM, "default", "--preset minigrid", NEW_THREE),
+    Cell(
+        "envs:MiniGrid-MemoryS7-OneHot-v0", LSTM, "default", "--preset minigrid", range(8004, 8007)
+    ),
     Cell("CartPole-v1", CATEGORICAL, "default", "", NEW_TWENTY),
     Cell("Pendulum-v1", CATEGORICAL, "default", PENDULUM, NEW_TWENTY),
     Cell("Acrobot-v1", CATEGORICAL, "default", ACROBOT, NEW_TWENTY),
