@@ -34,7 +34,7 @@ Under torchrun many processes share the environments. The algorithm meets them o
 Shapes are written with these letters:
 
     T   steps of a rollout
-    N   environments
+    N   environments, of one process
     B   rows of a rollout, T * N, or of a minibatch
     D   entries of an observation; an image has three axes instead, channels first
     A   floats of a continuous action
@@ -215,8 +215,8 @@ class PPOArgs:
     norm_adv: bool = True
     """Normalise the advantages of each rollout."""
     norm_adv_memory: Annotated[CountOrZero, Needs("norm_adv", False)] = 100
-    """Rollouts over which the running std of advantages fades. They are divided by it where their
-    own std is smaller. 0: always by their own."""
+    """Rollouts over which the running std of advantages fades. Advantages of a smaller std are
+    divided by it. 0: always by their own."""
     clip_coef: Positive = 0.2
     """Clipping range of the probability ratio."""
     ent_coef: NonNegative = 0.0
@@ -2132,8 +2132,8 @@ class Checked(gym.Wrapper):
 
     `see` turns an observation that fits its space into a copy, an array of `seen`. The reward
     becomes a float. `info` is dropped, since nobody reads it, and gymnasium could not batch what
-    some tasks put there. Tasks may change the settings of torch: they find them as they left them,
-    and the networks run under their own.
+    some tasks put there. Tasks may change the settings of torch. Each task finds its own
+    again, and the networks keep theirs.
     """
 
     tasks_settings: ClassVar[dict[str, tuple]] = {}  # of torch, by env_id, where tasks change them
@@ -2294,9 +2294,9 @@ def make_envs(args: Args) -> gym.vector.VectorEnv:
 class EnvsInProcesses(gym.vector.VectorEnv):
     """Environments in processes, of which there are no more than cores.
 
-    AsyncVectorEnv has a process for each of its environments. Here each of those is a `Group`. More
-    processes than cores cost more than they gain, and each has the memory of its own imports. All
-    groups have the same size, so 7 environments on 4 cores are one group.
+    AsyncVectorEnv has a process for each of its environments. Here a process has a `Group` of them.
+    More processes than cores cost more than they gain, and each has the memory of its own imports.
+    All groups have the same size, so 7 environments on 4 cores are one group.
     """
 
     def __init__(
@@ -2560,7 +2560,7 @@ IN_THE_TABLE = ("eval/return_mean", "eval/return_cvar", "charts/SPS")  # of runs
 def describe_run(args: Args) -> dict[str, str | float]:
     """Return the flags of a run for TensorBoard's table: those that make a difference.
 
-    `flags` has those that are not at their default in one text. Flags of one script alone have no
+    `flags` lists in one text those that are not at their default. Flags of one script alone have no
     column in a table that lists runs of both.
     """
     values = asdict(args)
