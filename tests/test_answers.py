@@ -456,3 +456,41 @@ def test_a_line_is_renewed_where_its_name_stands(answers):
         "| a | 1 |",
         "| a | of c |",
     ]
+
+
+def test_warnings_worked_by_hand(answers, monkeypatch):
+    """Two runs. In one the return falls at the third level, where the decile has warned at the
+    second and the twins never; in the other one nothing falls and the twins warn in vain."""
+    rows = [
+        {"task": "Hopper-v5", "change": "gravity", "seed": seed, "level": level, "return_std": 0}
+        | {"return_mean": returns, "low_warns": low, "twins_warns": twins}
+        for seed, cells in (
+            ("8001", ((100, 0.5, 0.5), (95, 0.95, 0.5), (50, 1.0, 0.5))),
+            ("8002", ((100, 0.5, 0.5), (99, 0.5, 0.95), (98, 0.5, 0.95))),
+        )
+        for level, (returns, low, twins) in enumerate(cells)
+    ]
+    monkeypatch.setattr(answers.Table, "rows", lambda self: rows)
+    told = answers.trusted()
+    assert "Of 1 cases in which the return fell" in told
+    assert "at that level or earlier in 1, and the distance of the twins in 0." in told
+
+
+def test_reward_terms_worked_by_hand(answers, monkeypatch):
+    """The longest runs alone: 2 and 4 with terms, 1 and 3 with one value: +1, with gaps of 0.2 %
+    and 0.4 %."""
+    rows = [
+        {"variant": variant, "steps": steps, "return_mean": returns, "gap": gap}
+        for variant, steps, returns, gap in (
+            ("terms", "9000", 2, 0.002),
+            ("terms", "9000", 4, 0.004),
+            ("one", "9000", 1, ""),
+            ("one", "9000", 3, ""),
+            ("terms", "80", 100, 1),
+            ("one", "80", 0, ""),
+        )
+    ]
+    monkeypatch.setattr(answers.Table, "rows", lambda self: rows)
+    told = answers.terms()
+    assert "their sum is 0.3 % away from the value of the whole reward." in told
+    assert "After 9,000 steps the return minus that with one value is +1 (-5 to +7), two" in told
