@@ -728,12 +728,6 @@ def speed_notes() -> list[str]:
     """What the table of speed does not say, a line each."""
     waits = {line[1].split(",")[0]: line for line in speed.waiting_lines()}
     ours, theirs = waits[LSTM], waits[CONTRIB]
-    gaps = {}
-    for name in speed.GRID:
-        rows = rows_beside(Cell(name, "ours", "sb3", ""))
-        mine, peer = (speed.middle(rows[program], "peak_mb") for program in ("ours", "sb3"))
-        gaps[name] = mine - peer
-    most = max(gaps, key=gaps.get)
     compiled = [
         pace(Cell(name, "compiled", "ours", "")).told()
         for name in ("cheetah-1x2048", "cheetah-8x256", "minatar")
@@ -749,8 +743,6 @@ def speed_notes() -> list[str]:
         f"gain by it: {compiled[2]}.",
         f"* **Slow simulators.** With `--async-envs` eight environments of 1 ms a step run "
         f"{slow()} times as fast on two cores.",
-        f"* **Memory.** The peak is below the peer's in {sum(gap < 0 for gap in gaps.values())} of "
-        f"{len(gaps)} cells; the largest excess is {gaps[most]:.0f} MB ({most}).",
     ]
 
 
@@ -1279,12 +1271,13 @@ def trusted() -> str:
     onsets = [trust.onset(own) for *_, own in trust.cases(rows)]
     falls, low, twins = ([one[at] for one in onsets] for at in range(3))
     fallen = len(falls) - falls.count(None)
+    robots = joined(sorted({row["task"] for row in rows}))
     first, second = (len(trust.in_time(warnings, falls)) for warnings in (low, twins))
     return (
-        f"* **Does it know when not to be trusted?** Gravity, friction and the noise of sensors of "
-        f"two robots changed after training. Of {fallen} cases in which the return fell, the "
-        f"predicted first decile told at that level or earlier in {first}, and the distance of the "
-        f"twins in {second}. [Table](results/trust.md)"
+        f"* **Does it know when not to be trusted?** Gravity, friction or the noise of sensors of "
+        f"{robots} changed after training. Of {fallen} cases in which the return fell, the first "
+        f"decile told at that level or earlier in {first}, the distance of the twins in {second}. "
+        f"[Table](results/trust.md)"
     )
 
 

@@ -473,7 +473,7 @@ def test_warnings_worked_by_hand(answers, monkeypatch):
     monkeypatch.setattr(answers.Table, "rows", lambda self: rows)
     told = answers.trusted()
     assert "Of 1 cases in which the return fell" in told
-    assert "at that level or earlier in 1, and the distance of the twins in 0." in told
+    assert "at that level or earlier in 1, the distance of the twins in 0." in told
 
 
 def test_reward_terms_worked_by_hand(answers, monkeypatch):
