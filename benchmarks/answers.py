@@ -736,8 +736,7 @@ def speed_notes() -> list[str]:
         load_note(),
         f"* **To a solved task.** The median older recurrent run has learnt CartPoleNoVel-v1 after "
         f"{ours[2]} steps and {ours[3]} seconds, sb3-contrib's with the zoo's flags after "
-        f"{theirs[2]} and {theirs[3]}. Seconds contain start-up and evaluation, and two "
-        f"runs or more shared the cores.",
+        f"{theirs[2]} and {theirs[3]}.",
         f"* **`--compile`** makes the feed-forward script {compiled[0]} and {compiled[1]} times as "
         f"fast on HalfCheetah-v5 with one and eight environments. MinAtar's convolutions do not "
         f"gain by it: {compiled[2]}.",
@@ -1047,8 +1046,7 @@ def truth_notes() -> list[str]:
         f"atoms), and {found['peer']} do with SB3's PPO.",
         f"* **Other units.** Rewards or observations of CartPole-v1 were multiplied by 1e-8 to "
         f"1e18. {sum(mean == 500 for mean in units)} of {len(units)} runs of 25,600 steps end at "
-        f"500. The others are of one seed, which has {min(units):.0f} in the task's own units, "
-        f"too.",
+        f"500; the others are of one seed.",
     ]
 
 
