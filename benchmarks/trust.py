@@ -239,11 +239,12 @@ def report() -> None:
 
 def draw(rows: list[Row]) -> None:
     """Return and warnings over the levels: a panel for each task and change, a line a seed."""
-    size = (len(TASKS), len(CHANGES))
-    options = {"figsize": (11, 5.5), "constrained_layout": True, "squeeze": False}
+    tasks = [task for task in TASKS if any(row["task"] == task for row in rows)]
+    size = (len(tasks), len(CHANGES))
+    options = {"figsize": (11, 2.9 * len(tasks)), "constrained_layout": True, "squeeze": False}
     figure, axes = common.pyplot().subplots(*size, **options)
     for task, change, seed, own in cases(rows):
-        axis = axes[TASKS.index(task)][[*CHANGES].index(change)]
+        axis = axes[tasks.index(task)][[*CHANGES].index(change)]
         levels = range(len(own))
         first = seed == min(row["seed"] for row in rows)
         returns = np.array([float(row["return_mean"]) for row in own])
