@@ -3667,6 +3667,11 @@ def check_flags(args: Args) -> None:
 
     gpu = torch.cuda.is_available() or not args.cuda
     require_flag(args, "cuda", gpu, "torch sees no GPU; leave it out")
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this machine
+    gpus = torch.cuda.device_count()
+    enough = not args.cuda or processes <= max(gpus, 1)
+    text = f"{processes} processes need a GPU each, and torch sees {gpus}; start fewer processes"
+    require_flag(args, "cuda", enough, text)
 
     found = not args.resume or Path(args.resume).expanduser().is_dir()
     require_flag(args, "resume", found, "is not a run directory")

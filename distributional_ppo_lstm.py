@@ -76,6 +76,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, make_dataclass
@@ -1913,6 +1914,8 @@ class Agent(nn.Module):
             output = layer_init(nn.Linear(args.hidden_size, self.value_dist.num_outputs), 0.1)
             self.critic_heads.append(nn.Sequential(hidden, ACTIVATIONS[args.activation](), output))
         self.to("cuda" if args.cuda else "cpu")
+        if args.cuda:  # cuDNN copies the weights that `unroll_lstm` puts together, and says so
+            warnings.filterwarnings("ignore", "RNN module weights are not part of single")
 
     @property
     def device(self) -> torch.device:
@@ -3758,6 +3761,11 @@ def check_flags(args: Args) -> None:
 
     gpu = torch.cuda.is_available() or not args.cuda
     require_flag(args, "cuda", gpu, "torch sees no GPU; leave it out")
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this machine
+    gpus = torch.cuda.device_count()
+    enough = not args.cuda or processes <= max(gpus, 1)
+    text = f"{processes} processes need a GPU each, and torch sees {gpus}; start fewer processes"
+    require_flag(args, "cuda", enough, text)
 
     found = not args.resume or Path(args.resume).expanduser().is_dir()
     require_flag(args, "resume", found, "is not a run directory")

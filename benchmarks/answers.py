@@ -26,6 +26,7 @@ from typing import NamedTuple
 import calibration
 import common
 import critics
+import gpu
 import learning
 import numpy as np
 import risk
@@ -509,8 +510,6 @@ def critics_notes(verdicts: dict[Contest, Verdict]) -> list[str]:
     pendulum = critics.FAMILIES["recurrent"].low["PendulumNoVel-v1"]
     both = joined(contest.told for contest in CONTESTS if len(ages(contest)) > 1)
     caution = f" Runs from before and after separate updates are mixed in: {both}." if both else ""
-    if all(ages(contest) == {True} for contest in CONTESTS):
-        caution = " All these runs are of the older version."
     held = "confirmed" if shown(fresh.at_the_end) else "not confirmed"
     share = fresh.fewer
     fewer = f"On the fresh seeds fewer of its runs end low, by {share}." if share.low > 0 else ""
@@ -702,20 +701,6 @@ def speed_table() -> list[str]:
     return lines
 
 
-def sizes() -> str:
-    """Ratios of the recurrent script's other cells on CartPole."""
-    names = [name for name in speed.GRID if name.startswith("recurrent-")]
-    found = [pace(Cell(name, "ours", "", "")) for name in names]
-    ratios = [one.ratio.middle for one in found]
-    old = sum(one.older for one in found)
-    told = {0: "", len(names): " (older)"}
-    aside = told.get(old, f" ({old} of them older)")
-    return (
-        f"At {count_of(len(names))} other sizes and lengths of episodes it is {min(ratios):.1f} to "
-        f"{max(ratios):.1f} times as fast{aside}."
-    )
-
-
 def slow() -> str:
     """What --async-envs gains for slow simulators, by the newest rows."""
     rows = [row for row in scaling.TABLE.rows() if row["kind"] == "slow"]
@@ -742,7 +727,30 @@ def speed_notes() -> list[str]:
         f"gain by it: {compiled[2]}.",
         f"* **Slow simulators.** With `--async-envs` eight environments of 1 ms a step run "
         f"{slow()} times as fast on two cores.",
+        gpu_note(),
     ]
+
+
+def gpu_note() -> str:
+    """When --cuda pays."""
+    rows = gpu.TABLE.rows()
+    pong, large, *small = (
+        gpu.gain_of(rows, name)
+        for name in (
+            "Atari Pong",
+            "recurrent, LSTM 512, 64 environments",
+            "CartPole-v1",
+            "HalfCheetah-v5",
+            "MinAtar Breakout",
+            "recurrent, LSTM 128",
+        )
+    )
+    slow = [gain.middle for gain in small]
+    return (
+        f"* **On a GPU** (an H200 beside 16 cores) Pong is {pong.told()} times and an LSTM of 512 "
+        f"with 64 environments {large.told()} times as fast as on the CPU; small networks are "
+        f"slower, {min(slow):.1f} to {max(slow):.1f} times ([table](results/gpu.md))."
+    )
 
 
 def kept_memory() -> list[str]:
@@ -1045,7 +1053,7 @@ def truth_notes() -> list[str]:
         f"{found['mean']} do with V from the distribution ({found['wide']} with wide two-hot "
         f"atoms), and {found['peer']} do with SB3's PPO.",
         f"* **Other units.** Rewards or observations of CartPole-v1 were multiplied by 1e-8 to "
-        f"1e18. {sum(mean == 500 for mean in units)} of {len(units)} runs of 25,600 steps end at "
+        f"1e18. {sum(mean == 500 for mean in units)} of {len(units)} runs end at "
         f"500; the others are of one seed.",
     ]
 
@@ -1190,8 +1198,7 @@ def method_notes() -> list[str]:
         f"seconds in [learning.md](results/learning.md) and POPGym's equal wall time come from a "
         f"loaded machine.",
         f"* **Learnt** means that the mean of {common.SMOOTHED} training returns has reached "
-        f"{learning.THRESHOLDS['CartPole-v1']} on the CartPoles. [learning.py](learning.py) has "
-        f"the other thresholds.",
+        f"{learning.THRESHOLDS['CartPole-v1']} on the CartPoles.",
         f"* **Rows from before separate updates** of our scripts: {told}. The table below has "
         f"means on tuning seeds, by version.",
         optimism(),
@@ -1328,7 +1335,7 @@ def fast() -> str:
     pole, breakout = named["cartpole", "ours", ""], named["minatar", "ours", ""]
     return (
         f"* **How fast are they?** With an LSTM of 128 the recurrent script is {aged(lstm)} times "
-        f"as fast as sb3-contrib on two cores and {aged(one_core)} times on one. {sizes()} "
+        f"as fast as sb3-contrib on two cores and {aged(one_core)} times on one. "
         f"The feed-forward script is {aged(pole)} times as fast as SB3's PPO on CartPole-v1 and "
         f"{aged(breakout)} times on MinAtar. With `--compile` it is {aged(eight)} times as fast "
         f"with eight HalfCheetahs and {aged(one)} times with one. On a quieter "

@@ -997,7 +997,7 @@ def main() -> None:
         other = Archive(args.merge)
         ARCHIVE.merge(other.table.rows(), other.curve_rows())
         return
-    common.require("matplotlib", "sb3_contrib")
+    common.require("matplotlib", *([] if args.report else ["sb3_contrib"]))
     if not args.report:
         cells = ABLATIONS if args.ablations else GRID
         run_missing(missing(cells, args.only, args.seeds), args.processes)

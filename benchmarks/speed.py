@@ -1041,7 +1041,7 @@ def main() -> None:
     parser.add_argument("--cleanrl", default="", help="path of its ppo_continuous_action.py")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    common.require("matplotlib", "sb3_contrib")
+    common.require("matplotlib", *([] if args.report else ["sb3_contrib"]))
     if args.child:
         child(Job(*json.loads(args.child)))
         return

@@ -439,6 +439,21 @@ def test_a_typed_flag_without_effect_is_refused(script, capsys, tmp_path, name, 
     check_bad(script, capsys, tmp_path, " ".join(line).split(), parts)
 
 
+def test_processes_of_a_machine_need_a_gpu_each(script, monkeypatch, capsys, tmp_path):
+    """Two processes with one GPU are refused, and with two GPUs, or without --cuda, they are not.
+
+    torch would raise "invalid device ordinal" in the second process, and the first would wait.
+    """
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    parts = ["error: --cuda True", "2 processes", "torch sees 1", "fewer processes"]
+    check_bad(script, capsys, tmp_path, ["--cuda"], parts)
+    script.parse_args([])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert script.parse_args(["--cuda"]).cuda
+
+
 @pytest.mark.parametrize("form", ["other", "default"])
 @pytest.mark.parametrize("name", NEEDED)
 def test_a_typed_flag_with_an_effect_is_taken(script, monkeypatch, name, form):

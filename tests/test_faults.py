@@ -154,15 +154,17 @@ REMEDY = ["not finite", "smaller --learning-rate", "after 96 steps"]
 CRITICS_REMEDY = ["not finite", "smaller --critic-learning-rate", "after 96 steps"]
 
 
-def test_a_loss_that_is_not_finite(script, monkeypatch, capsys, tmp_path):
-    """A huge step in the third iteration: the minibatch after it has no finite loss."""
+def test_a_step_that_is_too_large(script, monkeypatch, capsys, tmp_path):
+    """A huge step of the actor in the third iteration: the minibatch after it is named.
+
+    What is not finite there, the loss or its gradient, depends on the version of torch."""
     args = flags_for(script, tmp_path, "VectorBox")
 
     def leap(agent, optimizers):
-        monkeypatch.setattr(script, "schedules", lambda args, progress: (1e30, 1e30, 0.0))
+        monkeypatch.setattr(script, "schedules", lambda args, progress: (1e30, 1e-3, 0.0))
 
     poison(script, monkeypatch, 2, leap)
-    parts = ["loss (inf|nan)", "minibatch 1 of the actor's update", *REMEDY]
+    parts = ["minibatch 1 of the actor's update", *REMEDY]
     check_fault(script, capsys, tmp_path, words(args), parts)
 
 

@@ -183,6 +183,19 @@ def test_the_speed_beside_the_recurrent_peer():
     assert f"on one core {ratio} times as many" in README
 
 
+def test_what_a_gpu_gains():
+    """The ratios are those of its table: the largest two, and the range of those below 1."""
+    lines = [x.split("|") for x in (RESULTS / "gpu.md").read_text().splitlines() if "|" in x]
+    gains = {line[1].strip(): float(line[5].split()[0]) for line in lines[2:]}
+    low = [gain for gain in gains.values() if gain < 1]
+    told = (
+        f"Pong is {gains['Atari Pong']} times as fast",
+        f"64 environments {gains['recurrent, LSTM 512, 64 environments']} times.",
+        f"slower there, {min(low)} to {max(low)} times",
+    )
+    assert all(words in README for words in told)
+
+
 def test_the_price_of_a_tail_on_the_road():
     """Means over the seeds of the feed-forward script."""
     found = {}

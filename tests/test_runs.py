@@ -192,11 +192,19 @@ def test_returns_of_late_are_those_of_the_last_hundred_episodes(script, tmp_path
     assert metrics["cvar/empirical"] == pytest.approx(np.mean(sorted(returns[-100:])[:5]))
 
 
-def test_the_same_seed_repeats_exactly(script, tmp_path):
-    """Bit-identical metrics on the CPU; another seed differs."""
-    one, _ = run(script, tmp_path, "VectorBox", seed=4)
-    two, _ = run(script, tmp_path, "VectorBox", seed=4)
-    other, _ = run(script, tmp_path, "VectorBox", seed=5)
+GPU = pytest.param(
+    "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+)
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("env", ["VectorBox", "ImageMultiDiscrete"])
+def test_the_same_seed_repeats_exactly(script, tmp_path, env, device):
+    """Bit-identical metrics; another seed differs."""
+    flags = {"cuda": device == "cuda"}
+    one, _ = run(script, tmp_path, env, seed=4, **flags)
+    two, _ = run(script, tmp_path, env, seed=4, **flags)
+    other, _ = run(script, tmp_path, env, seed=5, **flags)
     assert one == two
     assert one != other
 
@@ -544,11 +552,6 @@ def test_atoms_too_narrow_for_the_task_are_said_once(tmp_path, capsys, half_widt
     assert all((x > 0.01) == bool(lines) for x in share)
     text = capsys.readouterr().out
     assert text.count("value/outside_support") == text.count("widen --v-min, --v-max") == lines
-
-
-GPU = pytest.param(
-    "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-)
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])  # the CPU too, so that the test cannot rot

@@ -1,0 +1,57 @@
+"""The program that measures speeds on a GPU. Its loop runs on the CPU here."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+
+@pytest.fixture
+def gpu():
+    """The module."""
+    pytest.importorskip("matplotlib")
+    return importlib.import_module("gpu")
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "recurrent, LSTM 128"])
+def test_speed_is_steps_over_the_time_of_the_parts(gpu, name):
+    """1,024 steps an iteration over the sum of its parts; two iterations at least have run."""
+    told = gpu.measure(gpu.WORK[name], "one thread", 0.01)
+    milliseconds = sum(told[part] for part in gpu.PARTS)
+    assert told["value"] == pytest.approx(1e3 * 1024 / milliseconds, rel=1e-3)
+
+
+def test_the_first_iteration_does_not_count(gpu, monkeypatch):
+    """Updates take 9 s, then 1 s twice: 2 iterations of 1,024 steps in 2 s, and then it ends."""
+    script = gpu.common.load_script(gpu.common.CATEGORICAL)
+    seconds = iter([9.0, 1.0, 1.0])
+
+    class Run:
+        times = None
+
+        def iterations(self):
+            for spent in seconds:
+                self.times = {"time/rollout": 0.0, "time/values": 0.0, "time/update": spent}
+                yield 0.0
+
+    monkeypatch.setattr(script, "Run", Run)
+    monkeypatch.setattr(script, "train", lambda args: [*script.Run().iterations()])
+    told = gpu.measure(gpu.WORK["CartPole-v1"], "one thread", 2.0)
+    assert told == {"value": 1024.0, "rollout": 0.0, "values": 0.0, "update": 1000.0}
+    assert next(seconds, None) is None
+
+
+def test_the_gain_is_over_the_faster_cpu(gpu):
+    """Four threads are faster: medians 20 and 50, repeats 40 / 20, 50 / 10, 60 / 30."""
+    speeds = {"one thread": (5, 6, 7), "four threads": (20, 10, 30), "GPU": (40, 50, 60)}
+    rows = [
+        {"work": "CartPole-v1", "program": program, "repeat": str(repeat), "value": str(value)}
+        for program, own in speeds.items()
+        for repeat, value in enumerate(own)
+    ]
+    assert gpu.gain_of(rows, "CartPole-v1") == (2.5, 2.0, 5.0)
