@@ -1125,8 +1125,7 @@ def current() -> str:
     clear = [one.task for one in moved if welch(one.after, one.before).verdict != "undecided"]
     effect = (
         f"On tuning seeds the new update changed the mean of {joined(clear) or 'no task'} "
-        f"measurably, but [intervals are wide](#how-to-read-the-numbers). The robots' newer runs "
-        f"changed a flag too."
+        f"measurably, but [intervals are wide](#how-to-read-the-numbers)."
     )
     if old == rows:
         return (
