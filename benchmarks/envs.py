@@ -110,35 +110,38 @@ class Leaning(Risky):
         return self.lean <= angle < 2 * self.lean
 
 
-def risky_cheetah(penalty: float = 0.0, **options) -> gym.Env:
-    """Probability 0.05, cost 70."""
-    return TooFast(
-        gym.make("HalfCheetah-v5", disable_env_checker=True, **options), 0.05, 70, penalty
-    )
+def risky_cheetah(probability: float = 0.05, penalty: float = 0.0, **options) -> gym.Env:
+    """Cost 70."""
+    env = gym.make("HalfCheetah-v5", disable_env_checker=True, **options)
+    return TooFast(env, probability, 70, penalty)
 
 
-def risky_hopper(penalty: float = 0.0, **options) -> gym.Env:
-    """Probability 0.1, cost 50."""
-    return Leaning(
-        gym.make("Hopper-v5", disable_env_checker=True, **options), 0.1, 0.1, 50, penalty
-    )
+def risky_hopper(probability: float = 0.1, penalty: float = 0.0, **options) -> gym.Env:
+    """Cost 50."""
+    env = gym.make("Hopper-v5", disable_env_checker=True, **options)
+    return Leaning(env, 0.1, probability, 50, penalty)
 
 
-def risky_walker(penalty: float = 0.0, **options) -> gym.Env:
-    """Probability 0.1, cost 30."""
-    return Leaning(
-        gym.make("Walker2d-v5", disable_env_checker=True, **options), 0.5, 0.1, 30, penalty
-    )
+def risky_walker(probability: float = 0.1, penalty: float = 0.0, **options) -> gym.Env:
+    """Cost 30."""
+    env = gym.make("Walker2d-v5", disable_env_checker=True, **options)
+    return Leaning(env, 0.5, probability, 30, penalty)
 
 
-RISKY = {  # with the length of an episode
-    "RiskyHalfCheetah": (risky_cheetah, 200),
-    "RiskyHopper": (risky_hopper, 500),
-    "RiskyWalker2d": (risky_walker, 500),
+ROBOTS = {  # with the probability of the paper and the length of an episode
+    "HalfCheetah": (risky_cheetah, 0.05, 200),
+    "Hopper": (risky_hopper, 0.1, 500),
+    "Walker2d": (risky_walker, 0.1, 500),
 }
+RISKY = [f"Risky{robot}" for robot in ROBOTS]  # of the paper
+RARE = [f"Rare{robot}" for robot in ROBOTS]  # ours: a fifth of the probability, at the same cost
 PENALTIES = (1, 3, 10)
-for name, (make, steps) in RISKY.items():
-    gym.register(f"{name}-v0", make, max_episode_steps=steps)
-    for penalty in PENALTIES:
-        options = {"penalty": float(penalty)}
-        gym.register(f"{name}Penalty{penalty}-v0", make, max_episode_steps=steps, kwargs=options)
+for robot, (make, probability, steps) in ROBOTS.items():
+    for name, share in ((f"Risky{robot}", 1), (f"Rare{robot}", 0.2)):
+        for penalty in (0, *PENALTIES):
+            gym.register(
+                f"{name}Penalty{penalty}-v0" if penalty else f"{name}-v0",
+                make,
+                max_episode_steps=steps,
+                kwargs={"probability": share * probability, "penalty": float(penalty)},
+            )

@@ -54,6 +54,9 @@ def iter_wrappers(env):
         ("RiskyHalfCheetah", 0.05, 70, True),
         ("RiskyHopper", 0.1, 50, False),
         ("RiskyWalker2d", 0.1, 30, False),
+        ("RareHalfCheetah", 0.01, 70, True),  # ours: a fifth of the probability
+        ("RareHopper", 0.02, 50, False),
+        ("RareWalker2d", 0.02, 30, False),
     ],
 )
 def test_risky_robots_pay_as_in_the_paper(risky_tasks, name, probability, cost, forfeits):
@@ -87,8 +90,9 @@ def test_when_a_robot_is_at_risk(risky_tasks):
             env.unwrapped.data.qpos[2] = angle * lean
             found.append(bool(env.is_risky({})))
         assert found == [False, True, True, False]
-    limits = {name: gym.spec(f"{name}-v0").max_episode_steps for name in risky_tasks.RISKY}
-    assert limits == {"RiskyHalfCheetah": 200, "RiskyHopper": 500, "RiskyWalker2d": 500}
+    for names in (risky_tasks.RISKY, risky_tasks.RARE):
+        limits = [gym.spec(f"{name}-v0").max_episode_steps for name in names]
+        assert limits == [200, 500, 500]
 
 
 def test_tails_are_measured_and_reported(risky_tasks, monkeypatch, tmp_path, capsys):
@@ -110,7 +114,7 @@ def test_tails_are_measured_and_reported(risky_tasks, monkeypatch, tmp_path, cap
     assert [row["variant"] for row in table.rows()] == [*tails.SHOWN]
     tails.report()
     text = (tmp_path / "tails.md").read_text()
-    assert text.count("| RiskyHopper |") == 4
+    assert text.count("| RiskyHopper |") == 3
     assert (tmp_path / "tails.png").stat().st_size > 10_000
 
 
@@ -127,8 +131,7 @@ def tails(monkeypatch, tmp_path):
 
 
 def test_neutral_policies_differ_from_averse_ones_in_the_weight_alone(tails):
-    """A weight of 0 turns one into the other. Penalties are in the task; the plain preset has
-    another critic."""
+    """A weight of 0 turns one into the other. Penalties are in the task."""
     script = tails.common.load_script(tails.CATEGORICAL)
     cells = tails.cells(tune=True) + tails.cells(tune=False)
     args = {cell.variant: script.parse_args(cell.flags.split()) for cell in cells}
@@ -137,7 +140,6 @@ def test_neutral_policies_differ_from_averse_ones_in_the_weight_alone(tails):
         assert args[variant].cvar_weight == weight
         assert replace(args[variant], cvar_weight=0.0) == args["neutral"]
     assert all(args[f"penalty {number}"] == args["neutral"] for number in (1, 3, 10))
-    assert args["default"].value_target != args["neutral"].value_target
 
 
 def test_the_criterion_worked_by_hand(tails):
@@ -187,20 +189,19 @@ def test_tuning_never_sees_a_reported_seed(tails):
     assert tails.missing(True, [], [8001]) == tails.missing(False, [], [1000]) == []
     runs = tails.missing(True, [], [1000])
     assert {run.seed for run in runs} == {1000}
-    assert [run.cell.variant == "neutral" for run in runs] == [True] * 3 + [False] * 18
-    assert len(tails.missing(True, [], [])) == 2 * len(runs)
-    assert len(tails.missing(False, ["Hopper", "penalty"], [8001, 1000])) == 1
+    assert [run.cell.variant == "neutral" for run in runs] == [True] * 6 + [False] * 36
+    assert tails.missing(True, [], []) == runs
+    assert len(tails.missing(False, ["RareHopper", "penalty"], [8001, 1000])) == 1
 
 
-def test_a_task_without_a_tail_has_neutral_runs_alone(tails):
-    """Once one of them has a row. Five of each kind are reported, of three tasks or of two."""
+def test_a_task_without_a_tail_has_no_further_run(tails):
+    """Once its neutral run has a row. Five of each of three variants are reported."""
     reported = len(tails.missing(False, [], []))
     row = dict.fromkeys(tails.COLUMNS, 1) | {"script": tails.CATEGORICAL, "variant": "neutral"}
-    for task, share in (("RiskyHopper", 0.1), ("RiskyWalker2d", 0.01)):
+    for task, share in (("RareHopper", 0.1), ("RareWalker2d", 0.01)):
         tails.TABLE.append(row | {"task": task, "seed": 1000, "risky_share": share})
-    left = tails.missing(True, ["Walker2d"], [])
-    assert [(run.cell.variant, run.seed) for run in left] == [("neutral", 1001)]
-    assert len(tails.missing(True, ["Hopper"], [])) == 2 * 7 - 1
+    assert tails.missing(True, ["RareWalker2d"], []) == []
+    assert len(tails.missing(True, ["RareHopper"], [])) == 7 - 1
     assert len(tails.missing(False, [], [])) == reported - 3 * 5
 
 
