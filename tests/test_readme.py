@@ -6,9 +6,11 @@ import csv
 import importlib
 import re
 import shlex
+import sys
 from pathlib import Path
 from statistics import mean, median
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -210,6 +212,26 @@ def test_the_price_of_a_tail_on_the_road():
     (mean_before, cvar_before), (mean_after, cvar_after) = found.values()
     assert f"worst tenth of returns rises from {cvar_before:.1f} to {cvar_after:.1f}." in README
     assert f"mean of all returns falls from {mean_before:.1f} to {mean_after:.1f}." in README
+
+
+def test_fast_drives_that_crash():
+    """20 stretches with a grip in [0, 1] each: 0.06 (0.4 - 0.3 grip) has the mean 0.015 flat out,
+    and 1 - 0.985^20 = 0.26. So do 2,000 drives."""
+    sys.path.append(str(ROOT / "benchmarks"))
+    road = importlib.import_module("risk").Road()
+    crashes = 0
+    for seed in range(2000):
+        road.reset(seed=seed)
+        crashes += any(road.step(np.ones(1))[1] < 0 for _ in range(20))
+    assert abs(crashes / 2000 - 0.26) < 0.03
+    assert "about one fast drive of four ends in a crash" in README
+
+
+def test_the_target_of_the_divergence():
+    """The number is the preset's."""
+    presets = importlib.import_module("distributional_ppo_categorical").PRESETS
+    target = presets["mujoco"].flags["target_kl"]
+    assert f"`--preset mujoco` has it at {target}." in README
 
 
 def test_runs_on_known_distributions():
