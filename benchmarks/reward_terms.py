@@ -259,7 +259,7 @@ def known_returns(length: int, terminated: bool, gamma: float) -> int:
 
 def draw(episode: Episode, path: Any) -> None:
     """What each term promises along an episode, and what the whole reward does."""
-    figure, axis = common.pyplot().subplots(figsize=(8, 3.6), constrained_layout=True)
+    figure, axis = common.pyplot().subplots(figsize=(common.WIDTH, 3.8))
     whole = episode.values[:, -1]
     for r, name in enumerate(TERMS):
         axis.plot(episode.values[:, r], color=f"C{r}", label=NAMES[name])
@@ -268,7 +268,7 @@ def draw(episode: Episode, path: Any) -> None:
     axis.plot(whole, "--", color="0.5", label="value of the whole reward")
     axis.set(xlabel="step of an episode", ylabel="discounted return")
     axis.set_title("Values of each term (pale: what came, where that is known)", fontsize=10)
-    axis.legend(frameon=False, fontsize=8, ncols=3)
+    figure.legend(loc="outside lower center", ncols=5)
     common.save(figure, path)
 
 

@@ -241,28 +241,29 @@ def draw(rows: list[Row]) -> None:
     """Return and warnings over the levels: a panel for each task and change, a line a seed."""
     tasks = [task for task in TASKS if any(row["task"] == task for row in rows)]
     size = (len(tasks), len(CHANGES))
-    options = {"figsize": (11, 2.9 * len(tasks)), "constrained_layout": True, "squeeze": False}
+    options = {"figsize": (common.WIDTH, 2.4 * len(tasks) + 0.5), "squeeze": False, "sharey": True}
     figure, axes = common.pyplot().subplots(*size, **options)
-    for task, change, seed, own in cases(rows):
+    for task, change, _, own in cases(rows):
         axis = axes[tasks.index(task)][[*CHANGES].index(change)]
         levels = range(len(own))
-        first = seed == min(row["seed"] for row in rows)
         returns = np.array([float(row["return_mean"]) for row in own])
         relative = 1 + (returns - returns[0]) / abs(returns[0])
         low = [float(row["low_warns"]) for row in own]
         twins = [float(row["twins_warns"]) for row in own]
-        for name, colour, values in (
-            ("return, beside the unchanged robot's", "black", relative),
-            ("low decile tells changed episodes", "C0", low),
-            ("twins' disagreement tells them", "C3", twins),
+        for label, colour, values in (
+            ("return over the unchanged robot's", common.INK, relative),
+            ("P(first decile tells a changed episode)", common.OURS, low),
+            ("P(distance of the twins tells it)", common.PEER, twins),
         ):
-            label = name if first else None
             axis.plot(levels, values, color=colour, marker=".", alpha=0.7, label=label)
-        for border in {WARNS, FALLEN}:
-            axis.axhline(border, color="0.8", lw=0.8)
-        axis.set(title=f"{task}, {change}")
         axis.set_xticks(levels, [f"{float(row['level']):g}" for row in own])
-    axes[0][0].legend(frameon=False, fontsize=7)
+    for number, axis in enumerate(axes.flat):
+        for border in {WARNS, FALLEN}:
+            axis.axhline(border, color=common.FLOOR, lw=0.8, ls="--", zorder=1)
+        task, change = tasks[number // len(CHANGES)], [*CHANGES][number % len(CHANGES)]
+        common.letter(axis, number, f"{task}, {change}")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles[:3], labels[:3], loc="outside lower center", ncols=3)
     common.save(figure, RESULTS / "trust.png")
 
 
