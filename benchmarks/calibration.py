@@ -11,15 +11,15 @@ trains one script on one of them and compares the distribution predicted at the 
 the truth; beside every figure stands its representation floor, the same figure for the exact
 quantiles at that K, or for the truth projected on the trained atoms. Real tasks compare predicted
 quantiles along fresh episodes of the sampled policy with their discounted returns, time limits
-lifted. Seed k trains with --seed 100 k: environments took consecutive seeds when the rows were
-made, so that runs on neighbouring ones would have shared most of their data. Flags were tuned on
---seed 1000 and up; of the real tasks these runs are in results/tuning_calibration.csv.
+lifted. A seed k below 1000 trains with --seed 100 k: environments took consecutive seeds when those
+rows were made, so that runs on neighbouring ones would have shared most of their data. Flags were
+tuned on --seed 1000 and up; of the real tasks these runs are in results/tuning_calibration.csv.
 
 Recommended for calibration: --value-target sr_lambda --twin-reduce mean, with --kappa 0
 --num-quantiles 51 or with --target-encoding two_hot. On the real tasks also 201 atoms, many
 samples, few passes and a policy that stays noisy (REAL); `usual` are flags for a high return
-(USUAL). Interrupted at any point, the next call continues: one row of results/calibration.csv is
-one cell.
+(USUAL), and `presets` are the preset of a task with `calibrated` (PRESETS). Interrupted at any
+point, the next call continues: one row of results/calibration.csv is one cell.
 """
 
 from __future__ import annotations
@@ -205,7 +205,15 @@ REAL = {  # a policy without noise has returns without a distribution
 ATOMS = " --num-atoms 201"
 PRECISE = " --no-norm-returns"  # steps of the optimizer are smaller in units of 17 to a std
 UNITS = " --no-norm-returns --v-min -20 --v-max 480"  # moving statistics move what atoms mean
+PRESETS = {  # of a task, with `calibrated`
+    "CartPoleNoVel-v1": (LSTM, ""),
+    "PendulumNoVel-v1": (LSTM, "pendulum_novel"),
+    "popgym:popgym-HigherLowerEasy-v0": (LSTM, "memory"),
+    "Hopper-v5": (CATEGORICAL, "mujoco"),
+    "LunarLander-v3": (CATEGORICAL, "lunarlander"),
+}
 REDUCE = {"min": "--twin-reduce min", "mean": "--twin-reduce mean", "single": "--num-critics 1"}
+ADDED = ("mean", "presets")  # variants to which --tune adds flags
 FIGURES = ("w1", "std", "cvar05", "cvar25", "decile")  # each with its floor
 FLOORS = tuple(f"{figure}_floor" for figure in FIGURES)
 SIGNED = ("std", "cvar05", "cvar25")
@@ -270,9 +278,17 @@ def real_cells() -> list[Cell]:
     return cells
 
 
+def preset_cells() -> list[Cell]:
+    """Real tasks with nothing but presets."""
+    return [
+        Cell(task, script, "presets", f"--preset {name} calibrated", range(8001, 8004))
+        for task, (script, name) in PRESETS.items()
+    ]
+
+
 def cells() -> list[Cell]:
     """The grid, what is judged first."""
-    return [*chain_cells(), *real_cells()]
+    return [*chain_cells(), *real_cells(), *preset_cells()]
 
 
 # ------------------------------------------------------------------------------------- measurements
@@ -494,13 +510,14 @@ def run_one(run: Run) -> dict[str, Any]:
     task = run.cell.task
     script = common.load_script(run.cell.script)
     env_id = f"calibration:{task}-v0" if task in PROCESSES else task
-    with common.trained(script, env_id, 100 * run.seed, run.cell.flags) as done:
+    seed = run.seed if run.seed >= 1000 else 100 * run.seed
+    with common.trained(script, env_id, seed, run.cell.flags) as done:
         agent, args = script.load_agent(done.directory)
     row = {**run.cell.setting._asdict(), "seed": run.seed, "seconds": done.seconds}
     row |= common.origin()
-    if task in REAL:
-        return row | measure_real(script, agent, args)
-    return row | measure(script, agent, args, PROCESSES[task].truth)
+    if task in PROCESSES:
+        return row | measure(script, agent, args, PROCESSES[task].truth)
+    return row | measure_real(script, agent, args)
 
 
 def tune_one(run: Run) -> dict[str, Any]:
@@ -511,7 +528,7 @@ def tune_one(run: Run) -> dict[str, Any]:
 
 def tuning_runs(only: list[str], seeds: list[int], extra: str) -> list[Run]:
     """The chosen real tasks with the flags `extra` added."""
-    chosen = [cell for cell in real_cells() if cell.variant == "mean"]
+    chosen = [cell for cell in [*real_cells(), *preset_cells()] if cell.variant in ADDED]
     changed = [replace(cell, flags=f"{cell.flags} {extra}") for cell in chosen]
     return common.runs_of(changed, only, seeds)
 
@@ -586,7 +603,7 @@ def report() -> None:
     stdout; the figure in results/calibration.png."""
     rows = TABLE.rows()
     groups = common.by_setting(rows)
-    tasks = [*PROCESSES, *REAL]
+    tasks = [*PROCESSES, *dict.fromkeys([*REAL, *PRESETS])]
     place = {cell.setting: i for i, cell in enumerate(cells())}
 
     def rank(setting: Setting) -> tuple[int, int]:
@@ -599,7 +616,7 @@ def report() -> None:
     lines = [CHAIN_HEAD, *common.markdown_head(names)]
     lines += [chain_line(setting, groups[setting]) for setting in chains]
 
-    real = [s for s in order if s.task in REAL]
+    real = [s for s in order if s.task not in PROCESSES]
     names = "task | script | critics | coverage error | bias | spread | predicted | reached"
     lines += ["", REAL_HEAD, *common.markdown_head(names)]
     lines += [real_line(setting, groups[setting]) for setting in real]
@@ -675,17 +692,19 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="only rebuild tables and figure")
     parser.add_argument("--only", nargs="*", default=[], help="tasks, scripts, parts of variants")
     parser.add_argument("--seeds", nargs="*", type=int, default=[], help="seeds to run")
+    parser.add_argument("--processes", type=int, default=1, help="runs at a time")
     parser.add_argument("--tune", help="flags to add to those of real tasks; give --seeds 10 ...")
     args = parser.parse_args()
     common.require("matplotlib")
     if args.tune is not None:
         if min(args.seeds, default=0) < 10:
             parser.error(f"--tune: --seeds {args.seeds} must be 10 and up; others are reported")
-        TUNING.record(tune_one, tuning_runs(args.only, args.seeds, args.tune))
+        runs = tuning_runs(args.only, args.seeds, args.tune)
+        TUNING.record(tune_one, runs, args.processes)
         return
     if not args.report:
         runs = common.runs_of(cells(), args.only, args.seeds)
-        TABLE.record(run_one, TABLE.without_row(runs))
+        TABLE.record(run_one, TABLE.without_row(runs), args.processes)
     report()
 
 
