@@ -235,6 +235,12 @@ def fresh_gap(task: str) -> Difference:
     return welch(*fresh_pair(task))
 
 
+def newer(cell: common.Cell) -> str:
+    """A star where all rows are of today's update."""
+    rows = learning.rows_of(cell)
+    return "*" if rows and not any(row["commit"] in OLDER for row in rows) else ""
+
+
 def task_row(line: Line) -> dict[str, str]:
     """Ours beside others, by the head of the column."""
     _, task, script, peer, variant = line
@@ -243,7 +249,7 @@ def task_row(line: Line) -> dict[str, str]:
     own = scores(script, task)
     steps = int(learning.rows_of(cell)[0]["steps"]) if len(own) else 0
     return {
-        "task": f"{name}, {common.brief_count(steps)}" if steps else name,
+        "task": f"{name}{newer(cell)}, {common.brief_count(steps)}" if steps else name,
         "ours": measured(script, task),
         "worst": figure(own.min(), abs(own).max()) if len(own) else "-",
         "single quantile critic (seeds 1 to 5 chose it)": measured(
@@ -254,7 +260,7 @@ def task_row(line: Line) -> dict[str, str]:
         else "-",
         "peer": measured(peer, task, variant),
         "zoo": known(published(name, ZOO), steps),
-        "CleanRL": known(published(name, "CleanRL"), steps),
+        "CleanRL (training)": known(published(name, "CleanRL"), steps),
         "best published": best(name, steps),
     }
 
@@ -287,7 +293,12 @@ def memory_table() -> list[str]:
         columns = [name, measured(LSTM, task), measured(CONTRIB, task, "equal_time"), gap.told(2)]
         lines.append(common.markdown_row(columns))
     grid = learning.cell_of(LSTM, "envs:MiniGrid-MemoryS7-OneHot-v0", "default")
-    columns = ["MiniGrid-MemoryS7-OneHot-v0, 300k", measured(LSTM, grid.task), "-", "-"]
+    columns = [
+        f"MiniGrid-MemoryS7-OneHot-v0{newer(grid)}, 300k",
+        measured(LSTM, grid.task),
+        "-",
+        "-",
+    ]
     return [*lines, common.markdown_row(columns)]
 
 
@@ -511,17 +522,21 @@ def critics_notes(verdicts: dict[Contest, Verdict]) -> list[str]:
     both = joined(contest.told for contest in CONTESTS if len(ages(contest)) > 1)
     caution = f" Runs from before and after separate updates are mixed in: {both}." if both else ""
     held = "confirmed" if shown(fresh.at_the_end) else "not confirmed"
-    share = fresh.fewer
-    fewer = f"On the fresh seeds fewer of its runs end low, by {share}." if share.low > 0 else ""
+    fewer = [
+        f"{verdicts[contest].fewer} of {told}"
+        for contest, told in ((AGAIN, "its fresh seeds"), (DEFAULTS[1], "the recurrent default"))
+        if verdicts[contest].fewer.low > 0
+    ]
+    lower = f"Fewer runs end low: a share of {joined(fewer)}." if fewer else ""
     return [
         f"In both differences more is better. Scores are scaled for each task: 1 is the mean of a "
         f"scalar critic (a single one on MuJoCo, twins elsewhere), and 0 is a return of 0 "
         f"({pendulum} on PendulumNoVel-v1, about a random policy's; -1 on POPGym). Low runs end "
-        f"below 0.9. This line was drawn after the first runs, so it only suggests. Twins are "
-        f"compared with scalar twins, a single critic with a single scalar one.",
+        f"below 0.9. This line was drawn after the first runs, so it only suggests. Twins meet "
+        f"scalar twins, and a single critic a single scalar one.",
         f"**Verdict. {gain_told(verdicts)}** One MuJoCo interval excludes 0.5: the single quantile "
         f"critic has {chosen.at_the_end} on seeds 1 to 5. Only fresh seeds were to count, we "
-        f"stated ahead of them: {fresh.at_the_end}, so it is {held}. {fewer}"
+        f"stated ahead of them: {fresh.at_the_end}, so it is {held}. {lower}"
         f"{caution}",
     ]
 
@@ -647,6 +662,18 @@ def before_speed_up(cell: Cell) -> speed.Programs | None:
 
 def load_note() -> str:
     """How slow the machine was for the current rows, by peers that did not change."""
+    shares, ratios = with_less_load()
+    return (
+        f"* **Load.** When the current rows were measured, the same peers ran at "
+        f"{min(shares):.2f} to {max(shares):.2f} of their speed in the older rows. With less load "
+        f"our older version was {joined(ratios)} times as fast as they. How much of the rise "
+        f"since then is due to load is unknown."
+    )
+
+
+def with_less_load() -> tuple[list[float], list[str]]:
+    """Of cells that were measured before and after: how slow the peers are now, and how far ahead
+    ours was then."""
     shares, ratios = [], []
     for name, told in (
         ("recurrent", "recurrent"),
@@ -662,12 +689,7 @@ def load_note() -> str:
         before = pace(cell, then)
         shares.append(now.peer / before.peer)
         ratios.append(f"{before.ratio.middle:.1f} ({told})")
-    return (
-        f"* **Load.** When the current rows were measured, the same peers ran at "
-        f"{min(shares):.2f} to {max(shares):.2f} of their speed in the older rows. With less load "
-        f"our older version was {joined(ratios)} times as fast as they. How much of the rise "
-        f"since then is due to load is unknown."
-    )
+    return shares, ratios
 
 
 def pace(cell: Cell, rows: speed.Programs | None = None) -> Pace:
@@ -1132,15 +1154,8 @@ def current() -> str:
             f"**The returns on this page are of an older version.** All {rows} runs of ours were "
             f"trained {what}, and so were those behind risk, calibration and truth. {effect}"
         )
-    cells = [cell for cell in learning.GRID if cell.script in (LSTM, CATEGORICAL)]
-    fresh = [
-        learning.name_of(cell)
-        for cell in cells
-        if cell.variant == "default"
-        and not any(row["commit"] in OLDER for row in learning.rows_of(cell))
-    ]
-    named = joined(fresh) if len(fresh) <= 6 else f"{len(fresh)} tasks"
-    told = f" Only the default runs of {named} are newer." if fresh else ""
+    fresh = any(newer(cell) for cell in learning.GRID if cell.script in (LSTM, CATEGORICAL))
+    told = " Only rows with * are newer." if fresh else ""
     most = "Most" if 2 * old > rows else "Some"
     return (
         f"**{most} returns are of an older version.** {old} of {rows} runs of ours were trained "
@@ -1226,7 +1241,7 @@ def behind_scalar() -> str:
                     continue
                 chance = critics.estimate(critics.improvement, known[name], known[critic.rival])
                 if chance.high < 0.5:
-                    found.append(f"{name} ({title}) with {chance} {when}")
+                    found.append(f"{name.replace(', ', ' by ')} ({title}) with {chance} {when}")
     return f" Worse than a scalar critic: {joined(found)}." if found else ""
 
 
@@ -1260,8 +1275,8 @@ def calibrated() -> str:
     return (
         f"* **Is the predicted distribution calibrated?** Not by default. With `--preset "
         f"calibrated` {chain} of {len(chains())} runs on three of five known processes have the "
-        f"spread within 5 % and the mean of the worst twentieth within 8 %. With a rare "
-        f"disaster that mean is underestimated by {disasters()}. On real tasks the preset alone "
+        f"spread within 5 % and the mean of the worst twentieth within 8 %. A rare "
+        f"disaster's depth is underestimated by {disasters()}. On real tasks the preset alone "
         f"is not enough. With flags found task by task the coverage of deciles is off "
         f"by {good.min():.3f} to {good.max():.3f} in {count_of(len(good))} cases of "
         f"{count_of(len(calm))}{missed}; {(runs <= 0.05).sum()} of {len(runs)} runs are within "
@@ -1276,12 +1291,14 @@ def trusted() -> str:
     falls, low, twins = ([one[at] for one in onsets] for at in range(3))
     fallen = len(falls) - falls.count(None)
     robots = joined(sorted({row["task"] for row in rows}))
+    best = max(len(trust.in_time(warnings, falls)) for warnings in (low, twins))
+    short = "Yes." if best >= 0.9 * fallen else "Not reliably."
     first, second = (len(trust.in_time(warnings, falls)) for warnings in (low, twins))
     return (
-        f"* **Does it know when not to be trusted?** Gravity, friction or the noise of sensors of "
-        f"{robots} changed after training. Of {fallen} cases in which the return fell, the first "
-        f"decile told at that level or earlier in {first}, the distance of the twins in {second}. "
-        f"[Table](results/trust.md)"
+        f"* **Does it know when not to be trusted?** {short} Gravity, friction or the noise "
+        f"of sensors of {robots} changed step by step after training. Of {fallen} cases in which "
+        f"the return fell, a low first decile warned in time in {first}, twins far apart in "
+        f"{second}. [Table](results/trust.md)"
     )
 
 
@@ -1336,9 +1353,9 @@ def fast() -> str:
         f"* **How fast are they?** With an LSTM of 128 the recurrent script is {aged(lstm)} times "
         f"as fast as sb3-contrib on two cores and {aged(one_core)} times on one. "
         f"The feed-forward script is {aged(pole)} times as fast as SB3's PPO on CartPole-v1 and "
-        f"{aged(breakout)} times on MinAtar. With `--compile` it is {aged(eight)} times as fast "
-        f"with eight HalfCheetahs and {aged(one)} times with one. On a quieter "
-        f"machine an older version of ours was less far ahead. [Details](#speed)"
+        f"{aged(breakout)} times on Breakout. With `--compile` it is {aged(eight)} "
+        f"times as fast with eight HalfCheetahs and {aged(one)} times with one. On a quieter "
+        f"machine our older version had {joined(with_less_load()[1])}. [Details](#speed)"
     )
 
 
@@ -1377,8 +1394,8 @@ def answers(verdicts: dict[Contest, Verdict]) -> list[str]:
         f"robots ran, on tuning seeds. The single quantile critic scores {fresh} times as much "
         f"as the default one on seeds 6 to 10{proven(fresh)}. [Details](#settings-for-mujoco)",
         "* **How were the flags tuned?** Mostly by hand, on seeds from 1000 up. One preset came "
-        "from a search, and the preset `memory` is not tuned. Six choices were made after seeing "
-        "reported seeds. [Details](tuning.md#chosen-flags)",
+        "from a search and a screening, and `memory` is not tuned. Six choices were made after "
+        "seeing reported seeds. [Details](tuning.md#chosen-flags)",
         f"* **What failed?** Among others {few} of {many} HalfCheetah-v5 runs (below 4,000), "
         f"{(novel < 475).sum()} of {len(novel)} CartPoleNoVel-v1 runs (below 475) and Swimmer-v5. "
         f"[All of it](#what-failed)",

@@ -215,7 +215,8 @@ def test_age_is_told_from_the_rows(answers, monkeypatch):
         assert answers.current().startswith(begin)
     monkeypatch.setattr(answers, "OLDER", set())
     monkeypatch.setattr(answers, "older_rows", lambda: {"runs": (5, 9)})
-    assert re.search(r" Only the default runs of \d\d tasks are newer\.", answers.current())
+    assert " Only rows with * are newer." in answers.current()
+    assert all(answers.newer(cell) == "*" for cell in answers.learning.GRID[:3])
     assert all(answers.ages(contest) == {False} for contest in answers.CONTESTS)
 
 
@@ -410,7 +411,7 @@ def test_a_task_without_rows_has_a_line(answers, monkeypatch):
     found = answers.task_row(line)
     assert found.pop("task") == "Hopper-v5"
     assert found.pop("zoo") == "2410 at 1M"
-    assert found.pop("CleanRL") == "2383 at 1M"
+    assert found.pop("CleanRL (training)") == "2383 at 1M"
     assert found.pop("best published") == "3450 at 1M, XuanCe"
     assert set(found.values()) == {"-"}
 
@@ -473,7 +474,8 @@ def test_warnings_worked_by_hand(answers, monkeypatch):
     monkeypatch.setattr(answers.Table, "rows", lambda self: rows)
     told = answers.trusted()
     assert "Of 1 cases in which the return fell" in told
-    assert "at that level or earlier in 1, the distance of the twins in 0." in told
+    assert "** Yes. Gravity" in told
+    assert "a low first decile warned in time in 1, twins far apart in 0." in told
 
 
 def test_reward_terms_worked_by_hand(answers, monkeypatch):
