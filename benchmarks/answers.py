@@ -1298,7 +1298,7 @@ def trusted() -> str:
         f"* **Does it know when not to be trusted?** {short} Gravity, friction or the noise "
         f"of sensors of {robots} changed step by step after training. Of {fallen} cases in which "
         f"the return fell, a low first decile warned in time in {first}, twins far apart in "
-        f"{second}. [Table](results/trust.md)"
+        f"{second}. [Table](results/trust.md), [figure](results/trust.png)"
     )
 
 
