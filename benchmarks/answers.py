@@ -1296,7 +1296,7 @@ def trusted() -> str:
     first, second = (len(trust.in_time(warnings, falls)) for warnings in (low, twins))
     return (
         f"* **Does it know when not to be trusted?** {short} Gravity, friction or the noise "
-        f"of sensors of {robots} changed step by step after training. Of {fallen} cases in which "
+        f"of sensors of {robots} changed after training. Of {fallen} cases in which "
         f"the return fell, a low first decile warned in time in {first}, twins far apart in "
         f"{second}. [Table](results/trust.md), [figure](results/trust.png)"
     )
