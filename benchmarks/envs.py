@@ -56,7 +56,8 @@ class Risky(gym.Wrapper):
     """A robot that pays for risky states with a small probability (Urpi, Curi & Krause 2021).
 
     `penalty` is taken at every risky step, for certain. It is ours, for comparison; their tasks
-    have none. `risky_steps` counts the risky steps of all episodes.
+    have none. `stakes` has what each step so far would have cost had it been hit: 0 where it was
+    not risky.
     """
 
     def __init__(self, env: gym.Env, probability: float, cost: float, penalty: float) -> None:
@@ -64,16 +65,17 @@ class Risky(gym.Wrapper):
         self.probability = probability
         self.cost = cost
         self.penalty = penalty
-        self.risky_steps = 0
+        self.stakes: list[float] = []
 
     def step(self, action):
         """Step, and pay."""
         obs, reward, terminated, truncated, info = self.env.step(action)
+        self.stakes.append(0.0)
         if self.is_risky(info):
-            self.risky_steps += 1
+            self.stakes[-1] = self.cost + self.forfeit(info)
             reward -= self.penalty
             if self.unwrapped.np_random.random() < self.probability:
-                reward -= self.cost + self.forfeit(info)
+                reward -= self.stakes[-1]
         return obs, reward, terminated, truncated, info
 
     def is_risky(self, info: dict) -> bool:
@@ -86,11 +88,15 @@ class Risky(gym.Wrapper):
 
 
 class TooFast(Risky):
-    """HalfCheetah that breaks when it runs faster than 4, and then earns nothing for running."""
+    """HalfCheetah that breaks when it runs too fast, and then earns nothing for running."""
+
+    def __init__(self, env: gym.Env, limit: float, *numbers: float) -> None:
+        super().__init__(env, *numbers)
+        self.limit = limit
 
     def is_risky(self, info):
         """By the speed."""
-        return info["x_velocity"] > 4
+        return info["x_velocity"] > self.limit
 
     def forfeit(self, info):
         """What it ran for."""
@@ -110,19 +116,21 @@ class Leaning(Risky):
         return self.lean <= angle < 2 * self.lean
 
 
-def risky_cheetah(probability: float = 0.05, penalty: float = 0.0, **options) -> gym.Env:
-    """Cost 70."""
+def risky_cheetah(
+    probability: float = 0.05, cost: float = 70, limit: float = 4, penalty: float = 0, **options
+) -> gym.Env:
+    """By default as in the paper."""
     env = gym.make("HalfCheetah-v5", disable_env_checker=True, **options)
-    return TooFast(env, probability, 70, penalty)
+    return TooFast(env, limit, probability, cost, penalty)
 
 
-def risky_hopper(probability: float = 0.1, penalty: float = 0.0, **options) -> gym.Env:
+def risky_hopper(probability: float = 0.1, penalty: float = 0, **options) -> gym.Env:
     """Cost 50."""
     env = gym.make("Hopper-v5", disable_env_checker=True, **options)
     return Leaning(env, 0.1, probability, 50, penalty)
 
 
-def risky_walker(probability: float = 0.1, penalty: float = 0.0, **options) -> gym.Env:
+def risky_walker(probability: float = 0.1, penalty: float = 0, **options) -> gym.Env:
     """Cost 30."""
     env = gym.make("Walker2d-v5", disable_env_checker=True, **options)
     return Leaning(env, 0.5, probability, 30, penalty)
@@ -135,13 +143,14 @@ ROBOTS = {  # with the probability of the paper and the length of an episode
 }
 RISKY = [f"Risky{robot}" for robot in ROBOTS]  # of the paper
 RARE = [f"Rare{robot}" for robot in ROBOTS]  # ours: a fifth of the probability, at the same cost
-PENALTIES = (1, 3, 10)
 for robot, (make, probability, steps) in ROBOTS.items():
-    for name, share in ((f"Risky{robot}", 1), (f"Rare{robot}", 0.2)):
-        for penalty in (0, *PENALTIES):
-            gym.register(
-                f"{name}Penalty{penalty}-v0" if penalty else f"{name}-v0",
-                make,
-                max_episode_steps=steps,
-                kwargs={"probability": share * probability, "penalty": float(penalty)},
-            )
+    gym.register(f"Risky{robot}-v0", make, max_episode_steps=steps)
+    rare = {"probability": probability / 5}
+    gym.register(f"Rare{robot}-v0", make, max_episode_steps=steps, kwargs=rare)
+
+# Ours: it may run faster, and what comes in one risky step of 250 costs more.
+LIMIT = {"limit": 5, "probability": 0.004, "cost": 175}
+PENALTY = 3
+gym.register("LimitHalfCheetah-v0", risky_cheetah, max_episode_steps=200, kwargs=LIMIT)
+penalised = LIMIT | {"penalty": PENALTY}
+gym.register("LimitHalfCheetahPenalty-v0", risky_cheetah, max_episode_steps=200, kwargs=penalised)
