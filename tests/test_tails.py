@@ -21,24 +21,6 @@ def risky_tasks():
     return importlib.import_module("envs")
 
 
-def paid(env, seed, risky, steps=4000):
-    """What is taken from the reward of each step, and the forward reward, where all are risky."""
-    taken = []
-    env.reset(seed=seed)
-    wrapper = next(one for one in iter_wrappers(env) if hasattr(one, "risky_steps"))
-    wrapper.is_risky = lambda info: risky
-    wrapper.risky_steps = 0
-    for _ in range(steps):
-        _, reward, terminated, truncated, info = env.step(env.action_space.sample())
-        own = sum(info[name] for name in ("reward_forward", "reward_ctrl", "reward_survive")
-                  if name in info)  # fmt: skip
-        taken.append((own - reward, info.get("reward_forward", 0.0)))
-        if terminated or truncated:
-            env.reset()
-    assert wrapper.risky_steps == steps * risky
-    return np.array(taken)
-
-
 def iter_wrappers(env):
     """The environment and all that it wraps."""
     while True:
@@ -46,6 +28,25 @@ def iter_wrappers(env):
         if not hasattr(env, "env"):
             return
         env = env.env
+
+
+def paid(env, seed, risky, steps=4000):
+    """What is taken from the reward of each step, what a hit would have cost, and the forward
+    reward, where all steps are risky or none is."""
+    taken = []
+    env.reset(seed=seed)
+    wrapper = next(one for one in iter_wrappers(env) if hasattr(one, "stakes"))
+    wrapper.is_risky = lambda info: risky
+    wrapper.stakes.clear()
+    for _ in range(steps):
+        _, reward, terminated, truncated, info = env.step(env.action_space.sample())
+        own = sum(info[name] for name in ("reward_forward", "reward_ctrl", "reward_survive")
+                  if name in info)  # fmt: skip
+        taken.append((own - reward, wrapper.stakes[-1], info.get("reward_forward", 0.0)))
+        if terminated or truncated:
+            env.reset()
+    assert len(wrapper.stakes) == steps
+    return np.array(taken).T
 
 
 @pytest.mark.parametrize(
@@ -57,31 +58,41 @@ def iter_wrappers(env):
         ("RareHalfCheetah", 0.01, 70, True),  # ours: a fifth of the probability
         ("RareHopper", 0.02, 50, False),
         ("RareWalker2d", 0.02, 30, False),
+        ("LimitHalfCheetah", 0.004, 175, True),  # ours
     ],
 )
 def test_risky_robots_pay_as_in_the_paper(risky_tasks, name, probability, cost, forfeits):
     """With the probability of the paper, its cost and, for the cheetah, the forward reward; nothing
-    in states that are not risky; a penalty at every risky step where there is one."""
+    in states that are not risky."""
     env = gym.make(f"{name}-v0")
-    taken, forward = paid(env, 1, risky=True).T
+    taken, stakes, forward = paid(env, 1, risky=True)
     hit = np.abs(taken) > 1e-3
-    share = hit.mean()
-    assert abs(share - probability) < 4 * (probability / 4000) ** 0.5
-    expected = cost + forfeits * forward[hit]
-    np.testing.assert_allclose(taken[hit], expected, atol=1e-4)
-    assert np.abs(paid(env, 2, risky=False, steps=200)).max(0)[0] < 1e-4
-    env = gym.make(f"{name}Penalty3-v0")
-    taken, forward = paid(env, 1, risky=True, steps=300).T
+    assert abs(hit.mean() - probability) < 4 * (probability / 4000) ** 0.5
+    np.testing.assert_allclose(stakes, cost + forfeits * forward, atol=1e-4)
+    np.testing.assert_allclose(taken[hit], stakes[hit], atol=1e-4)
+    taken, stakes, _ = paid(env, 2, risky=False, steps=200)
+    assert np.abs(taken).max() < 1e-4
+    assert not stakes.any()
+
+
+def test_a_penalty_comes_for_certain(risky_tasks):
+    """3 at every risky step, and where there is a hit, 175 and the forward reward besides."""
+    env = gym.make("LimitHalfCheetahPenalty-v0")
+    taken, stakes, _ = paid(env, 1, risky=True)
     low = taken < 10
+    assert 0 < (~low).sum() < 40
     np.testing.assert_allclose(taken[low], 3, atol=1e-4)
-    np.testing.assert_allclose(taken[~low], (3 + cost + forfeits * forward)[~low], atol=1e-4)
+    np.testing.assert_allclose(taken[~low], 3 + stakes[~low], atol=1e-4)
+    assert np.abs(paid(env, 2, risky=False, steps=200)[0]).max() < 1e-4
 
 
 def test_when_a_robot_is_at_risk(risky_tasks):
-    """Faster than 4; leaning beyond 0.1 (0.5) and up to 0.2 (1), where it falls. Episodes have 200
-    and 500 steps."""
+    """Faster than 4, or 5; leaning beyond 0.1 (0.5) and up to 0.2 (1), where it falls. Episodes
+    have 200 and 500 steps."""
     fast = risky_tasks.risky_cheetah()
     assert [fast.is_risky({"x_velocity": v}) for v in (-5, 3.9, 4.1)] == [False, False, True]
+    fast = risky_tasks.risky_cheetah(**risky_tasks.LIMIT)
+    assert [fast.is_risky({"x_velocity": v}) for v in (4.9, 5.1)] == [False, True]
     for make, lean in ((risky_tasks.risky_hopper, 0.1), (risky_tasks.risky_walker, 0.5)):
         env = make()
         env.reset(seed=0)
@@ -93,6 +104,8 @@ def test_when_a_robot_is_at_risk(risky_tasks):
     for names in (risky_tasks.RISKY, risky_tasks.RARE):
         limits = [gym.spec(f"{name}-v0").max_episode_steps for name in names]
         assert limits == [200, 500, 500]
+    for name in ("LimitHalfCheetah-v0", "LimitHalfCheetahPenalty-v0"):
+        assert gym.spec(name).max_episode_steps == 200
 
 
 def test_tails_are_measured_and_reported(risky_tasks, monkeypatch, tmp_path, capsys):
@@ -104,18 +117,43 @@ def test_tails_are_measured_and_reported(risky_tasks, monkeypatch, tmp_path, cap
     table = tails.Table(tmp_path / "tails.csv", tails.COLUMNS, end="\n")
     monkeypatch.setattr(tails, "TABLE", table)
     small = " --total-timesteps 64 --num-steps 8 --num-minibatches 2 --no-compile"
-    for cell in tails.cells(tune=False):
-        if cell.task == "RiskyHopper":
-            row = tails.run_one(tails.Run(replace(cell, flags=cell.flags + small), 8001))
-            assert row.keys() == {*tails.COLUMNS}
-            assert row["cvar_5"] <= row["cvar_10"] <= row["mean"]
-            assert 0 <= row["risky_share"] <= 1 <= row["length"]
-            table.append(row)
-    assert [row["variant"] for row in table.rows()] == [*tails.SHOWN]
+    for cell in tails.cells(pilot=False):
+        row = tails.run_one(tails.Run(replace(cell, flags=cell.flags + small), 8001))
+        assert row.keys() == {*tails.COLUMNS}
+        assert row["cvar_5"] <= row["cvar_10"] <= row["mean"] <= row["safe_mean"]
+        assert row["cvar_10"] <= row["safe_cvar_10"]
+        assert 0 <= row["risky_share"] <= 1
+        assert row["length"] == 200
+        table.append(row)
     tails.report()
     text = (tmp_path / "tails.md").read_text()
-    assert text.count("| RiskyHopper |") == 3
+    assert text.count("| LimitHalfCheetah |") == 3
     assert (tmp_path / "tails.png").stat().st_size > 10_000
+
+
+def test_an_evaluation_has_no_hits_and_knows_what_they_would_cost(risky_tasks, monkeypatch):
+    """All steps are risky and all of them are hit in the task itself: a return without hits is that
+    of HalfCheetah, and the mean with hits lies 200 times 175, and the forward reward, below."""
+    tails = importlib.import_module("tails")
+    monkeypatch.setattr(tails, "DRAWS", 3)
+    script = importlib.import_module("distributional_ppo_categorical")
+    certain = {"limit": -1000.0, "probability": 1.0, "cost": 175}
+    gym.register(
+        "CertainCheetah-v0", risky_tasks.risky_cheetah, max_episode_steps=200, kwargs=certain
+    )
+    args = script.Args(env_id="CertainCheetah-v0", eval_episodes=2)
+    envs = script.make_envs(args)
+    agent = script.Agent(envs.single_observation_space, envs.single_action_space, args)
+    envs.close()
+    found = tails.measure(script, agent, args)
+    plain = script.evaluate(agent, replace(args, env_id="HalfCheetah-v5"))
+    gym.registry.pop("CertainCheetah-v0")
+    assert found["risky_share"] == 1
+    assert -200 < found["safe_mean"] < 200
+    assert found["length"] == 200
+    assert plain["eval/length_mean"] == 1000
+    lost = found["safe_mean"] - found["mean"]
+    assert abs(lost - 200 * 175) < 200  # the forward reward of 200 steps is small
 
 
 @pytest.fixture
@@ -130,87 +168,63 @@ def tails(monkeypatch, tmp_path):
     return program
 
 
+def test_hits_are_drawn_with_their_probability(tails):
+    """Two episodes of 100 and 50 steps, a stake of 2 and of 4 at each; a tenth is hit: means of
+    20 and 20, standard deviations of 2 sqrt(9) = 6 and 4 sqrt(4.5) = 8.5."""
+    returns = tails.draw_hits(np.array([1.0, 2.0]), [np.full(100, 2.0), np.full(50, 4.0)], 0.1)
+    assert returns.shape == (2, tails.DRAWS)
+    np.testing.assert_allclose(returns.mean(1), [1 - 20, 2 - 20], atol=1)
+    np.testing.assert_allclose(returns.std(1), [6, 8.5], rtol=0.1)
+    none = tails.draw_hits(np.array([1.0]), [np.zeros(9)], 0.5)
+    assert (none == 1).all()
+
+
 def test_neutral_policies_differ_from_averse_ones_in_the_weight_alone(tails):
     """A weight of 0 turns one into the other. Penalties are in the task."""
     script = tails.common.load_script(tails.CATEGORICAL)
-    cells = tails.cells(tune=True) + tails.cells(tune=False)
-    args = {cell.variant: script.parse_args(cell.flags.split()) for cell in cells}
-    assert args.keys() == tails.VARIANTS.keys()
-    for variant, weight in (("averse 0.25", 0.25), ("averse 0.5", 0.5), ("averse 1.0", 1.0)):
-        assert args[variant].cvar_weight == weight
-        assert replace(args[variant], cvar_weight=0.0) == args["neutral"]
-    assert all(args[f"penalty {number}"] == args["neutral"] for number in (1, 3, 10))
+    args = {
+        cell.variant: script.parse_args(cell.flags.split()) for cell in tails.cells(pilot=False)
+    }
+    assert args["averse"].cvar_weight == 1
+    assert replace(args["averse"], cvar_weight=0.0) == args["neutral"] == args["penalty"]
 
 
-def test_the_criterion_worked_by_hand(tails):
-    """(40 - 10) / 100 and (20 - 10) / |-50|: 0.3 and 0.2, a mean of 0.25. The third task has no
-    more than 2 % of risky steps and does not count."""
-    rows = [
-        {"task": task, "variant": variant, "risky_share": share, "mean": mean, "cvar_10": tail}
-        for task, share, mean, neutral, averse in (
-            ("RiskyHalfCheetah", 0.5, 100, 10, 40),
-            ("RiskyHopper", 0.03, -50, 10, 20),
-            ("RiskyWalker2d", 0.02, 1, 0, 99),
-        )
-        for variant, tail in (("neutral", neutral), ("averse 0.5", averse))
-    ]
-    assert tails.tasks_with_tail(rows) == ["RiskyHalfCheetah", "RiskyHopper"]
-    assert tails.criterion(rows, "averse 0.5") == pytest.approx(0.25)
-    assert np.isnan(tails.criterion(rows, "averse 1.0"))  # it has not run
-    assert np.isnan(tails.criterion([], "averse 0.5"))
-    told = tails.choice_lines(rows)
-    assert "risky on: RiskyHalfCheetah, RiskyHopper." in told[0]
-    assert told[2] == "* averse 0.25 +nan, averse 0.5 +0.250, averse 1.0 +nan"
+def rows_of_a_pilot(tails, safe):
+    """The table with a row for each variant, where the worst tenth has this without hits."""
+    for cell in tails.cells(pilot=True):
+        row = dict.fromkeys(tails.COLUMNS, 1) | cell.setting._asdict()
+        numbers = {"seed": 1000, "mean": 100, "cvar_10": 40, "safe_cvar_10": safe}
+        tails.TABLE.append(row | numbers)
 
 
-def test_reported_seeds_wait_for_a_choice_that_tuning_rows_support(tails, monkeypatch, capsys):
-    """First neutral rows are missing; then all are there and another weight is better. A task
-    without a tail needs neutral rows alone."""
+def test_reported_seeds_wait_for_a_pilot_with_a_tail(tails, monkeypatch):
+    """First it has no rows; then hits take 4 of 100 from the tail; at last they take 6."""
     monkeypatch.setattr(sys, "argv", ["tails.py"])
-    first = r"^error: RiskyHalfCheetah \w+ neutral seed 1000: has no row yet"
-    with pytest.raises(SystemExit, match=first):
+    with pytest.raises(SystemExit, match=r"^error: the pilot has not run"):
         tails.main()
-    for cell, seed in tails.missing(tune=True, words=[], seeds=[]):
-        share = 0.01 if cell.task == "RiskyWalker2d" else 0.1
-        tail = 2 if cell.variant in ("averse 0.5", "penalty 3") else 1
-        if share > tails.TAIL or cell.variant == "neutral":
-            row = dict.fromkeys(tails.COLUMNS, 1) | cell.setting._asdict()
-            tails.TABLE.append(row | {"seed": seed, "risky_share": share, "cvar_10": tail})
-    with pytest.raises(SystemExit, match=r"^error: the tuning rows prefer averse 0\.5, "):
+    rows_of_a_pilot(tails, 44)
+    with pytest.raises(SystemExit, match=r"^error: LimitHalfCheetah: hits take 4\.0% of the mean"):
         tails.main()
-    monkeypatch.setattr(tails, "CHOSEN", ("averse 0.5", "penalty 3"))
+    tails.TABLE.path.unlink()
+    rows_of_a_pilot(tails, 46)
     assert tails.objection(tails.TABLE.rows()) == ""
-    tails.report()
-    assert "averse 0.5 +1.000" in (tails.RESULTS / "tails.md").read_text()
 
 
-def test_tuning_never_sees_a_reported_seed(tails):
-    """Seeds that are named are some of the cells' own. Neutral runs come first."""
+def test_a_pilot_never_sees_a_reported_seed(tails):
+    """Seeds that are named are some of the cells' own, and runs come seed by seed."""
     assert tails.missing(True, [], [8001]) == tails.missing(False, [], [1000]) == []
-    runs = tails.missing(True, [], [1000])
-    assert {run.seed for run in runs} == {1000}
-    assert [run.cell.variant == "neutral" for run in runs] == [True] * 6 + [False] * 36
-    assert tails.missing(True, [], []) == runs
-    assert len(tails.missing(False, ["RareHopper", "penalty"], [8001, 1000])) == 1
-
-
-def test_a_task_without_a_tail_has_no_further_run(tails):
-    """Once its neutral run has a row. Five of each of three variants are reported."""
-    reported = len(tails.missing(False, [], []))
-    row = dict.fromkeys(tails.COLUMNS, 1) | {"script": tails.CATEGORICAL, "variant": "neutral"}
-    for task, share in (("RareHopper", 0.1), ("RareWalker2d", 0.01)):
-        tails.TABLE.append(row | {"task": task, "seed": 1000, "risky_share": share})
-    assert tails.missing(True, ["RareWalker2d"], []) == []
-    assert len(tails.missing(True, ["RareHopper"], [])) == 7 - 1
-    assert len(tails.missing(False, [], [])) == reported - 3 * 5
+    assert [run.seed for run in tails.missing(True, [], [])] == [1000] * 3
+    assert [run.seed for run in tails.missing(False, [], [])[:4]] == [8001] * 3 + [8002]
+    assert len(tails.missing(False, [], [])) == 30
+    assert len(tails.missing(False, ["penalty"], [8001, 1000])) == 1
 
 
 def test_the_goal_is_a_better_tail_for_a_small_price():
     """The tail is better by far. A mean of 86 beside 100 is within 15 %, one of 84 is not."""
     tails = importlib.import_module("tails")
-    same = {"task": "RiskyHopper", "std": 1, "cvar_5": 0, "risky_share": 0.25, "length": 10}
+    same = {"task": "Task", "std": 1, "cvar_5": 0, "safe_cvar_10": "", "risky_share": 0.25}
     rows = [
-        same | {"variant": variant, "mean": mean, "cvar_10": tail + noise}
+        same | {"variant": variant, "mean": mean, "cvar_10": str(tail + noise)}
         for variant, mean, tail in (("neutral", 100, 0), ("cheap", 86, 50), ("dear", 84, 50))
         for noise in (0, 1)
     ]
@@ -221,18 +235,18 @@ def test_the_tails_table_worked_by_hand():
     """Two seeds of 90 and 110, then 100 and 140: means 100 and 120, +20 %. CVaRs 0 and 20, then 60
     and 80: a difference of 60, with a standard error of sqrt(100 + 100), and t(2) = 4.303."""
     tails = importlib.import_module("tails")
-    numbers = {"std": 1, "cvar_5": 0, "risky_share": 0.25, "length": 10}
+    numbers = {"std": 1, "cvar_5": "0", "safe_cvar_10": "", "risky_share": 0.25, "length": 10}
     rows = [
-        {"task": "RiskyHopper", "variant": variant, "mean": mean, "cvar_10": tail, **numbers}
+        {"task": "Task", "variant": variant, "mean": mean, "cvar_10": str(tail), **numbers}
         for variant, mean, tail in (
             ("neutral", 90, 0),
             ("neutral", 110, 20),
-            ("averse 1.0", 100, 60),
-            ("averse 1.0", 140, 80),
+            ("averse", 100, 60),
+            ("averse", 140, 80),
         )
     ]
     line = tails.lines_of(rows)[-1]
     assert line == (
-        "| RiskyHopper | averse 1.0 | 2 | 120 +- 254 | 70 +- 127 | 0 +- 0 | 25.0% | +20.0% "
+        "| Task | averse | 2 | 120 +- 254 | 70 +- 127 | 0 +- 0 |  | 25.0% | +20.0% "
         "| +60 (-1 to +121) | missed |"
     )
