@@ -20,7 +20,8 @@ What was decided ahead of what:
                steps are risky, the policy avoids risk by itself, and there is no tail to buy.
                There were 1.8 %, 0.0 % and 1.8 %.
     then       One neutral run of each Rare task, by the same rule. It leaves RareHalfCheetah, where
-               slowing down to 4 costs more of the mean than PRICE.
+               slowing down to 4 costs more of the mean than PRICE, and RareWalker2d, whose policy
+               falls after 152 of 500 steps.
     pilot      LimitHalfCheetah was made so that there is a trade-off. It is reported if, on the
                tuning seed, hits lower the neutral policy's CVaR_0.1 by at least TAIL of its mean.
                Nothing is tuned on it: the weight is the preset's.
