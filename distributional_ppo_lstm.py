@@ -70,6 +70,7 @@ import math
 import multiprocessing
 import pickle
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -784,7 +785,8 @@ def policy_loss(
     entropy = agent.action_dist.entropy(params)
     loss = pg_loss
     if args.uses_entropy:
-        loss = loss + entropy_loss(entropy, ent_coef, args.min_entropy, args.min_entropy_penalty)
+        whole = of_all_processes(entropy)
+        loss = loss + entropy_loss(whole, ent_coef, args.min_entropy, args.min_entropy_penalty)
     kl = agent.action_dist.kl(mb.params, params.detach()).mean()
     metrics = {
         "losses/policy_loss": pg_loss,
@@ -1174,12 +1176,13 @@ class RunningMoments(nn.Module):
     @torch.no_grad()
     def merge(self, mean: Tensor, var: Tensor, weight: float) -> None:
         """Take in the moments of `weight` samples that were computed elsewhere."""
-        past = self.count / (self.count + weight)  # weight of the past in the merged moments
+        count = self.count.clamp(max=self.max_count)  # another run may have counted further
+        past = count / (count + weight)  # weight of the past in the merged moments
         delta = mean - self.mean
         between = past * delta.square()
         self.var = past * self.var + (1 - past) * (var + between)
         self.mean = self.mean + (1 - past) * delta  # a new tensor: callers may hold the old one
-        self.count = (self.count + weight).clamp(max=self.max_count)
+        self.count = (count + weight).clamp(max=self.max_count)
 
     def normalize(self, x: Tensor) -> Tensor:
         """Compute (x - mean) / std, in the dtype of x."""
@@ -2003,6 +2006,7 @@ class Agent(nn.Module):
     def as_batch(self, obs: np.ndarray) -> tuple[Tensor, bool]:
         """Return what networks see of raw observations, (N, D), and whether it was one alone."""
         rows, alone = as_rows(obs, self.observation_space)
+        rows = rows.astype(self.observation_space.dtype)  # a copy: views may have odd strides
         batch = torch.as_tensor(rows, device=self.device).float()
         return self.normalize_obs(batch), alone
 
@@ -2449,8 +2453,8 @@ class EnvsInProcesses(gym.vector.VectorEnv):
         return *map(self.join, facts), info
 
     def close_extras(self, **options: Any) -> None:
-        """End the processes."""
-        self.groups.close()
+        """End the processes. After a fault one of them may never answer."""
+        self.groups.close(timeout=10)
 
 
 class Group(gym.Env):
@@ -2459,6 +2463,8 @@ class Group(gym.Env):
     def __init__(self, args: Args, run: int, index: int, size: int) -> None:
         if os.getpid() != run:  # AsyncVectorEnv also makes one in the process of the run
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends it
+            if hasattr(os, "setpgrp"):
+                os.setpgrp()  # and so are signals to the whole group, as of a closed terminal
             torch.set_num_threads(1)
             seed_generators(args, WORLD_SIZE + index)
             torch.manual_seed(derived_seed(args.seed, "tasks", WORLD_SIZE + index))
@@ -2733,10 +2739,11 @@ def start(args: Args) -> tuple[Run, Agent, Optimizers, gym.vector.VectorEnv]:
     if args.resume:
         require_stored_flags(args, read_checkpoint(args.resume)[1], args.resume)
     set_up_process(args)
+    here = Path.cwd()  # a task may change the working directory
     envs, eval_env = open_environments(args)
-    agent = make_agent(envs, args)
+    agent = make_agent(envs, args, here)
     optimizers = make_optimizers(agent, args)
-    return Run(args, agent, optimizers, envs, eval_env), agent, optimizers, envs
+    return Run(args, agent, optimizers, envs, eval_env, here), agent, optimizers, envs
 
 
 def set_up_process(args: Args) -> None:
@@ -2775,18 +2782,19 @@ def open_environments(args: Args) -> tuple[gym.vector.VectorEnv, gym.Env | None]
         raise UsageError(f"{error}; {text}") from error
 
 
-def make_agent(envs: gym.vector.VectorEnv, args: Args) -> Agent:
+def make_agent(envs: gym.vector.VectorEnv, args: Args, here: Path = Path()) -> Agent:
     """Make the agent to train: a new one, that of the run to resume, or one with other weights.
 
+    Paths are relative to `here`.
     Raises `UsageError` where the weights of `init_from` have other shapes, or another meaning.
     """
     spaces = (envs.single_observation_space, envs.single_action_space)
     if args.resume:
-        saved, stored = read_checkpoint(args.resume)
+        saved, stored = read_checkpoint(here / Path(args.resume).expanduser())
         return restore_agent(saved, stored, *spaces)
     agent = Agent(*spaces, args)
     if args.init_from:
-        saved, stored = read_checkpoint(args.init_from)
+        saved, stored = read_checkpoint(here / Path(args.init_from).expanduser())
         meaning = ("activation", "norm_obs", "norm_returns")  # the shapes are the same in any case
         there = shapes(saved["agent"], stored) | {name: getattr(stored, name) for name in meaning}
         here = shapes(agent.state_dict(), args) | {name: getattr(args, name) for name in meaning}
@@ -2947,6 +2955,7 @@ class Run:
         optimizers: Optimizers,
         envs: gym.vector.VectorEnv,
         eval_env: gym.Env | None,
+        here: Path = Path(),
     ) -> None:
         self.args = args
         self.agent = agent
@@ -2975,12 +2984,12 @@ class Run:
         self.warned = False
 
         if args.resume:
-            self.directory = Path(args.resume).expanduser().resolve()
+            self.directory = (here / Path(args.resume).expanduser()).resolve()
             self.take_up()
             if RANK == 0:
-                write_origin(self.directory, args)
+                rewrite_origin(self.directory, args)
         else:
-            self.directory = gather_objects(make_run_dir(args) if RANK == 0 else None)[0]
+            self.directory = gather_objects(make_run_dir(args, here) if RANK == 0 else None)[0]
 
         size = " x ".join(map(str, agent.obs_shape))
         seen = f"images, {size}" if agent.sees_images else f"vectors of {size}"
@@ -3012,18 +3021,31 @@ class Run:
             path = self.directory / "checkpoint.pt"
             last = f"last checkpoint: {path}" if path.exists() else "no checkpoint yet"
             error.add_note(f"after {self.step:,} steps; {last}")
-        if self.writer is not None:
-            self.writer.close()
         for env in (self.envs, self.eval_env, *self.unused_envs):
             if env is not None:
                 close_quietly(env)
-        if type(error) is ValueError and str(error).startswith("--env-id"):  # see `Checked`
-            raise UsageError("; ".join([str(error), *error.__notes__])) from error
+        if self.writer is not None:
+            try:
+                self.writer.close()
+            except OSError:  # a full disk, which may be the error itself
+                if error is None:
+                    raise
+        foreign = isinstance(error, ValueError) and not isinstance(error, UsageError)
+        if foreign and str(error).startswith("--env-id"):  # see `Checked`
+            mistake = UsageError(str(error))
+            for note in error.__notes__:
+                mistake.add_note(note)
+            raise mistake from error
 
     def request_stop(self, number: int, frame: Any) -> None:
-        """End the run after this iteration. A second signal has its default effect."""
+        """End the run after this iteration. A second signal kills, unless it is a hang-up.
+
+        A closed terminal may send several of those.
+        """
         self.signals.append(number)
-        signal.signal(number, signal.SIG_DFL)
+        for handled in self.handlers:
+            hangs_up = handled == getattr(signal, "SIGHUP", None)
+            signal.signal(handled, signal.SIG_IGN if hangs_up else signal.SIG_DFL)
         if RANK == 0:
             part = "episode" if self.step == self.total_steps else "iteration"
             line = f"stopping after this {part}; press again to kill"
@@ -3038,6 +3060,11 @@ class Run:
     def results(self) -> dict[str, Any]:
         """Return the last value of every metric, and the run's directory."""
         return self.logged | {"run_dir": str(self.directory)}
+
+    @property
+    def quoted(self) -> str:
+        """Return the run's directory as a shell takes it."""
+        return shlex.quote(str(self.directory))
 
     @property
     def env_seeds(self) -> list[int]:
@@ -3068,8 +3095,8 @@ class Run:
         if self.best_step:
             best = f"return {self.best_return:.1f} after {self.best_step:,} steps"
             self.say(f"best evaluation: {best}, {self.directory / 'best.pt'}")
-        self.say(f"watch it by tensorboard --logdir {self.directory.parent}")
-        longer = f"--resume {self.directory} --total-timesteps {2 * self.step}"
+        self.say(f"watch it by tensorboard --logdir {shlex.quote(str(self.directory.parent))}")
+        longer = f"--resume {self.quoted} --total-timesteps {2 * self.step}"
         self.say(f"go on by python {SCRIPT}.py {longer}")
 
     def lap(self, part: str) -> None:
@@ -3107,7 +3134,7 @@ class Run:
         if last or stop or is_due(iteration, args.checkpoint_every):
             self.save()
         if stop:
-            where = f"stopped after {self.step:,} steps; --resume {self.directory}"
+            where = f"stopped after {self.step:,} steps; --resume {self.quoted}"
             raise KeyboardInterrupt(where)
 
     def evaluate(self) -> None:
@@ -3126,7 +3153,7 @@ class Run:
         for rewards in playing:
             episodes.append(rewards)
             if self.stops() and self.step == self.total_steps:
-                where = f"stopped in the last evaluation; --resume {self.directory}"
+                where = f"stopped in the last evaluation; --resume {self.quoted}"
                 raise KeyboardInterrupt(where)
         metrics = gather_objects(summarise(episodes, args) if RANK == 0 else None)[0]
 
@@ -3250,6 +3277,8 @@ class Run:
         """Return this process's environments, pickled as `save_envs` says, or None."""
         fault = ""
         pickled = None
+        if RANK == 0 and self.args.save_envs == "proven" and self.proof is None:
+            self.proof = ReadBack(self.envs)  # of a run that was done when it was resumed
         if self.proof is not None:
             fault = self.proof.fault()
         fault = gather_objects(fault)[0]  # the first process proves it for all
@@ -3404,14 +3433,15 @@ for env in pickle.load(sys.stdin.buffer):
         return self.found
 
 
-def make_run_dir(args: Args) -> Path:
+def make_run_dir(args: Args, here: Path = Path()) -> Path:
     """Create <run_dir>/<task>__<exp_name>__s<seed>__<MMDD-HHMMSS>, and write the run's origin.
 
-    The task is `env_id` without its module. A name that is taken gets a number.
+    The task is `env_id` without its module. A name that is taken gets a number. A relative
+    `run_dir` is relative to `here`.
     """
     task = args.env_id.split(":")[-1].replace("/", "_")
     name = f"{task}__{args.exp_name}__s{args.seed}__{time.strftime('%m%d-%H%M%S')}"
-    top = Path(args.run_dir).expanduser().resolve()  # a task may change the working directory
+    top = (here / Path(args.run_dir).expanduser()).resolve()
     try:
         for number in count(1):
             path = top / (name if number == 1 else f"{name}-{number}")
@@ -3423,20 +3453,32 @@ def make_run_dir(args: Args) -> Path:
         raise UsageError(f"--run-dir {args.run_dir}: {error}; choose another directory") from error
 
 
-def write_origin(path: Path, args: Args) -> None:
-    """Write what makes the numbers of a run: flags, versions, commit, and the script's source.
+def rewrite_origin(path: Path, args: Args) -> None:
+    """Write the origin of the new start of a run over that of the old one. Raises `UsageError`."""
+    try:
+        write_origin(path, args)
+    except OSError as error:
+        raise UsageError(f"--resume {args.resume}: {error}; nothing was changed") from error
 
-    When a run is resumed, those of the new start take the place of the old ones.
-    """
+
+def write_origin(path: Path, args: Args) -> None:
+    """Write what makes the numbers of a run: flags, versions, commit, and the script's source."""
     file = globals().get("__file__")  # a notebook has none
     source = Path(file).resolve() if file else None
     versions = {module.__name__: module.__version__ for module in (torch, gym, np, tyro)}
     versions["python"] = sys.version
     commit = commit_of(source.parent if source else Path.cwd())
     content = {"args": asdict(args), "versions": versions, "commit": commit}
-    (path / "args.json").write_text(json.dumps(content, indent=2))
+    replace_file(path / "args.json", json.dumps(content, indent=2).encode())
     if source:
-        (path / source.name).write_bytes(source.read_bytes())
+        replace_file(path / source.name, source.read_bytes())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file beside the old one, if there is one, and rename it. A fault leaves the old."""
+    fresh = path.with_name(f"{path.name}.tmp")
+    fresh.write_bytes(content)
+    fresh.replace(path)
 
 
 def commit_of(folder: Path) -> str:
@@ -3662,6 +3704,14 @@ def average(x: Tensor) -> Tensor:
     x = x.detach() / WORLD_SIZE
     exchange(distributed.all_reduce, x)
     return x
+
+
+def of_all_processes(x: Tensor) -> Tensor:
+    """Return x, moved to the mean that it has over all processes. Its gradient stays that of x."""
+    if WORLD_SIZE == 1:
+        return x
+    mean = x.detach().mean()
+    return x + (average(mean) - mean)
 
 
 def own(x: Tensor) -> Tensor:
@@ -3905,7 +3955,7 @@ def require_stored_flags(args: Args, stored: Args, path: str) -> None:
 def evaluate_stored(args: Args) -> None:
     """Evaluate the agent of --evaluate, and keep the result in `evaluation.json` beside it."""
     set_up_process(args)
-    path = checkpoint_path(args.evaluate)
+    path = checkpoint_path(args.evaluate).resolve()  # a task may change the working directory
     saved, _ = read_checkpoint(path)
     step = saved["global_step"]
     tell(f"{args.env_id}: {path} after {step:,} steps")
@@ -3918,9 +3968,11 @@ def evaluate_stored(args: Args) -> None:
     result = {"step": step, "episodes": args.eval_episodes, "sampled": args.eval_sampled}
     result |= summarise(played, args)
     file = path.parent / "evaluation.json"
-    kept = json.loads(file.read_text()) if file.exists() else {}
+    kept = {}
+    with contextlib.suppress(OSError, ValueError, TypeError):  # there is none, or it is broken
+        kept |= json.loads(file.read_text())
     try:
-        file.write_text(json.dumps(kept | {path.name: result}, indent=2))
+        replace_file(file, json.dumps(kept | {path.name: result}, indent=2).encode())
     except OSError as error:
         tell(f"warning: the result is not kept: {error}", file=sys.stderr)
 
@@ -3965,7 +4017,9 @@ def main(argv: list[str]) -> None:
             return
         train(args)
     except (UsageError, KeyboardInterrupt, OtherProcessEnded) as error:
-        if RANK == 0:
+        # A mistake of a task while it runs has a note, and may be of this process alone.
+        own_mistake = isinstance(error, UsageError) and hasattr(error, "__notes__")
+        if RANK == 0 or own_mistake:
             lines = [str(error) or "interrupted", *getattr(error, "__notes__", ())]
             line = " ".join("; ".join(lines).split())  # one line
             asked = isinstance(error, KeyboardInterrupt)

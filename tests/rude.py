@@ -208,6 +208,29 @@ class Display(Walk):
         self.shut.append(self)
 
 
+class Mover(Walk):
+    """It works in another directory from the moment it is made."""
+
+    def __init__(self):
+        super().__init__()
+        os.chdir(tempfile.gettempdir())
+
+
+class Dier(Walk):
+    """Its process ends in its first step, where it was reset with the seed 5."""
+
+    def reset(self, *, seed=None, options=None):
+        """Open an episode."""
+        self.dies = seed == 5
+        return super().reset(seed=seed, options=options)
+
+    def pay(self, action):
+        """Nothing, if at all."""
+        if self.dies:
+            os._exit(1)
+        return 0.0
+
+
 class Sleeper(Walk):
     """It takes its time when it is read back."""
 
@@ -216,7 +239,7 @@ class Sleeper(Walk):
 
 
 gym.register("Rude-v0", Rude)
-for probe in (OldStep, OldReset, OldSeed, Exit, Torch, Single, Display, Sleeper):
+for probe in (OldStep, OldReset, OldSeed, Exit, Torch, Single, Display, Sleeper, Mover, Dier):
     gym.register(f"{probe.__name__}-v0", probe)
 for kind in MISFITS:
     gym.register(f"{kind}-v0", Misfit, kwargs={"kind": kind})

@@ -275,10 +275,79 @@ def test_a_full_disk_at_the_start_costs_one_line(script, monkeypatch, capsys, tm
 
     args = flags_for(script, tmp_path, "VectorBox")
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", refuse)
+        patch.setattr(Path, "write_bytes", refuse)
         code, _, err = run_main(script, capsys, words(args))
     assert code == 2
     assert "No space left" in err
+
+
+def test_a_run_that_cannot_be_written_to_is_not_resumed(script, monkeypatch, capsys, tmp_path):
+    """One line; flags and source of the old start stay as they were."""
+    directory = Path(script.train(flags_for(script, tmp_path, "VectorBox"))["run_dir"])
+    before = {path: path.read_bytes() for path in directory.iterdir()}
+
+    def refuse(path, content):
+        raise OSError(30, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    code, _, err = run_main(script, capsys, ["--resume", str(directory)])
+    assert code == 2
+    assert err.startswith(f"error: --resume {directory}: [Errno 30] Read-only file system")
+    assert err.endswith("nothing was changed\n")
+    assert {path: path.read_bytes() for path in directory.iterdir()} == before
+
+
+def test_a_log_that_cannot_be_closed_hides_no_fault(script, monkeypatch, tmp_path):
+    """The disk is full: the fault with its note is what is raised, and environments are closed."""
+    run, _, _, envs = script.start(flags_for(script, tmp_path, "VectorBox"))
+    closed = []
+    monkeypatch.setattr(script, "close_quietly", closed.append)
+
+    def refuse():
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run.writer, "close", refuse)
+    with pytest.raises(RuntimeError, match="the fault") as caught, run:
+        raise RuntimeError("the fault")
+    assert "no checkpoint yet" in caught.value.__notes__[0]
+    assert envs in closed
+    with pytest.raises(OSError, match="No space"), run:
+        pass
+
+
+def test_a_mistake_of_a_task_that_was_read_back_costs_one_line(
+    script, monkeypatch, capsys, tmp_path
+):
+    """Its class travelled in the checkpoint, and is another one than that of the script."""
+    foreign = type("UsageError", (ValueError,), {})
+
+    def spoil(agent, optimizers):
+        raise foreign("--env-id mine: observation has the shape (1,)")
+
+    poison(script, monkeypatch, 2, spoil)
+    code, _, err = run_main(script, capsys, words(flags_for(script, tmp_path, "VectorBox")))
+    assert code == 2
+    assert err.splitlines()[-1].startswith(
+        "error: --env-id mine: observation has the shape (1,); after"
+    )
+
+
+@pytest.mark.parametrize(("noted", "lines"), [(True, 1), (False, 0)])
+def test_a_mistake_in_one_process_alone_is_told_by_it(script, monkeypatch, capsys, noted, lines):
+    """In a run it has a note. Flags are wrong in all processes, and the first one tells."""
+
+    def fail(args):
+        error = script.UsageError("--env-id mine: its reward must be a number")
+        if noted:
+            error.add_note("after 48 steps")
+        raise error
+
+    monkeypatch.setattr(script, "RANK", 1)
+    monkeypatch.setattr(script, "train", fail)
+    code, _, err = run_main(script, capsys, [])
+    assert code == 2
+    assert err.count("error: --env-id mine: its reward must be a number; after 48 steps") == lines
+    assert err.count("\n") == lines
 
 
 def test_runs_of_the_same_second_do_not_share_a_directory(script, monkeypatch, tmp_path):

@@ -51,6 +51,16 @@ def test_moments_computed_elsewhere_are_merged(script):
     assert [float(x) for x in (fresh.mean, fresh.var, fresh.count)] == [6.5, 17 / 4, 2]
 
 
+def test_a_count_beyond_the_memory_counts_as_the_memory(script):
+    """Weights of a run with a longer memory: a mean of 1 that stands for 1000, with a memory of 10,
+    and a new mean of 12 that stands for 1. (10 * 1 + 12) / 11 = 2."""
+    moments = script.RunningMoments(max_count=10)
+    moments.mean, moments.count = tensor(1.0), tensor(1000.0)
+    moments.merge(tensor(12.0), tensor(0.0), weight=1)
+    assert float(moments.mean) == pytest.approx(2)
+    assert float(moments.count) == 10
+
+
 def test_moments_of_batches_are_those_of_all_their_data(script):
     """Chan et al. 1983: any number of batches of any sizes, axis by axis, population variance."""
     batches = [torch.randn(n, 2, 3) * (n + 1) + n for n in (1, 5, 1, 12, 3)]

@@ -120,6 +120,16 @@ def test_one_observation_or_many(script):
     assert value(run.agent, rows[1])[0] == pytest.approx(value(run.agent, rows)[0][1], rel=1e-5)
 
 
+def test_views_of_any_kind_are_taken(script):
+    """Rows in reverse order, and big-endian ones, as `act` takes them too."""
+    run = make_run(script, "VectorBox")
+    rows = np.random.default_rng(1).standard_normal((4, 4)).astype(np.float32)
+    expected = value(run.agent, rows)[0]
+    assert value(run.agent, rows[::-1])[0] == pytest.approx(expected[::-1], rel=1e-5)
+    assert value(run.agent, rows.astype(">f4"))[0] == pytest.approx(expected, rel=1e-5)
+    assert predict(run.agent, np.flip(rows, 1), LEVELS)[0].shape == (4, 4)
+
+
 @pytest.mark.parametrize("levels", [(0.5, 1.2), (0.0,), (-0.1,), (), ("a",), (None,)])
 def test_levels_are_shares(script, levels):
     """A level beyond [0.001, 1] is refused, and so are none at all and what is no number; so is an

@@ -33,6 +33,12 @@ TASKS = {
     },
     "continuous": {"env_id": "Pendulum-v1", "num_steps": 75},
     "samples": {"env_id": "probes:Staggered-v0", "value_target": "sr_lambda", "cvar_weight": 0.5},
+    "floor": {  # the entropy of a process is above it or below it, by its rows
+        "env_id": "probes:Staggered-v0",
+        "learning_rate": 1e-2,
+        "min_entropy": 0.55,
+        "min_entropy_penalty": 1.0,
+    },
 }
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -363,9 +365,61 @@ def test_a_notebook_has_no_file(script, somewhere, monkeypatch):
     assert not list(directory.glob("*.py"))
 
 
+def test_a_task_that_moves_when_it_is_made_moves_nothing_else(script, somewhere, capsys):
+    """Paths are relative to where the command was given: of a run, of its resume, of weights."""
+    few = "--total-timesteps 96 --num-envs 4 --num-steps 12 --num-minibatches 2 --eval-episodes 1"
+    line = f"--env-id rude:Mover-v0 --run-dir here {few}".split()
+    code, _, err = run_main(script, capsys, line)
+    assert code == 0, err
+    os.chdir(somewhere)
+    [directory] = (somewhere / "here").iterdir()
+    for more in (["--resume", f"here/{directory.name}", "--total-timesteps", "144"],
+                 [*line, "--init-from", f"here/{directory.name}"],
+                 ["--evaluate", f"here/{directory.name}"]):  # fmt: skip
+        code, _, err = run_main(script, capsys, more)
+        assert code == 0, err
+        os.chdir(somewhere)
+    assert contents(directory)["step"] == 144
+    assert (directory / "evaluation.json").exists()
+    assert len([*(somewhere / "here").iterdir()]) == 2
+
+
+def test_a_resumed_evaluation_saves_no_environments_without_proof(script, somewhere, capsys):
+    """The simulator is in no other process. A run without evaluation does not save it, nor does a
+    resume that evaluates alone; then a longer run goes on."""
+    flags = {"eval_episodes": 0, "save_envs": "proven"}
+    code, out, err = run_main(script, capsys, words(task(script, "Rude", **flags)))
+    assert code == 0, err
+    assert "environments are not saved" in out
+    os.chdir(somewhere)
+    [directory] = (somewhere / "here").iterdir()
+    line = ["--resume", f"here/{directory.name}"]
+    for more in (["--eval-episodes", "2"], ["--total-timesteps", "192"]):
+        code, out, err = run_main(script, capsys, [*line, *more])
+        assert code == 0, err
+        os.chdir(somewhere)
+    assert "episodes start afresh: the checkpoint has no environments" in out
+
+
+def test_a_process_that_died_does_not_hold_up_the_end(script, somewhere, monkeypatch):
+    """The second of two dies in a step, after the first one has answered. Closing waits for ten
+    seconds, not for ever. Both are in groups of their own, so that signals to the run's are not for
+    them."""
+    monkeypatch.setattr(script, "usable_cores", lambda: 2)
+    envs = script.make_envs(task(script, "Dier", async_envs=True, num_envs=2))
+    assert all(os.getpgid(process.pid) != os.getpgrp() for process in envs.groups.processes)
+    envs.reset(seed=[4, 5])
+    with pytest.raises((EOFError, OSError)):
+        envs.step(np.zeros((2, 1), np.int64))
+    closing = threading.Thread(target=script.close_quietly, args=(envs,), daemon=True)
+    closing.start()
+    closing.join(40)
+    assert not closing.is_alive()
+
+
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="the platform knows no SIGHUP")
 def test_a_closed_terminal_ends_the_run_with_a_checkpoint(tmp_path):
-    """SIGHUP is like SIGTERM, and it is confirmed."""
+    """SIGHUP is like SIGTERM, and it is confirmed. bash sends one, and the system another one."""
     import distributional_ppo_categorical as script
 
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
@@ -374,6 +428,10 @@ def test_a_closed_terminal_ends_the_run_with_a_checkpoint(tmp_path):
     process = start(script, tmp_path, words(flags_for(script, tmp_path, 100_000, **flags)))
     path = await_file(process, tmp_path, "runs/*/checkpoint.pt")
     os.kill(process.pid, signal.SIGHUP)
+    while "stopping" not in (tmp_path / "err").read_text() and process.poll() is None:
+        time.sleep(0.001)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGHUP)
     assert await_end(process) == 130
     err = (tmp_path / "err").read_text()
     asked, stopped_at = err.splitlines()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
 import random
 import re
@@ -151,6 +152,41 @@ def test_an_evaluation_is_kept_beside_its_checkpoint(script, tmp_path, capsys):
     assert one["eval/return_mean"] == metrics["eval/return_mean"]
 
 
+@pytest.mark.parametrize("broken", ["", "[1]", '{"best.pt"'])
+def test_a_broken_file_of_evaluations_is_written_anew(script, tmp_path, capsys, broken):
+    """A full disk left it so: the evaluation is told and kept all the same."""
+    _, directory = run(script, tmp_path, "Walk")
+    (directory / "evaluation.json").write_text(broken)
+    script.main(["--evaluate", str(directory)])
+    assert "evaluation of 3 episodes" in capsys.readouterr().out
+    assert json.loads((directory / "evaluation.json").read_text()).keys() == {"checkpoint.pt"}
+
+
+def test_an_evaluation_that_cannot_be_kept_is_told(script, tmp_path, capsys, monkeypatch):
+    """A full disk costs a warning, and what was kept before stays."""
+    _, directory = run(script, tmp_path, "Walk")
+    kept = directory / "evaluation.json"
+    kept.write_text('{"best.pt": 1}')
+
+    def refuse(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    script.main(["--evaluate", str(directory)])
+    out, err = capsys.readouterr()
+    assert "evaluation of 3 episodes" in out
+    assert "warning: the result is not kept: [Errno 28] No space left" in err
+    assert kept.read_text() == '{"best.pt": 1}'
+
+
+def test_commands_that_are_printed_can_be_pasted(script, tmp_path, capsys):
+    """A folder with a space is quoted."""
+    _, directory = run(script, tmp_path / "my runs", "Walk")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2] == f"watch it by tensorboard --logdir '{tmp_path}/my runs'"
+    assert f" --resume '{directory}' --total" in lines[-1]
+
+
 def test_a_run_says_where_it_stands(script, tmp_path, capsys):
     """Ahead: task, what is seen, actions, directory. At the end: how to watch, how to go on."""
     _, directory = run(script, tmp_path, "VectorDiscrete")
@@ -272,6 +308,7 @@ def test_there_are_no_more_processes_than_cores(script, monkeypatch, cores, size
 def test_groups_draw_numbers_of_their_own(script, monkeypatch):
     """For tasks that draw from the generators of Python, NumPy and torch, in other processes."""
     monkeypatch.setattr(signal, "signal", lambda *inputs: None)
+    monkeypatch.setattr(os, "setpgrp", lambda: None)
     args = small_args(script, "Walk", num_envs=2)
     drawn = []
     with torch.random.fork_rng():
