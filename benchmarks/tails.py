@@ -24,7 +24,10 @@ What was decided ahead of what:
                falls after 152 of 500 steps.
     pilot      LimitHalfCheetah was made so that there is a trade-off. It is reported if, on the
                tuning seed, hits lower the neutral policy's CVaR_0.1 by at least TAIL of its mean.
-               Nothing is tuned on it: the weight is the preset's.
+               Aversion with the preset's weight of 1 was too timid there: it lost 23 % of the mean,
+               and its tail was worse as well. So two smaller weights were tried, and a smaller
+               lambda, since samples of a tail vary much. CHOSEN is, of those whose mean is within
+               PRICE of the neutral policy's, the one with the best tail, or else the best of all.
     goal       CVaR_0.1 better than the neutral policy's by more than its 95 % interval, for at most
                PRICE of the neutral policy's mean.
 
@@ -52,9 +55,15 @@ TASK = "LimitHalfCheetah"
 AVERSE = "--preset mujoco averse --norm-adv-memory 100 --compile"
 VARIANTS = {
     "neutral": f"{AVERSE} --cvar-weight 0",
-    "averse": AVERSE,
     "penalty": f"{AVERSE} --cvar-weight 0",
+    "averse": AVERSE,
+    "averse 0.5": f"{AVERSE} --cvar-weight 0.5",
+    "averse 0.25": f"{AVERSE} --cvar-weight 0.25",
+    "averse, lambda 0.7": f"{AVERSE} --gae-lambda 0.7",
+    "averse 0.5, lambda 0.7": f"{AVERSE} --cvar-weight 0.5 --gae-lambda 0.7",
 }
+CHOSEN = "averse"  # until the pilot has chosen
+SHOWN = ("neutral", CHOSEN, "penalty")
 PILOT = range(1000, 1001)
 REPORTED = range(8001, 8011)
 MEASURED = (
@@ -70,7 +79,11 @@ TABLE = Table(RESULTS / "tails.csv", COLUMNS, end="\n")
 def cells(pilot: bool) -> list[Cell]:
     """The variants, on the tuning seed or on reported ones."""
     seeds = PILOT if pilot else REPORTED
-    return [Cell(TASK, CATEGORICAL, variant, flags, seeds) for variant, flags in VARIANTS.items()]
+    return [
+        Cell(TASK, CATEGORICAL, variant, flags, seeds)
+        for variant, flags in VARIANTS.items()
+        if pilot or variant in SHOWN
+    ]
 
 
 def missing(pilot: bool, words: list[str], seeds: list[int]) -> list[Run]:
@@ -134,16 +147,29 @@ def draw_hits(safe: np.ndarray, stakes: list[np.ndarray], probability: float) ->
     return safe[:, None] - np.array(lost)
 
 
+def best_of(rows: list[Row]) -> str:
+    """The aversion that the pilot chooses."""
+    mean = {name: values(rows, TASK, name, "mean").mean() for name in VARIANTS}
+    tail = {name: values(rows, TASK, name, "cvar_10").mean() for name in VARIANTS}
+    averse = [name for name in VARIANTS if name.startswith("averse")]
+    cheap = [name for name in averse if mean[name] >= (1 - PRICE) * mean["neutral"]]
+    return max(cheap or averse, key=lambda name: tail[name])
+
+
 def objection(rows: list[Row]) -> str:
     """Say why the pilot does not support reported runs, in a line; it is empty where it does."""
     if missing(pilot=True, words=[], seeds=[]):
         return "the pilot has not run; run tails.py --pilot first"
+    own = with_seeds(rows, PILOT)
     mean, tail, safe = (
-        values(with_seeds(rows, PILOT), TASK, "neutral", column).mean()
+        values(own, TASK, "neutral", column).mean()
         for column in ("mean", "cvar_10", "safe_cvar_10")
     )
     share = (safe - tail) / abs(mean)
-    return "" if share >= TAIL else f"{TASK}: hits take {share:.1%} of the mean from the tail alone"
+    if share < TAIL:
+        return f"{TASK}: hits take {share:.1%} of the mean from the tail alone"
+    best = best_of(own)
+    return "" if best == CHOSEN else f"the pilot prefers {best}, and CHOSEN in tails.py is {CHOSEN}"
 
 
 # ----------------------------------------------------------------------------------------- report
@@ -211,7 +237,7 @@ def draw(rows: list[Row]) -> None:
     neutral policy."""
     figure, axis = common.pyplot().subplots(figsize=(4.5, 3.6))
     middles = {}
-    for color, variant in zip((common.PEER, common.OURS, common.FLOOR), VARIANTS, strict=True):
+    for color, variant in zip((common.PEER, common.OURS, common.FLOOR), SHOWN, strict=True):
         x = values(rows, TASK, variant, "mean")
         y = values(rows, TASK, variant, "cvar_10")
         if len(x):

@@ -180,40 +180,51 @@ def test_hits_are_drawn_with_their_probability(tails):
 
 
 def test_neutral_policies_differ_from_averse_ones_in_the_weight_alone(tails):
-    """A weight of 0 turns one into the other. Penalties are in the task."""
+    """A weight of 0 turns one into the other, or the lambda besides. Penalties are in the task."""
     script = tails.common.load_script(tails.CATEGORICAL)
-    args = {
-        cell.variant: script.parse_args(cell.flags.split()) for cell in tails.cells(pilot=False)
-    }
+    args = {cell.variant: script.parse_args(cell.flags.split()) for cell in tails.cells(True)}
+    assert args.keys() == tails.VARIANTS.keys()
     assert args["averse"].cvar_weight == 1
-    assert replace(args["averse"], cvar_weight=0.0) == args["neutral"] == args["penalty"]
+    for name, own in args.items():
+        if "lambda" in name:
+            assert own.gae_lambda == 0.7
+            own = replace(own, gae_lambda=args["neutral"].gae_lambda)
+        assert replace(own, cvar_weight=0.0) == args["neutral"]
 
 
-def rows_of_a_pilot(tails, safe):
-    """The table with a row for each variant, where the worst tenth has this without hits."""
+def rows_of_a_pilot(tails, safe, **better):
+    """The table with a row for each variant, where the worst tenth has this without hits. `better`
+    has the mean and the tail of one aversion."""
     for cell in tails.cells(pilot=True):
         row = dict.fromkeys(tails.COLUMNS, 1) | cell.setting._asdict()
         numbers = {"seed": 1000, "mean": 100, "cvar_10": 40, "safe_cvar_10": safe}
-        tails.TABLE.append(row | numbers)
+        tails.TABLE.append(row | numbers | (better if cell.variant == "averse 0.25" else {}))
 
 
 def test_reported_seeds_wait_for_a_pilot_with_a_tail(tails, monkeypatch):
-    """First it has no rows; then hits take 4 of 100 from the tail; at last they take 6."""
+    """First it has no rows; then hits take 4 of 100 from the tail; then they take 6, but another
+    aversion has a better tail. At last that one is too dear."""
     monkeypatch.setattr(sys, "argv", ["tails.py"])
-    with pytest.raises(SystemExit, match=r"^error: the pilot has not run"):
-        tails.main()
-    rows_of_a_pilot(tails, 44)
-    with pytest.raises(SystemExit, match=r"^error: LimitHalfCheetah: hits take 4\.0% of the mean"):
-        tails.main()
+    monkeypatch.setattr(tails, "CHOSEN", "averse")
+    for rows, error in (
+        (None, "the pilot has not run"),
+        ({"safe": 44}, r"LimitHalfCheetah: hits take 4\.0% of the mean"),
+        ({"safe": 46, "mean": 86, "cvar_10": 50}, r"the pilot prefers averse 0\.25, and"),
+    ):
+        if rows:
+            tails.TABLE.path.unlink(missing_ok=True)
+            rows_of_a_pilot(tails, **rows)
+        with pytest.raises(SystemExit, match=f"^error: {error}"):
+            tails.main()
     tails.TABLE.path.unlink()
-    rows_of_a_pilot(tails, 46)
+    rows_of_a_pilot(tails, 46, mean=84, cvar_10=50)
     assert tails.objection(tails.TABLE.rows()) == ""
 
 
 def test_a_pilot_never_sees_a_reported_seed(tails):
     """Seeds that are named are some of the cells' own, and runs come seed by seed."""
     assert tails.missing(True, [], [8001]) == tails.missing(False, [], [1000]) == []
-    assert [run.seed for run in tails.missing(True, [], [])] == [1000] * 3
+    assert [run.seed for run in tails.missing(True, [], [])] == [1000] * 7
     assert [run.seed for run in tails.missing(False, [], [])[:4]] == [8001] * 3 + [8002]
     assert len(tails.missing(False, [], [])) == 30
     assert len(tails.missing(False, ["penalty"], [8001, 1000])) == 1
