@@ -20,7 +20,7 @@ import pytest
 import torch
 from command import TESTS, await_end, await_file, words
 from conftest import SCRIPTS
-from helpers import small_args
+from helpers import make_run, prepare, small_args
 
 BY_THE_CLOCK = ("time/", "charts/SPS")
 ROUNDING = "policy/ratio_first_minibatch_error"
@@ -33,12 +33,6 @@ TASKS = {
     },
     "continuous": {"env_id": "Pendulum-v1", "num_steps": 75},
     "samples": {"env_id": "probes:Staggered-v0", "value_target": "sr_lambda", "cvar_weight": 0.5},
-    "floor": {  # the entropy of a process is above it or below it, by its rows
-        "env_id": "probes:Staggered-v0",
-        "learning_rate": 1e-2,
-        "min_entropy": 0.55,
-        "min_entropy_penalty": 1.0,
-    },
 }
 
 
@@ -122,6 +116,33 @@ def test_the_others_meet_the_first_after_each_episode(script, monkeypatch, rank)
     script.Run.evaluate(run)
     assert len(met) == 3
     assert run.evaluated_at == 7
+
+
+def test_the_entropy_floor_holds_for_all_processes_together(script, monkeypatch):
+    """This process has a mean entropy of 0.35, the other one has 0.69: with 0.52 in the mean they
+    are above a floor of 0.5, and so nothing is paid. The gradient is that of the own rows."""
+    monkeypatch.setattr(script, "WORLD_SIZE", 2)
+    monkeypatch.setattr(script, "average", lambda x: (x.detach() + 0.69) / 2)
+    entropy = torch.tensor([0.3, 0.4], requires_grad=True)
+    whole = script.of_all_processes(entropy)
+    assert float(whole.mean()) == pytest.approx(0.52)
+    assert float(script.entropy_loss(whole, 0.0, 0.5, 1.0)) == 0
+    loss = script.entropy_loss(whole, 0.0, 0.6, 1.0)
+    assert float(loss) == pytest.approx(0.08)
+    loss.backward()
+    assert entropy.grad.tolist() == pytest.approx([-0.5, -0.5])
+
+
+def test_the_actor_pays_for_the_entropy_of_all_processes(script, monkeypatch):
+    """The loss takes what `of_all_processes` gives: 0 here, 0.5 below the floor."""
+    run = make_run(script, "VectorDiscrete", min_entropy=0.5, min_entropy_penalty=1.0)
+    batch = prepare(run)
+    plain, *_ = script.policy_loss(
+        run.agent, batch, replace(run.args, min_entropy_penalty=0.0), 0.0
+    )
+    monkeypatch.setattr(script, "of_all_processes", torch.zeros_like)
+    loss, *_ = script.policy_loss(run.agent, batch, run.args, 0.0)
+    assert float(loss) == pytest.approx(float(plain) + 0.5, abs=1e-5)
 
 
 @pytest.mark.parametrize(
