@@ -201,8 +201,8 @@ class NetworkArgs:
 class PPOArgs:
     """Advantages and the policy's update."""
 
-    learning_rate: Positive = 1.5e-3
-    """Learning rate of the actor's Adam at the start of the run."""
+    learning_rate: NonNegative = 1.5e-3
+    """Learning rate of the actor's Adam at the start of the run. 0 trains the critics alone."""
     anneal_lr: bool = True
     """Lower the learning rate linearly to 0 over the run."""
     gamma: Fraction = 0.99
@@ -1011,6 +1011,15 @@ PRESETS = {
             **CALIBRATED,
             "cvar_alpha": 0.1,
             "cvar_weight": 1.0,
+        },
+    ),
+    "critics": Preset(
+        "Trains the critics alone, after --init-from. Combines with a task's and calibrated.",
+        {
+            "total_timesteps": 200_000,
+            "learning_rate": 0.0,
+            "critic_learning_rate": 1e-3,
+            "update_epochs": 2,
         },
     ),
 }
@@ -3709,6 +3718,8 @@ def check_flags(args: Args) -> None:
                 require_flag(args, name, value in allowed, text)
 
     check_sizes(args)
+    trains = args.learning_rate > 0 or args.critic_learning_rate is not None
+    require_flag(args, "learning_rate", trains, "trains nothing without --critic-learning-rate")
 
     launched = WORLD_SIZE == 1 or "MASTER_ADDR" in os.environ
     if not launched:

@@ -280,10 +280,12 @@ class Table:
             writer.writerows(rows)
 
     def record(self, work: Work, runs: Iterable[Run], processes: int = 1) -> None:
-        """Append and print the row that each run's work gives."""
-        for _, row in run_all(work, runs, processes):
-            self.append(row)
-            print({name: str(value)[:60] for name, value in row.items()}, flush=True)
+        """Append and print the row, or the rows, that each run's work gives."""
+        for _, found in run_all(work, runs, processes):
+            rows = found if isinstance(found, list) else [found]
+            self.append(*rows)
+            for row in rows:
+                print({name: str(value)[:60] for name, value in row.items()}, flush=True)
 
     def without_row(self, runs: Iterable[Run]) -> list[Run]:
         """The runs that have none, by setting and seed."""

@@ -652,6 +652,32 @@ def test_calibration_of_a_task_is_measured(script, monkeypatch):
     assert row["flags"] == run.cell.flags
 
 
+def test_critics_are_measured_before_and_after_they_train_alone(monkeypatch, tmp_path):
+    """Two rows of a run, or the second alone where the first one has a row; the policy is the same
+    in both, so that the second run starts from the first one's weights."""
+    flags = "--preset calibrated --num-envs 2"
+    calibration, run = tiny_run("calibration", "CartPoleNoVel-v1", NAMES[0], "critics", flags)
+    table = replace(calibration.TABLE, path=tmp_path / "calibration.csv")
+    monkeypatch.setattr(calibration, "TABLE", table)
+    monkeypatch.setattr(calibration, "EPISODES", 4)
+    policies = []
+    measure = calibration.measure_real
+
+    def note(script, agent, args):
+        policies.append((agent.actor_head.weight.detach().clone(), args.learning_rate))
+        return measure(script, agent, args)
+
+    monkeypatch.setattr(calibration, "measure_real", note)
+    table.append(*calibration.run_one(run))
+    assert [row["variant"] for row in table.rows()] == ["presets", "critics"]
+    (first, rate), (second, still) = policies
+    assert rate > 0
+    assert still == 0
+    assert first.equal(second)
+    [alone] = calibration.run_one(run)
+    assert alone["variant"] == "critics"
+
+
 @pytest.mark.parametrize("script", NAMES)
 def test_predicted_spread_is_that_of_the_predicted_distribution(script):
     """Beside the mean of what a run logs as value/std_predicted."""

@@ -51,6 +51,18 @@ def run_update(run, ent_coef=0.0, algorithm=torch.optim.Adam, batch=None, **flag
     return metrics, agent
 
 
+@pytest.mark.parametrize("env", ["VectorBox", "VectorDiscrete"])
+def test_critics_train_alone_where_the_actor_s_rate_is_0(script, env):
+    """No parameter of the actor moves, and all of the critics do."""
+    run = make_run(script, env)
+    prepare(run)
+    flags = {"learning_rate": 0.0, "critic_learning_rate": 1e-3, "target_kl": 0.01}
+    _, agent = run_update(run, ent_coef=0.1, **flags)
+    (before, critics), (after, moved) = run.agent.parts(), agent.parts()
+    assert all(map(torch.equal, before, after))
+    assert not any(map(torch.equal, critics, moved))
+
+
 # ---- a reference in float64, with its graph
 def policy_terms(params, actions):
     """Log-probabilities and entropy of logits (..., P, K) or of Gaussians (..., 2, A)."""
