@@ -217,6 +217,18 @@ def test_the_price_of_a_tail_on_the_road():
     assert f"mean of all returns falls from {mean_before:.1f} to {mean_after:.1f}." in README
 
 
+def test_what_training_the_critics_alone_buys():
+    """Mean errors of the coverage of deciles, over the runs of the command's task."""
+    rows = [row for row in rows_of("calibration.csv") if row["task"] == "PendulumNoVel-v1"]
+    before, after = (
+        mean(float(row["coverage"]) for row in rows if row["variant"] == variant)
+        for variant in ("presets", "critics")
+    )
+    assert f"on PendulumNoVel-v1 from {before:.2f} to {after:.2f} (" in README
+    script = importlib.import_module("distributional_ppo_lstm")
+    assert script.PRESETS["critics"].flags["total_timesteps"] == 200_000
+
+
 def test_fast_drives_that_crash():
     """20 stretches with a grip in [0, 1] each: 0.06 (0.4 - 0.3 grip) has the mean 0.015 flat out,
     and 1 - 0.985^20 = 0.26. So do 2,000 drives."""
