@@ -133,8 +133,6 @@ def test_where_one_is_better_and_where_nothing_is_decided(answers):
     assert answers.standing(found) == "better on one, undecided on two and worse on none"
     assert [one.verdict for one in found.values()] == ["ahead", "undecided", "undecided"]
     assert made(-1, -3, -0.5).verdict == "behind"
-    assert answers.behind(found) == "b"
-    assert answers.behind(found | {"d": made(-1, -3, 1)}) == "b and d"
     assert answers.joined("abc") == "a, b and c"
     assert answers.joined("") == ""
     assert [answers.count_of(n) for n in (0, 8, 11)] == ["none", "eight", "11"]
@@ -476,6 +474,18 @@ def test_warnings_worked_by_hand(answers, monkeypatch):
     assert "Of 1 cases in which the return fell" in told
     assert "** Yes. Gravity" in told
     assert "a low first decile warned in time in 1, twins far apart in 0." in told
+
+
+def test_aversion_on_robots_worked_by_hand(answers, monkeypatch):
+    """Worst tenths of 10 and 30 with a neutral policy, and of 15 with the chosen aversion."""
+    names = {"neutral": ("10", "30"), answers.tails.CHOSEN: ("15",), "penalty": ("99",)}
+    rows = [
+        {"task": answers.tails.TASK, "variant": variant, "cvar_10": tail}
+        for variant, tails in names.items()
+        for tail in tails
+    ]
+    monkeypatch.setattr(answers.Table, "rows", lambda self: rows)
+    assert answers.averse_robots().endswith("aversion lowers the worst tenth from 20 to 15.")
 
 
 def test_reward_terms_worked_by_hand(answers, monkeypatch):
