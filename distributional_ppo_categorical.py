@@ -3374,7 +3374,7 @@ def rewrite_origin(path: Path, args: Args) -> None:
     try:
         write_origin(path, args)
     except OSError as error:
-        raise UsageError(f"--resume {args.resume}: {error}; nothing was changed") from error
+        raise UsageError(f"--resume {args.resume}: {error}; the run was not resumed") from error
 
 
 def write_origin(path: Path, args: Args) -> None:

@@ -293,7 +293,7 @@ def test_a_run_that_cannot_be_written_to_is_not_resumed(script, monkeypatch, cap
     code, _, err = run_main(script, capsys, ["--resume", str(directory)])
     assert code == 2
     assert err.startswith(f"error: --resume {directory}: [Errno 30] Read-only file system")
-    assert err.endswith("nothing was changed\n")
+    assert err.endswith("the run was not resumed\n")
     assert {path: path.read_bytes() for path in directory.iterdir()} == before
 
 
