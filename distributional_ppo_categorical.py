@@ -2937,6 +2937,7 @@ class Run:
             path = self.directory / "checkpoint.pt"
             last = f"last checkpoint: {path}" if path.exists() else "no checkpoint yet"
             error.add_note(f"after {self.step:,} steps; {last}")
+
         for env in (self.envs, self.eval_env, *self.unused_envs):
             if env is not None:
                 close_quietly(env)
@@ -2946,6 +2947,7 @@ class Run:
             except OSError:  # a full disk, which may be the error itself
                 if error is None:
                     raise
+
         foreign = isinstance(error, ValueError) and not isinstance(error, UsageError)
         if foreign and str(error).startswith("--env-id"):  # see `Checked`
             mistake = UsageError(str(error))
@@ -3873,12 +3875,14 @@ def evaluate_stored(args: Args) -> None:
     saved, _ = read_checkpoint(path)
     step = saved["global_step"]
     tell(f"{args.env_id}: {path} after {step:,} steps")
+
     env = make_eval_env(args)
     try:
         agent = restore_agent(saved, args, env.observation_space, env.action_space)
         played = list(play(env, agent, args, path.parent / "videos" / path.stem))
     finally:
         close_quietly(env)
+
     result = {"step": step, "episodes": args.eval_episodes, "sampled": args.eval_sampled}
     result |= summarise(played, args)
     file = path.parent / "evaluation.json"
