@@ -1,6 +1,8 @@
 """Makes the scripts importable from the repository root and tests repeatable."""
 
+import functools
 import importlib
+import inspect
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,8 +13,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 torch.set_num_threads(1)
+# tyro reads the source of the flags' classes at each of the hundreds of parses.
+inspect.getsource = functools.cache(inspect.getsource)
 
 SCRIPTS = ["distributional_ppo_lstm", "distributional_ppo_categorical"]
+
+# Much of the code is the same in both scripts, byte for byte (test_siblings.py). Where a test of it
+# takes seconds, one of them is enough, and -m slow has the other one.
+ONE_SCRIPT = [SCRIPTS[1], pytest.param(SCRIPTS[0], marks=pytest.mark.slow)]
+with_one_script = pytest.mark.parametrize("script", ONE_SCRIPT, indirect=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from command import run_main, undisturbed, words
+from conftest import with_one_script
 from helpers import small_args
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -471,6 +472,7 @@ def test_a_typed_flag_with_an_effect_is_taken(script, monkeypatch, name, form):
     assert (getattr(idle, need.flag), getattr(idle, name)) == (need.other_than, value)
 
 
+@with_one_script
 def test_a_flag_that_is_not_typed_may_be_without_effect(script):
     """Each needed flag alone at its idle value: the other one keeps its default."""
     for name in extras_of(script, script.Needs):
@@ -504,6 +506,7 @@ def test_help_explains_every_flag(script, capsys):
         assert (f"--{field.name.replace('_', '-')}" in text) == field.init, field.name
 
 
+@with_one_script
 def test_help_that_nobody_reads_to_its_end_is_quiet(script):
     """As in `--help | head`: no traceback, and no complaint of Python's about its last flush."""
     reader, writer = os.pipe()
@@ -759,10 +762,11 @@ def test_every_preset_makes_a_run(script):
 
 
 @pytest.mark.parametrize(
-    "name", ["mujoco", "memory", "minigrid", pytest.param("minatar", marks=pytest.mark.slow)]
+    "name",
+    ["mujoco", "memory", *(pytest.param(x, marks=pytest.mark.slow) for x in ("minigrid", "minatar"))],
 )
 def test_a_preset_is_its_long_line(script, tmp_path, name):
-    """The first five iterations are the same bit for bit."""
+    """The first two iterations are the same bit for bit."""
     if name not in script.PRESETS:
         pytest.skip("a preset of the other script")
     pytest.importorskip({"memory": "popgym"}.get(name, name))
@@ -771,7 +775,7 @@ def test_a_preset_is_its_long_line(script, tmp_path, name):
     metrics = []
     for line in (short, [*words(typed), "--seed", "3"]):
         args = script.parse_args(line)
-        steps = {"total_timesteps": 5 * args.batch_size, "run_dir": str(tmp_path)}
+        steps = {"total_timesteps": 2 * args.batch_size, "run_dir": str(tmp_path)}
         metrics.append(script.train(replace(args, **steps, save_envs="never", eval_episodes=1)))
     clocks = ("time/", "charts/SPS", "run_dir")
     one, two = ({k: v for k, v in x.items() if not k.startswith(clocks)} for x in metrics)

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import gymnasium as gym
 import numpy as np
 import pytest
+from conftest import ONE_SCRIPT
 from gymnasium.spaces import Box, Discrete
 from gymnasium.wrappers import TimeLimit
 from helpers import make_agent, make_run, prepare_rollout, roll, small_args
@@ -610,10 +611,9 @@ def test_a_figure_is_written_small_and_opaque(tmp_path):
 NAMES = ["distributional_ppo_lstm", "distributional_ppo_categorical"]
 COMPOSED = ["ppo_lstm_categorical", "ppo_quantile"]
 SLOWLY = [pytest.param(name, marks=pytest.mark.slow) for name in (NAMES[0], *COMPOSED)]
-ONE = [NAMES[1], SLOWLY[0]]  # a program knows no script by name: one of them on every occasion
 TINY = (
     "--num-envs 4 --num-steps 16 --total-timesteps 128 --num-minibatches 2 --update-epochs 1 "
-    "--hidden-size 8 --eval-episodes 2 --checkpoint-every 0"
+    "--hidden-size 8 --eval-episodes 2 --checkpoint-every 0 --save-envs never"
 )
 
 
@@ -641,7 +641,7 @@ def test_calibration_of_a_process_is_measured(script):
     assert row.keys() <= set(calibration.COLUMNS)
 
 
-@pytest.mark.parametrize("script", ONE)
+@pytest.mark.parametrize("script", ONE_SCRIPT)
 def test_calibration_of_a_task_is_measured(script, monkeypatch):
     """Four episodes, more than the environments that the run had; also as a row of tuning."""
     calibration, run = tiny_run("calibration", "CartPoleNoVel-v1", script, flags="--num-envs 2")
@@ -745,7 +745,7 @@ def test_what_is_played_on_counts_beyond_the_limit_and_is_clipped_as_critics_lea
         assert played.returns == pytest.approx(np.full((steps, 2), 2 * paid), rel=1e-4)
 
 
-@pytest.mark.parametrize("script", ONE)
+@pytest.mark.parametrize("script", ONE_SCRIPT)
 @pytest.mark.parametrize("task", ["lottery", "road", "cliff"])
 def test_risk_of_a_policy_is_measured(script, task):
     """Returns of the mode and of samples; the probability of the lottery's risky arm."""
@@ -757,7 +757,7 @@ def test_risk_of_a_policy_is_measured(script, task):
     assert 0 < row.get("risky", 0.5) < 1
 
 
-@pytest.mark.parametrize("script", ONE)
+@pytest.mark.parametrize("script", ONE_SCRIPT)
 @pytest.mark.parametrize("task", ["rare-10", "bad-arm", "rewards-1e8"])
 def test_truth_is_measured(script, task, monkeypatch):
     """Value and mean reward; value, arm and evaluation; the evaluation in the task's own unit."""
@@ -1118,7 +1118,7 @@ def test_learning_and_truth_train_the_feed_forward_peer():
     assert 0 < truth.run_one(run)["bad"] < 1
 
 
-@pytest.mark.parametrize("script", ONE)
+@pytest.mark.parametrize("script", ONE_SCRIPT)
 def test_tuning_tries_flags(script, monkeypatch, tmp_path):
     """A row, whose evaluation is that of the run, is appended once."""
     tune, run = tiny_run("tune", "CartPole-v1", script, "tuning")
@@ -1370,7 +1370,7 @@ def test_a_version_is_trained_and_told(versions):
         "CartPole-v1",
         versions.CATEGORICAL,
         commit,
-        "--total-timesteps 2048 --eval-episodes 2",
+        "--total-timesteps 2048 --eval-episodes 2 --save-envs never",
         (1000,),
     )
     row = versions.run_one(versions.Run(cell, 1000))

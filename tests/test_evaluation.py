@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from command import fill_the_disk, run_main, undisturbed, words
+from conftest import with_one_script
 from helpers import make_run
 from probes import Filmed
 from test_resume import assert_same, contents, flags_for, resumed, scalars, stopped, timeless
@@ -31,6 +32,7 @@ def films(directory):
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*.mp4"))
 
 
+@with_one_script
 def test_films_of_every_evaluation(script, tmp_path):
     """The first 3 of 4 episodes of each, named by the step; they hold what was rendered."""
     iio = pytest.importorskip("imageio_ffmpeg", reason="comes with moviepy")
@@ -67,6 +69,7 @@ def test_films_follow_a_robot(script, monkeypatch, task, camera):
     assert seen == [camera]
 
 
+@with_one_script
 def test_films_change_no_bit_of_the_run(script, tmp_path):
     """Metrics, evaluations included, weights and RNGs."""
     pytest.importorskip("moviepy", reason="films need it")

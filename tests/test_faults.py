@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from command import await_end, run_main, start, undisturbed, words
+from conftest import with_one_script
 from helpers import make_run, prepare, roll, small_args
 from probes import ENVIRONMENT_1
 
@@ -64,6 +65,7 @@ def test_a_fault_of_the_task_stops_the_run(script, capsys, tmp_path, kind):
     check_fault(script, capsys, tmp_path, words(args), INSTANT[kind])
 
 
+@with_one_script
 def test_a_fault_of_the_task_ends_the_process(script, tmp_path):
     """On the command line: exit code 1; the traceback leads into the task, the note comes last."""
     process = start(script, tmp_path, words(flags_for(script, tmp_path, "FaultyError")))

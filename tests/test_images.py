@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from conftest import SCRIPTS
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary
 from helpers import act, make_run, prepare, roll, small_args
 from probes import Pixels
@@ -214,22 +217,31 @@ def test_one_image_or_many(script):
         assert one == action
 
 
-KINDS = ("Uint8First", "Float32Last", "Uint8Last", "Float32First")  # two of them differ in both
-SMALL = [f"Quadrant{kind}" for kind in KINDS]
-LARGE = [f"LargeQuadrant{kind}" for kind in KINDS]
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in (*SMALL[2:], *LARGE[1:])]
+KINDS = ("Uint8First", "Float32Last", "Uint8Last", "Float32First")
+EVERY = [*itertools.product(SCRIPTS, ("", "Large"), KINDS)]
+QUICK = [
+    (SCRIPTS[0], "", "Uint8First"),
+    (SCRIPTS[1], "", "Float32Last"),
+    (SCRIPTS[1], "Large", "Uint8First"),
+]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in EVERY if case not in QUICK]
 SHORT = {"learning_rate": 1e-3, "gamma": 0.5, "hidden_size": 32, "lstm_hidden_size": 32}
 
 
-@pytest.mark.parametrize("env", [*SMALL[:2], LARGE[0], *OTHERS])
-def test_an_image_names_the_action(script, tmp_path, env):
+@pytest.mark.parametrize(("script", "size", "kind"), [*QUICK, *SLOW], indirect=["script"])
+def test_an_image_names_the_action(script, tmp_path, size, kind):
     """12 x 12 and 84 x 84, bytes and floats, channels first and last."""
     flags = {"num_envs": 16, "num_steps": 16, "num_minibatches": 4, "update_epochs": 4}
-    flags["total_timesteps"] = 1536 if "Large" in env else 4096
-    metrics, _ = learn(script, tmp_path, env, **(SHORT | flags))
+    flags["total_timesteps"] = 1536 if size else 4096
+    metrics, _ = learn(script, tmp_path, f"{size}Quadrant{kind}", **(SHORT | flags))
     assert metrics["eval/return_mean"] > 0.95
 
 
+@pytest.mark.parametrize(
+    "script",
+    [SCRIPTS[0], pytest.param(SCRIPTS[1], marks=pytest.mark.slow)],  # a control
+    indirect=True,
+)
 def test_only_memory_solves_a_flickering_image(script, tmp_path):
     """A black frame asks for the quarter that was lit before: by chance 1 of 4 frames pays."""
     flags = {"num_envs": 16, "num_steps": 32, "num_minibatches": 4, "update_epochs": 4}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gymnasium as gym
 import pytest
 import torch
+from conftest import SCRIPTS, with_one_script
 from helpers import episode_outputs, predicted_std, small_args
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -49,10 +50,20 @@ def reduced(agent, observations):
     return agent.value_dist.reduce_twins(episode_outputs(agent, obs))
 
 
-VALUE_FROM = pytest.mark.parametrize("value_from", ["distribution", "mean_head"])
+# each script and each source of V once; the other two pairs take as long again
+each_source_of_v = pytest.mark.parametrize(
+    ("script", "value_from"),
+    [
+        (SCRIPTS[0], "mean_head"),
+        (SCRIPTS[1], "distribution"),
+        pytest.param(SCRIPTS[0], "distribution", marks=pytest.mark.slow),
+        pytest.param(SCRIPTS[1], "mean_head", marks=pytest.mark.slow),
+    ],
+    indirect=["script"],
+)
 
 
-@VALUE_FROM
+@each_source_of_v
 def test_constant_reward(script, tmp_path, value_from):
     """The value of the only state is the reward; constant returns have no spread to go by."""
     _, agent = learn(script, tmp_path, "ConstantReward", value_from=value_from)
@@ -60,6 +71,7 @@ def test_constant_reward(script, tmp_path, value_from):
         assert predicted(agent, [[0.0]]) == pytest.approx([1], abs=0.02)
 
 
+@with_one_script
 def test_observation_dependent_value(script, tmp_path):
     """Two observations, two values, and as many distributions."""
     _, agent = learn(script, tmp_path, "ObservationValue")
@@ -75,6 +87,7 @@ def test_discounting_over_two_steps(script, tmp_path):
         assert predicted(agent, [[0.0], [1.0]]) == pytest.approx([0.7, 1], abs=0.05)
 
 
+@with_one_script
 def test_action_dependent_reward(script, tmp_path):
     """The policy finds the paying action, and the value follows."""
     metrics, agent = learn(script, tmp_path, "ActionReward")
@@ -90,7 +103,7 @@ def test_action_and_observation(script, tmp_path):
     assert metrics["eval/return_mean"] == 1
 
 
-@VALUE_FROM
+@each_source_of_v
 def test_time_limit_is_not_an_end(script, tmp_path, value_from):
     """Reward 1 per step, cut every 5 steps: 1 / (1 - 0.8) = 5, as if it went on for ever."""
     _, agent = learn(script, tmp_path, "TimeLimit", gamma=0.8, value_from=value_from)
@@ -98,6 +111,7 @@ def test_time_limit_is_not_an_end(script, tmp_path, value_from):
         assert predicted(agent, [[0.0]] * 4) == pytest.approx([5] * 4, abs=0.25)
 
 
+@with_one_script
 def test_an_observation_that_never_changes(script, tmp_path):
     """Normalised it is 0; reward 1 for ever: V = 1 / (1 - 0.95). A network whose biases are 0 is
     dead there but for its last bias: 2.4 after 60,000 steps."""
@@ -109,6 +123,7 @@ def test_an_observation_that_never_changes(script, tmp_path):
         assert predicted(agent, [[0.0]] * 20) == pytest.approx([20] * 20, abs=1)
 
 
+@with_one_script
 def test_real_end_is_an_end(script, tmp_path):
     """The same rewards with a real end at the time limit: discounted sums of what is left."""
     _, agent = learn(script, tmp_path, "RealEnd", gamma=0.8)
@@ -137,6 +152,7 @@ def learn_rare(script, tmp_path, monkeypatch, value_from):
     return agent, float(paid.mean())
 
 
+@with_one_script
 def test_v_sees_a_rare_reward(script, tmp_path, monkeypatch):
     """100 in 3 of 100 episodes: V is the mean of the rewards drawn, within 15 %."""
     agent, mean = learn_rare(script, tmp_path, monkeypatch, "mean_head")

@@ -171,7 +171,7 @@ def test_only_a_broken_connection_is_told_as_another_process_s_end(
 @pytest.mark.parametrize(
     "line",
     [
-        ["--help"],
+        pytest.param(["--help"], marks=pytest.mark.slow),
         pytest.param(["--gamma", "2"], marks=pytest.mark.slow),
         pytest.param(["--nonsense"], marks=pytest.mark.slow),
     ],

@@ -24,7 +24,7 @@ from command import (
     undisturbed,
     words,
 )
-from conftest import SCRIPTS
+from conftest import ONE_SCRIPT, SCRIPTS
 from helpers import carried_obs, is_recurrent, small_args
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -489,7 +489,7 @@ def test_evaluation_prints_what_training_ended_with(script, tmp_path, capsys):
     assert "gamma" in err
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", ONE_SCRIPT)
 def test_a_signal_ends_the_run_with_a_checkpoint(tmp_path, monkeypatch, name):
     """SIGTERM, and Ctrl-C: exit code 130, one line; resume ends it."""
     script, number = importlib.import_module(name), signal.SIGTERM

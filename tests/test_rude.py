@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from command import await_end, await_file, run_main, start, undisturbed, words
+from conftest import with_one_script
 from helpers import act, make_agent, make_run, roll, small_args
 from rude import MISFITS, Display, Single
 from test_resume import (
@@ -45,6 +46,7 @@ def task(script, name, **flags):
     return small_args(script, "", **flags)
 
 
+@with_one_script
 def test_a_rude_task_is_trained_resumed_and_evaluated(script, somewhere, capsys):
     """All of it lies in the directory that was named, as it was when the run began. Its simulator
     is in no other process, and so it is not saved."""
@@ -240,6 +242,7 @@ def test_without_evaluations_their_flags_are_idle(script, capsys):
 
 
 # --------------------------------------------------------------------- environments in checkpoints
+@with_one_script
 def test_environments_that_travel_are_saved(script, tmp_path, monkeypatch, capsys):
     """Another process has read them back and stepped them: the resume changes no bit."""
     args = flags_for(script, tmp_path, 3, env_id="probes:Walk-v0", save_envs="proven")
@@ -365,6 +368,7 @@ def test_a_notebook_has_no_file(script, somewhere, monkeypatch):
     assert not list(directory.glob("*.py"))
 
 
+@with_one_script
 def test_a_task_that_moves_when_it_is_made_moves_nothing_else(script, somewhere, capsys):
     """Paths are relative to where the command was given: of a run, of its resume, of weights."""
     few = "--total-timesteps 96 --num-envs 4 --num-steps 12 --num-minibatches 2 --eval-episodes 1"
@@ -384,6 +388,7 @@ def test_a_task_that_moves_when_it_is_made_moves_nothing_else(script, somewhere,
     assert len([*(somewhere / "here").iterdir()]) == 2
 
 
+@with_one_script
 def test_a_resumed_evaluation_saves_no_environments_without_proof(script, somewhere, capsys):
     """The simulator is in no other process. A run without evaluation does not save it, nor does a
     resume that evaluates alone; then a longer run goes on."""
@@ -401,6 +406,7 @@ def test_a_resumed_evaluation_saves_no_environments_without_proof(script, somewh
     assert "episodes start afresh: the checkpoint has no environments" in out
 
 
+@with_one_script
 def test_a_process_that_died_does_not_hold_up_the_end(script, somewhere, monkeypatch):
     """The second of two dies in a step, after the first one has answered. Closing waits for ten
     seconds, not for ever. Both are in groups of their own, so that signals to the run's are not for
@@ -452,6 +458,7 @@ def test_nohup_is_respected(script, tmp_path):
         signal.signal(signal.SIGHUP, handler)
 
 
+@with_one_script
 def test_a_signal_ends_the_last_evaluation(script, somewhere, monkeypatch, capsys):
     """After its episode, with exit code 130. Training is saved; the resume evaluates alone."""
     play = script.run_episode
@@ -479,6 +486,7 @@ def test_a_signal_ends_the_last_evaluation(script, somewhere, monkeypatch, capsy
     assert "the run has all of its 96 steps behind it; a larger --total-timesteps goes on" in out
 
 
+@with_one_script
 def test_a_task_without_end_is_evaluated_with_words(script, monkeypatch, capsys):
     """A line of progress, and one that says that it is cut; the second episode says no more."""
     args = small_args(script, "Endless", eval_episodes=2, num_envs=1, num_minibatches=1)
@@ -539,7 +547,8 @@ def test_variables_of_a_scheduler(tmp_path, variables, code, said):
     """RANK without a launcher, or empty, is one process; a number of processes needs torchrun."""
     import distributional_ppo_categorical as script
 
-    program = [sys.executable, script.__file__, "--total-timesteps", "512", "--eval-episodes", "0"]
+    flags = "--total-timesteps 512 --eval-episodes 0 --save-envs never"
+    program = [sys.executable, script.__file__, *flags.split()]
     environment = {name: x for name, x in os.environ.items() if name != "MASTER_ADDR"} | variables
     done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == code
@@ -603,7 +612,7 @@ def test_a_module_may_lie_in_the_working_directory(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import gymnasium as gym\ngym.register('Mine-v0', lambda: gym.make('CartPole-v1'))\n"
     )
-    flags = "--env-id mine:Mine-v0 --total-timesteps 512 --eval-episodes 1"
+    flags = "--env-id mine:Mine-v0 --total-timesteps 512 --eval-episodes 1 --save-envs never"
     program = [sys.executable, script.__file__, *flags.split()]
     done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

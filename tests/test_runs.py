@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from command import run_main
+from conftest import with_one_script
 from helpers import act, carried_obs, is_recurrent, make_agent, make_run, prepare, small_args
 from probes import ACTIONS, OBSERVATIONS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -365,6 +366,7 @@ def test_evaluation_counts_every_episode_once(script, tmp_path):
     assert result["eval/length_mean"] == pytest.approx((3 + 5 + 2 + 3 + 5) / 5)
 
 
+@with_one_script
 def test_evaluation_cuts_a_task_without_end(script):
     """An episode that never ends is cut at 10,000 steps; a longer one fails here, not hangs."""
     args = small_args(script, "Endless", num_envs=1, num_minibatches=1, eval_episodes=1)

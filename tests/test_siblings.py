@@ -7,12 +7,13 @@ import difflib
 import importlib.util
 import io
 import re
-import subprocess
 import sys
 import tokenize
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from command import run_main
 from helpers import small_args
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -219,12 +220,21 @@ def composed(tmp_path_factory) -> list[Path]:
     return compose.compose(tmp_path_factory.mktemp("composed"))
 
 
+def loaded(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A composed script as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, path.stem, script)  # dataclasses look their module up
+    spec.loader.exec_module(script)
+    return script
+
+
 @pytest.mark.parametrize("index", [0, 1])
-def test_texts_of_composed_scripts_are_true_for_what_they_are(composed, index):
+def test_texts_of_composed_scripts_are_true_for_what_they_are(composed, index, monkeypatch, capsys):
     """Docstring and help of a composed script do not speak of the script it was made from."""
     path = composed[index]
-    line = [sys.executable, str(path), "--help"]
-    shown = subprocess.run(line, capture_output=True, text=True, check=True).stdout
+    code, shown, _ = run_main(loaded(path, monkeypatch), capsys, ["--help"])
+    assert code == 0
     text = ast.get_docstring(ast.parse(path.read_text())) + shown
     wrong, right = (("quantile", "atoms"), ("atoms", "quantile"))[index]
     assert wrong not in text.lower()
@@ -237,11 +247,7 @@ def test_texts_of_composed_scripts_are_true_for_what_they_are(composed, index):
 @pytest.mark.parametrize("index", [0, 1])
 def test_exchanged_value_distributions_learn_cartpole(composed, tmp_path, index, monkeypatch):
     """Recurrent categorical and feed-forward quantile PPO are one paste away, and they learn."""
-    path = composed[index]
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    script = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, path.stem, script)  # dataclasses look their module up
-    spec.loader.exec_module(script)
+    script = loaded(composed[index], monkeypatch)
     flags = {"num_envs": 8, "num_steps": 64, "total_timesteps": 10_240, "update_epochs": 8}
     flags |= {"hidden_size": 32, "lstm_hidden_size": 32, "num_quantiles": 16, "num_atoms": 31}
     known = script.Args.__dataclass_fields__

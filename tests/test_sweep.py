@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 from command import await_end
+from conftest import ONE_SCRIPT
 
 pytest.importorskip("ray")
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,7 +62,7 @@ def test_wrong_flags_end_in_one_line_before_ray_starts(tmp_path, line, told):
     assert not (tmp_path / "kept").exists()
 
 
-@pytest.mark.parametrize("script", ["distributional_ppo_lstm", SCRIPT])
+@pytest.mark.parametrize("script", ONE_SCRIPT)
 def test_a_run_of_a_sample_is_trained_and_taken_up(tmp_path, script):
     """Flags as the script reads them; the second call goes on with the run that stands there, and
     its progress is read from what it wrote."""
