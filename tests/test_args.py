@@ -763,7 +763,12 @@ def test_every_preset_makes_a_run(script):
 
 @pytest.mark.parametrize(
     "name",
-    ["mujoco", "memory", *(pytest.param(x, marks=pytest.mark.slow) for x in ("minigrid", "minatar"))],
+    [
+        "mujoco",
+        "memory",
+        pytest.param("minigrid", marks=pytest.mark.slow),
+        pytest.param("minatar", marks=pytest.mark.slow),
+    ],
 )
 def test_a_preset_is_its_long_line(script, tmp_path, name):
     """The first two iterations are the same bit for bit."""
