@@ -99,6 +99,7 @@ STUDIES = {
         first_seed=2000,
         seeds=1,
         second_seeds=range(2100, 2106),
+        candidates=("BDFG",),
     ),
     "cartpole_novel": Study(
         LSTM,

@@ -284,6 +284,8 @@ def test_robots_with_too_few_runs_are_not_told(screen, monkeypatch):
 )
 def test_what_cannot_run_is_said_in_a_line(screen, monkeypatch, capsys, words, line):
     """Ahead of any run."""
+    study = screen.STUDIES["robots"]._replace(candidates=())
+    monkeypatch.setitem(screen.STUDIES, "robots", study)
     monkeypatch.setattr(sys, "argv", ["screen.py", *words])
     with pytest.raises(SystemExit, match="2"):
         screen.main()
