@@ -12,6 +12,7 @@ from statistics import mean, median
 
 import numpy as np
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -94,7 +95,7 @@ def test_the_defaults_learn_the_environment_of_the_readme(monkeypatch, tmp_path)
 
 
 def test_python_of_the_readme_runs(monkeypatch, tmp_path):
-    """Training, loading and acting, with fewer steps; then the fan along an episode."""
+    """Training, loading and acting, with fewer steps; the fan along an episode; the atoms."""
     pytest.importorskip("matplotlib").use("Agg")
     import matplotlib.pyplot as plt
 
@@ -114,6 +115,13 @@ def test_python_of_the_readme_runs(monkeypatch, tmp_path):
     plt.close("all")
     assert len(scope["fan"]) > 1
     assert len(scope["fan"][0]) == 9
+    [raw] = [x.split("```")[0] for x in blocks if "task_atoms()" in x]
+    exec(raw, scope)
+    probs, atoms = scope["probs"], scope["atoms"]
+    assert (probs.shape, atoms.shape) == ((2, 1, 51), (51,))
+    agent = scope["agent"]
+    means = agent.value_dist.mean(agent.value_outputs(scope["batch"])).detach()
+    assert torch.allclose(probs.double() @ atoms, means)
 
 
 def anchors_of(text: str) -> set[str]:
@@ -213,8 +221,8 @@ def test_the_price_of_a_tail_on_the_road():
         ]
         found[variant] = [mean(float(row[key]) for row in rows) for key in ("mean", "cvar")]
     (mean_before, cvar_before), (mean_after, cvar_after) = found.values()
-    assert f"worst tenth of returns rises from {cvar_before:.1f} to {cvar_after:.1f}." in README
-    assert f"mean of all returns falls from {mean_before:.1f} to {mean_after:.1f}." in README
+    assert f"worst tenth of returns rises from {cvar_before:.1f} to {cvar_after:.1f}, and" in README
+    assert f"mean of all returns falls from {mean_before:.1f} to {mean_after:.1f} (" in README
 
 
 def test_what_training_the_critics_alone_buys():
