@@ -213,7 +213,7 @@ def test_age_is_told_from_the_rows(answers, monkeypatch):
         assert answers.current().startswith(begin)
     monkeypatch.setattr(answers, "OLDER", set())
     monkeypatch.setattr(answers, "older_rows", lambda: {"runs": (5, 9)})
-    assert " Only rows with * are newer." in answers.current()
+    assert " Newer are the returns with *, the speeds called current" in answers.current()
     assert all(answers.newer(cell) == "*" for cell in answers.learning.GRID[:3])
     assert all(answers.ages(contest) == {False} for contest in answers.CONTESTS)
 
@@ -473,7 +473,8 @@ def test_warnings_worked_by_hand(answers, monkeypatch):
     told = answers.trusted()
     assert "Of 1 cases in which the return fell" in told
     assert "** Yes. Gravity" in told
-    assert "a low first decile warned in time in 1, twins far apart in 0." in told
+    assert "a low first decile warned by then in 1, twins far apart in 0." in told
+    assert "Of the one in which it held they warned in 0 and 1." in told
 
 
 def test_aversion_on_robots_worked_by_hand(answers, monkeypatch):
@@ -485,7 +486,8 @@ def test_aversion_on_robots_worked_by_hand(answers, monkeypatch):
         for tail in tails
     ]
     monkeypatch.setattr(answers.Table, "rows", lambda self: rows)
-    assert answers.averse_robots().endswith("aversion lowers the worst tenth from 20 to 15.")
+    told = answers.averse_robots()
+    assert told.endswith("aversion makes the worst tenth worse: 15 instead of 20.")
 
 
 def test_reward_terms_worked_by_hand(answers, monkeypatch):
