@@ -1336,7 +1336,8 @@ def beside_others() -> list[str]:
         f"published run is {zoo.each}; on Swimmer-v5, with another discount, it is {swimmer:.2f}. "
         f"The zoo used older simulators and one run, so no difference is tested. On "
         f"{below_best()} the best published value is higher. On MinAtar, beside SB3's PPO with "
-        f"equal flags, the script is {standing(games)} of {count_of(len(games))} games. [Details](#tasks)",
+        f"equal flags, the script is {standing(games)} of {count_of(len(games))} games. "
+        f"[Details](#tasks)",
         f"* **How good is the recurrent script?** Its difference from sb3-contrib's tuned PPO is "
         f"{told} ({verdict}). On POPGym, with equal flags and wall time, it is {standing(quiz)} of "
         f"{count_of(len(quiz))} tasks; sb3-contrib made {shares[0]:.0f} to {shares[1]:.0f} % of "
