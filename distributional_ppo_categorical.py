@@ -25,11 +25,11 @@ Four things differ from most PPO scripts:
                          is its mean plus a correction, the mean output (`--value-from`). With
                          `--cvar-weight` the policy learns from the tail of the distribution.
     Stop before a step   With `--target-kl` the KL divergence from the policy that acted is measured
-                         ahead of each step. The first minibatch that exceeds it gets no step of
-                         the actor, which stops. The critics still take theirs, and stop as well.
+                         ahead of each step. The actor stops before the first step on a minibatch
+                         that exceeds it. The critics stop after as many minibatches.
 
-Under torchrun many processes share the environments. The algorithm meets them only in
-`average` and `own`; with one process both return what they are given.
+Under torchrun many processes share the environments. The algorithm meets them only in `average`,
+`of_all_processes` and `own`. With one process these return what they are given.
 
 Shapes are written with these letters:
 
@@ -44,8 +44,9 @@ Shapes are written with these letters:
     K   atoms of a predicted distribution
     J   weighted returns of a target distribution
 
-Rewards, values and returns are in the task's units, but rewards of Atari games are clipped. What
-networks see and predict is normalised, and so is what a `Batch` holds, but for its advantages.
+Rewards, values and returns are in the task's units, but rewards of Atari games are clipped.
+Networks see normalised observations and predict normalised returns. These are what a `Batch`
+holds; its advantages are not normalised yet.
 Papers are cited where their formulas are. The sibling, distributional_ppo_lstm.py, is
 recurrent and has quantile critics.
 """
@@ -216,8 +217,8 @@ class PPOArgs:
     norm_adv: bool = True
     """Normalise the advantages of each rollout."""
     norm_adv_memory: Annotated[CountOrZero, Needs("norm_adv", False)] = 100
-    """Rollouts over which the running std of advantages fades. Advantages of a smaller std are
-    divided by it. 0: always by their own."""
+    """Rollouts over which the running std of advantages fades. Advantages are divided by their own
+    std or by this one, whichever is larger. 0: always by their own."""
     clip_coef: Positive = 0.2
     """Clipping range of the probability ratio."""
     ent_coef: NonNegative = 0.0
@@ -278,7 +279,8 @@ class ValueDistributionArgs:
     v_max: Number = 5.0
     """Largest atom, in normalised returns, above --v-min."""
     target_encoding: Literal["two_hot", "hl_gauss"] = "hl_gauss"
-    """How a return becomes probabilities: split between two atoms, or as a Gaussian."""
+    """How a return becomes probabilities: split between two atoms, or as a Gaussian. With
+    --value-target sr_lambda a Gaussian widens the distribution each time it is bootstrapped."""
     hl_gauss_sigma: Annotated[BinWidths, Needs("target_encoding", "two_hot")] = 0.75
     """Standard deviation of that Gaussian, in distances of neighbouring atoms."""
     vf_clip: Literal["none", "mean_only"] = "none"
@@ -420,7 +422,7 @@ class Batch(NamedTuple):
     log_probs: Tensor  # (B,) of the actions under that policy, nats
     advantages: Tensor  # (B,) in the task's units, which `update` normalises
     targets: Tensor  # (B, K) what the value distributions learn
-    returns: Tensor  # (B,) lambda-returns, normalised: what the mean outputs learn
+    returns: Tensor  # (B,) lambda-returns, normalised: what V learns
     old_values: Tensor  # (B, C, 1 or 2) mean, and V, before the update, for value clipping
 
     def for_actor(self) -> Batch:
@@ -580,10 +582,11 @@ def gae(
 def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, dict]:
     """Turn a rollout into a batch. Returns it and metrics.
 
-    The order matters (van Hasselt et al. 2016). Values are decoded with the old statistics. Then
-    the statistics take in the targets, and old values are computed anew with the new statistics.
-    Otherwise the next rollout would be decoded with a scale that the critics were never trained on.
-    The return statistics move, and so does the last row of each value head.
+    The order matters (van Hasselt et al. 2016). Values, advantages and targets are decoded with the
+    old return statistics. Then the statistics take in the targets. The update trains on targets and
+    old values that are normalised with the new ones, which decode the next rollout as well. So no
+    rollout is decoded with a scale that the critics were never trained on. The value heads are
+    rescaled with the statistics as far as they can be.
     """
     dist = agent.value_dist
 
@@ -658,9 +661,10 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
 
         A' = (A - mean) / max(std, running std)
 
-    The running std of `agent.adv_moments` takes in this rollout. Where all returns are alike, the
-    std is the noise of rounding and of the critics, and dividing by it would turn that noise into a
-    gradient of full size. The running std is ours.
+    The running std of `agent.adv_moments` takes in this rollout first. Where all returns are alike,
+    the std is the noise of rounding and of the critics. Dividing by it would turn that noise into a
+    gradient of full size. Once an earlier rollout has varied, the running std prevents that. It is
+    our addition.
     """
     if not args.norm_adv:
         return advantages
@@ -764,9 +768,9 @@ def value_loss(agent: Agent, mb: Batch, args: Args) -> tuple[Tensor, dict]:
 def update(
     agent: Agent, optimizers: Optimizers, batch: Batch, args: Args, progress: float
 ) -> dict[str, float]:
-    """Train the actor and the critics on a rollout. They share no parameter.
+    """Train the actor and the critics on a rollout. The actor shares no parameter with the critics.
 
-    Each of them has its own loss, its own Adam and its own gradient norm, and goes through the
+    Each of the two has its own loss, its own Adam and its own gradient norm, and goes through the
     rollout for `update_epochs` epochs of shuffled minibatches. With `target_kl` the actor may stop
     early. The critics then stop after as many minibatches as it has evaluated.
 
@@ -874,7 +878,7 @@ def with_gradient(compute_loss: Callable, parameters: list[nn.Parameter], *input
     """Compute a loss of `inputs` and its gradient, which is one vector for all parameters.
 
     Parameters that the loss does not use have a gradient of 0. Returns the gradient, and what
-    `compute_loss` returns, detached.
+    `compute_loss` returns, with the loss and the metrics detached.
     """
     loss, *others, metrics = compute_loss(*inputs)
     gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
@@ -1876,8 +1880,13 @@ class Agent(nn.Module):
         return ((obs - mean) * scale).clip(-10, 10)
 
     def update_obs_moments(self, obs: Tensor) -> None:
-        """Take in the raw observations (T, N, D) of a rollout, from all processes."""
-        if not self.sees_images:
+        """Take in the raw observations (T, N, D) of a rollout, from all processes.
+
+        A policy that is not trained (a learning rate of 0) keeps the statistics that it has, since
+        others would change what it does.
+        """
+        keeps = self.args.learning_rate == 0 and self.obs_moments.count > 0
+        if not self.sees_images and not keeps:
             moments = batch_moments(obs.double().flatten(0, 1))
             self.obs_moments.merge(*moments, weight=self.args.batch_size)
 
@@ -1937,7 +1946,10 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def value(self, obs: np.ndarray) -> np.ndarray:
-        """Predict V, the mean discounted return, () or (N,). obs are those of `act`."""
+        """Predict V, the mean discounted return, () or (N,). obs are those of `act`.
+
+        By default V has an output of its own, so it need not be the mean of the quantiles.
+        """
         batch, alone = self.as_batch(obs)
         outputs = self.value_dist.reduce_twins(self.value_outputs(batch))
         return one_or_all(self.value_dist.value(outputs), alone)
@@ -1945,11 +1957,11 @@ class Agent(nn.Module):
 
 # ==================================================================================================
 # Nothing below is about the algorithm.
-# The algorithm relies on a few parts of it. `Run.iterations` seeds torch ahead of every iteration.
+# The algorithm uses these parts of it. `Run.iterations` seeds torch ahead of every iteration.
 # `make_envs` sets the autoreset mode that `collect_rollout` relies on. `make_optimizers` sets the
 # constants of Adam, and makes the vectors that it moves; `VectorAdam` takes its steps. `run_both`
-# calls two functions. `average` and `own` return what they are given where there is one process.
-# `check_finite` and `check_step` raise, and the `describe_` functions give metrics alone.
+# calls two functions. With one process `average`, `of_all_processes` and `own` return what they are
+# given. `check_finite` and `check_step` raise, and the `describe_` functions give metrics alone.
 # ==================================================================================================
 
 

@@ -25,11 +25,11 @@ Four things differ from most PPO scripts:
                          the same head, the mean output (`--value-from`). With `--cvar-weight` the
                          policy learns from the tail of the distribution.
     Stop before a step   With `--target-kl` the KL divergence from the policy that acted is measured
-                         ahead of each step. The first minibatch that exceeds it gets no step of
-                         the actor, which stops. The critics still take theirs, and stop as well.
+                         ahead of each step. The actor stops before the first step on a minibatch
+                         that exceeds it. The critics stop after as many minibatches.
 
-Under torchrun many processes share the environments. The algorithm meets them only in
-`average` and `own`; with one process both return what they are given.
+Under torchrun many processes share the environments. The algorithm meets them only in `average`,
+`of_all_processes` and `own`. With one process these return what they are given.
 
 Shapes are written with these letters:
 
@@ -46,8 +46,9 @@ Shapes are written with these letters:
     K   quantiles of a predicted distribution
     J   samples of a target distribution: 1 by default, K by SR(lambda)
 
-Rewards, values and returns are in the task's units, but rewards of Atari games are clipped. What
-networks see and predict is normalised, and so is what a `Batch` holds, but for its advantages.
+Rewards, values and returns are in the task's units, but rewards of Atari games are clipped.
+Networks see normalised observations and predict normalised returns. These are what a `Batch`
+holds; its advantages are not normalised yet.
 Papers are cited where their formulas are. The sibling, distributional_ppo_categorical.py, is
 feed-forward and has categorical critics.
 """
@@ -223,8 +224,8 @@ class PPOArgs:
     norm_adv: bool = True
     """Normalise the advantages of each rollout."""
     norm_adv_memory: Annotated[CountOrZero, Needs("norm_adv", False)] = 100
-    """Rollouts over which the running std of advantages fades. Advantages of a smaller std are
-    divided by it. 0: always by their own."""
+    """Rollouts over which the running std of advantages fades. Advantages are divided by their own
+    std or by this one, whichever is larger. 0: always by their own."""
     clip_coef: Positive = 0.2
     """Clipping range of the probability ratio."""
     ent_coef: NonNegative = 0.0
@@ -433,7 +434,7 @@ class Batch(NamedTuple):
     log_probs: Tensor  # (L, M) of the actions under that policy, nats
     advantages: Tensor  # (L, M) in the task's units, which `update` normalises
     targets: Tensor  # (L, M, J) what the value distributions learn, normalised returns
-    returns: Tensor  # (L, M) lambda-returns, normalised: what the mean outputs learn
+    returns: Tensor  # (L, M) lambda-returns, normalised: what V learns
     old_values: Tensor  # (L, M, C, K or K + 1) outputs before the update, for value clipping
 
     def for_actor(self) -> Batch:
@@ -724,9 +725,10 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
 
         A' = (A - mean) / max(std, running std)
 
-    The running std of `agent.adv_moments` takes in this rollout. Where all returns are alike, the
-    std is the noise of rounding and of the critics, and dividing by it would turn that noise into a
-    gradient of full size. The running std is ours.
+    The running std of `agent.adv_moments` takes in this rollout first. Where all returns are alike,
+    the std is the noise of rounding and of the critics. Dividing by it would turn that noise into a
+    gradient of full size. Once an earlier rollout has varied, the running std prevents that. It is
+    our addition.
     """
     if not args.norm_adv:
         return advantages
@@ -823,9 +825,9 @@ def value_loss(agent: Agent, mb: Batch, args: Args) -> tuple[Tensor, dict]:
 def update(
     agent: Agent, optimizers: Optimizers, batch: Batch, args: Args, progress: float
 ) -> dict[str, float]:
-    """Train the actor and the critics on a rollout. They share no parameter.
+    """Train the actor and the critics on a rollout. The actor shares no parameter with the critics.
 
-    Each of them has its own loss, its own Adam and its own gradient norm, and goes through the
+    Each of the two has its own loss, its own Adam and its own gradient norm, and goes through the
     rollout for `update_epochs` epochs of shuffled minibatches. With `target_kl` the actor may stop
     early. The critics then stop after as many minibatches as it has evaluated.
 
@@ -930,7 +932,7 @@ def with_gradient(compute_loss: Callable, parameters: list[nn.Parameter], *input
     """Compute a loss of `inputs` and its gradient, which is one vector for all parameters.
 
     Parameters that the loss does not use have a gradient of 0. Returns the gradient, and what
-    `compute_loss` returns, detached.
+    `compute_loss` returns, with the loss and the metrics detached.
     """
     loss, *others, metrics = compute_loss(*inputs)
     gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
@@ -1959,8 +1961,13 @@ class Agent(nn.Module):
         return ((obs - mean) * scale).clip(-10, 10)
 
     def update_obs_moments(self, obs: Tensor) -> None:
-        """Take in the raw observations (T, N, D) of a rollout, from all processes."""
-        if not self.sees_images:
+        """Take in the raw observations (T, N, D) of a rollout, from all processes.
+
+        A policy that is not trained (a learning rate of 0) keeps the statistics that it has, since
+        others would change what it does.
+        """
+        keeps = self.args.learning_rate == 0 and self.obs_moments.count > 0
+        if not self.sees_images and not keeps:
             moments = batch_moments(obs.double().flatten(0, 1))
             self.obs_moments.merge(*moments, weight=self.args.batch_size)
 
@@ -2040,7 +2047,8 @@ class Agent(nn.Module):
     def value(self, obs: np.ndarray, state: Tensor | None = None) -> tuple[np.ndarray, Tensor]:
         """Predict V, the mean discounted return, () or (N,), and give the critics' next state.
 
-        obs are those of `act`, the state is that of `predict_returns`.
+        obs are those of `act`, the state is that of `predict_returns`. By default V has an output
+        of its own, so it need not be the mean of the quantiles.
         """
         outputs, state, alone = self.critics_step(obs, state)
         return one_or_all(self.value_dist.value(outputs), alone), state
@@ -2055,11 +2063,11 @@ class Agent(nn.Module):
 
 # ==================================================================================================
 # Nothing below is about the algorithm.
-# The algorithm relies on a few parts of it. `Run.iterations` seeds torch ahead of every iteration.
+# The algorithm uses these parts of it. `Run.iterations` seeds torch ahead of every iteration.
 # `make_envs` sets the autoreset mode that `collect_rollout` relies on. `make_optimizers` sets the
 # constants of Adam, and makes the vectors that it moves; `VectorAdam` takes its steps. `run_both`
-# calls two functions. `average` and `own` return what they are given where there is one process.
-# `check_finite` and `check_step` raise, and the `describe_` functions give metrics alone.
+# calls two functions. With one process `average`, `of_all_processes` and `own` return what they are
+# given. `check_finite` and `check_step` raise, and the `describe_` functions give metrics alone.
 # ==================================================================================================
 
 

@@ -335,6 +335,30 @@ def test_a_run_starts_from_earlier_weights(script, tmp_path, monkeypatch):
                 assert torch.allclose(p, old[name], atol=1e-8), name
 
 
+def test_a_policy_that_is_not_trained_acts_as_before(script, tmp_path):
+    """A run of the critics alone: not a bit of what the actor says moves, since statistics of
+    observations stay, too. From scratch the first rollout sets these, and no other one."""
+    flags = {"env_id": "probes:Walk-v0"}
+    earlier = script.train(flags_for(script, tmp_path, 2, **flags))["run_dir"]
+    flags |= {"learning_rate": 0.0, "critic_learning_rate": 1e-2}
+    args = flags_for(script, tmp_path, 2, seed=5, init_from=earlier, **flags)
+    before, after = (
+        script.load_agent(path)[0] for path in (earlier, script.train(args)["run_dir"])
+    )
+    assert_same(dict(after.obs_moments.state_dict()), dict(before.obs_moments.state_dict()))
+    obs = np.random.default_rng(0).normal(size=(50, *before.observation_space.shape))
+    obs = obs.astype(before.observation_space.dtype)
+    acted, act_again = (agent.numpy_policy for agent in (before, after))
+    if hasattr(before, "initial_state"):
+        state = before.initial_state(50).numpy()
+        one, two = acted()(obs, state)[0], act_again()(obs, state)[0]
+    else:
+        one, two = acted()(obs), act_again()(obs)
+    assert np.array_equal(one, two)
+    fresh = script.train(flags_for(script, tmp_path, 3, **flags))["run_dir"]
+    assert script.load_agent(fresh)[0].obs_moments.count == args.batch_size
+
+
 def test_what_is_trained_goes_on_from_those_weights(script, tmp_path):
     """Training moves them away from where they were, a little."""
     first = flags_for(script, tmp_path, 3, env_id="probes:Walk-v0")
