@@ -118,7 +118,8 @@ def by_task(script: str, variant: str, seeds: range) -> np.ndarray:
 
 
 def as_today(version: str, cell: common.Cell) -> bool:
-    """Tell whether a version ran as today's scripts do, with the flags of the task's preset."""
+    """Tell whether a version ran as today's scripts do, with the task's line in versions.py; on
+    robots that is with the flags of today's preset."""
     commit, *words = version.split()
     scales_gradient = commit not in SCALED_RATE
     if words[:1] == [AS_TODAY]:
@@ -528,11 +529,12 @@ def critics_notes(verdicts: dict[Contest, Verdict]) -> list[str]:
         else ""
     )
     return [
-        f"In both differences more is better. Scores are scaled for each task: 1 is the mean of a "
+        f"More is better in both differences. Scores are scaled for each task: 1 is the mean of a "
         f"scalar critic (a single one on MuJoCo, twins elsewhere), and 0 is a return of 0 "
         f"({pendulum} on PendulumNoVel-v1, about a random policy's; -1 on POPGym). Low runs end "
         f"below 0.9. Twins meet scalar twins, and a single critic a single scalar one, so the "
-        f"single quantile critic has not met scalar twins. All rows are of the older version.",
+        f"single quantile critic has not met scalar twins. All rows are of the older version, its "
+        f"scalar critics with `--vf-coef 10`.",
         f"**Verdict. {gain_told(verdicts)}** One MuJoCo interval excludes 0.5: the single quantile "
         f"critic has {chosen.at_the_end} on seeds 1 to 5. We had written that only fresh seeds "
         f"would count. They have {fresh.at_the_end}, so it is {held}. {lower}"
@@ -793,8 +795,8 @@ def scaling_line() -> list[str]:
         f"`torchrun` shares the environments of one run out over processes. Two of them on two "
         f"cores are {told['feed-forward Humanoid-v5 64']} times as fast as one with 64 Humanoids "
         f"and "
-        f"{told['feed-forward CartPole-v1 16']} times with 16 CartPoles: it pays where the "
-        f"simulator is what a run waits for ([all cells](scaling.md))."
+        f"{told['feed-forward CartPole-v1 16']} times with 16 CartPoles: it pays with slow "
+        f"simulators ([all cells](scaling.md))."
     ]
 
 
@@ -1426,8 +1428,8 @@ def averse_robots() -> str:
     kind = "worse" if averse < neutral else "better"
     return (
         f"* **Aversion on robots** ([table](results/tails.md), one tuning seed). On the public "
-        f"tasks of Urpi et al. the neutral policy has no tail to avoid. Where we made one, "
-        f"aversion makes the worst tenth {kind}: {averse:.0f} instead of {neutral:.0f}."
+        f"tasks of Urpi et al. neutral policies seldom take the risk, so we tried a task of our "
+        f"own. There aversion makes the worst tenth {kind}: {averse:.0f} instead of {neutral:.0f}."
     )
 
 

@@ -540,12 +540,12 @@ def run_one(run: Run) -> dict[str, Any] | list[dict[str, Any]]:
     if run.cell.variant == "critics":
         return run_presets(run)
     task = run.cell.task
+    origin = common.origin()
     script = common.load_script(run.cell.script)
     env_id = f"calibration:{task}-v0" if task in PROCESSES else task
     with common.trained(script, env_id, 100 * run.seed, run.cell.flags) as done:
         agent, args = script.load_agent(done.directory)
-    row = {**run.cell.setting._asdict(), "seed": run.seed, "seconds": done.seconds}
-    row |= common.origin()
+    row = {**run.cell.setting._asdict(), "seed": run.seed, "seconds": done.seconds, **origin}
     if task in PROCESSES:
         return row | measure(script, agent, args, PROCESSES[task].truth)
     return row | measure_real(script, agent, args)

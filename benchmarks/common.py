@@ -29,6 +29,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+# The scripts set this ahead of NumPy, which reads it when it is imported. Here NumPy comes first.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import compose
 import numpy as np
 
@@ -37,6 +40,7 @@ RESULTS = HERE / "results"
 LSTM = "distributional_ppo_lstm"
 CATEGORICAL = "distributional_ppo_categorical"
 LSTM_ATOMS, QUANTILE = "ppo_lstm_categorical", "ppo_quantile"  # the other two combinations
+OWN_SCRIPTS = (LSTM, CATEGORICAL, LSTM_ATOMS, QUANTILE)
 Row = dict[str, str]  # of a CSV: text by column
 
 

@@ -1,8 +1,6 @@
 """What a distributional critic buys: critics compared on the same tasks, everything else equal.
 
-    python benchmarks/critics.py               # run what is missing, two at a time, and report
     python benchmarks/critics.py --report      # table and figure from the committed files alone
-    python benchmarks/critics.py --only Hopper scalar --seeds 1
 
 Feed-forward on MuJoCo: HL-Gauss, two-hot, 51 quantiles, scalar, each with twins (their minimum) and
 with a single critic; on MinAtar HL-Gauss, 51 quantiles, scalar, with twins. Recurrent: quantiles,
@@ -13,6 +11,10 @@ the quantile script with a single quantile and --kappa 10, whose loss is u^2 / (
 below ten standard deviations; V is that output. Adam is blind to the factor but for its epsilon,
 and --max-grad-norm is not: gradients 40 times smaller than those of u^2 are clipped less often,
 and nobody has measured what that does.
+
+The rows that are kept are of earlier versions, which trained actor and critics together. Their
+scalar critics had --vf-coef 10 as well, so their loss was u^2 / 4. No run is added to them, since
+today's update would be mixed in.
 
 Runs are kept as `learning.py` keeps them, and those of the defaults are the same. Two scores of a
 run: its final evaluation, and the mean of its training returns over all steps. Both count as

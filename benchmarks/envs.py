@@ -5,7 +5,7 @@ sees, 7 x 7 cells. The three numbers of a cell are codes of what is in it: a key
 As an image they are divided by 255, and then hardly differ. So each of them is one-hot, in a
 vector. MinAtar's games, `envs:MinAtar/Breakout-v1`, have to be registered. `envs:RiskyHopper-v0`,
 `envs:RiskyWalker2d-v0` and `envs:RiskyHalfCheetah-v0` are robots that now and then pay for what is
-fast but dangerous. `envs:RiskyHopperPenalty3-v0` takes 3 for it at every such step.
+fast but dangerous. `envs:LimitHalfCheetahPenalty-v0` takes 3 for it at every such step.
 """
 
 from __future__ import annotations

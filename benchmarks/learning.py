@@ -2,15 +2,15 @@
 
     python benchmarks/learning.py             # run the missing seeds, two at a time, and report
     python benchmarks/learning.py --report    # tables and figure from the committed files alone
-    python benchmarks/learning.py --only CartPoleNoVel-v1 --seeds 1 2 3
+    python benchmarks/learning.py --only CartPoleNoVel-v1 --seeds 8001 8002
     python benchmarks/learning.py --ablations           # one thing changed at a time
     python benchmarks/learning.py --merge FOLDER        # take in the runs of another results/
 
 A run leaves a row in results/runs.csv (final evaluation, what the training returns came to, flags,
 versions, commit, wall time) and a hundred bins of its training returns in results/curves.csv.gz.
 What a row says of the training returns is computed from every episode, ahead of the binning.
-Interrupted at any point, the next call continues. Reported seeds are 1 and up; whatever was tuned
-was tuned on 1000 and up.
+Interrupted at any point, the next call continues. Reported seeds are 1 and up for peers and older
+versions of our scripts, and 8001 and up for today's. Whatever was tuned was tuned on 1000 and up.
 """
 
 from __future__ import annotations
@@ -343,7 +343,8 @@ def zoo_options(task: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def same_options(args: Any) -> dict[str, Any]:
-    """Arguments of SB3's PPO for flags of ours; returns and advantages are normalised its way."""
+    """Arguments of SB3's PPO for flags of ours. It normalises advantages in each minibatch, and
+    returns by VecNormalize or, in SB3's PPO here, not at all."""
     return {
         "n_steps": args.num_steps,
         "batch_size": args.batch_size // args.num_minibatches,
@@ -472,8 +473,16 @@ def keep(result: Result) -> None:
 
 
 def missing(cells: list[Cell], only: list[str], seeds: list[int]) -> list[Run]:
-    """Runs that match and have no row, of these seeds if any; seed 1 of everything first."""
-    runs = ARCHIVE.table.without_row(common.runs_of(cells, only))
+    """Runs that match and have no row, of these seeds if any; the first seed of everything first.
+
+    Lower seeds of our scripts are of earlier versions. What lacks there stays so, or today's update
+    would be mixed in.
+    """
+    runs = [
+        run
+        for run in ARCHIVE.table.without_row(common.runs_of(cells, only))
+        if run.cell.script not in common.OWN_SCRIPTS or run.seed >= common.RENEWED
+    ]
     if seeds:
         runs = [run for run in runs if run.seed in seeds]
     return sorted(runs, key=lambda run: run.seed)
@@ -481,6 +490,8 @@ def missing(cells: list[Cell], only: list[str], seeds: list[int]) -> list[Run]:
 
 def run_missing(runs: list[Run], processes: int) -> None:
     """Train them and keep what they give."""
+    if not runs:
+        print("no run is missing of what matches")
     for run, result in common.run_all(run_one, runs, processes):
         keep(result)
         print(run, "|", result.row["return_mean"], flush=True)
@@ -578,11 +589,19 @@ def steps_needed(cell: Cell) -> str:
     return f"{steps:,.0f}" if np.isfinite(steps) else "not reached"
 
 
+def version_of(cell: Cell) -> str:
+    """Whether rows of our scripts are of today's or of an older one."""
+    if cell.script not in common.OWN_SCRIPTS:
+        return "-"
+    today = all(int(row["seed"]) >= common.RENEWED for row in rows_of(cell))
+    return "today's" if today else "older"
+
+
 def table(cells: list[Cell]) -> list[str]:
     """A line for each cell with results."""
     lines = common.markdown_head(
-        "script | task | variant | steps | seeds | mean | IQM, 95 % interval | worst, best "
-        "| steps to threshold | seconds"
+        "script | task | variant | version | steps | seeds | mean | IQM, 95 % interval "
+        "| worst, best | steps to threshold | seconds"
     )
     for cell in cells:
         runs = rows_of(cell)
@@ -598,6 +617,7 @@ def table(cells: list[Cell]) -> list[str]:
                     cell.script,
                     name_of(cell),
                     cell.variant,
+                    version_of(cell),
                     f"{int(runs[0]['steps']):,}",
                     len(runs),
                     f"{scores.mean():.{digits}f}",
@@ -951,7 +971,8 @@ def draw_learning() -> None:
         handles=handles,
         loc="outside lower center",
         ncols=2,
-        title="Interquartile mean over seeds (mean of three); band: 95 % bootstrap interval",
+        title="Interquartile mean over seeds (mean of three); band: 95 % bootstrap interval, "
+        "of three or four seeds the whole range",
         title_fontsize=7.5,
     )
     common.save(figure, RESULTS / "learning.png")

@@ -144,12 +144,12 @@ def second_action(agent: Any, first: np.ndarray) -> float:
 def run_one(run: Run) -> dict[str, Any]:
     """Train, evaluate, and read the probability of the risky arm."""
     cell = run.cell
+    origin = common.origin()
     script = common.load_script(cell.script)
     with common.trained(script, f"risk:{cell.task}-v0", run.seed, cell.flags) as done:
         agent, args = script.load_agent(done.directory)
 
-    row = {**cell.setting._asdict(), "seed": run.seed, "seconds": done.seconds}
-    row |= common.origin()
+    row = {**cell.setting._asdict(), "seed": run.seed, "seconds": done.seconds, **origin}
     if cell.task == "lottery":
         row["risky"] = second_action(agent, np.ones(1, np.float32))
     row |= {name: done.metrics[f"eval/return_{name}"] for name in MEASURED}

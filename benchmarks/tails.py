@@ -18,10 +18,11 @@ What was decided ahead of what:
 
     first      Ahead of all runs: one neutral run of each public task. Unless more than 2 % of its
                steps are risky, the policy avoids risk by itself, and there is no tail to buy.
-               There were 1.8 %, 0.0 % and 1.8 %.
-    then       One neutral run of each Rare task, by the same rule. It leaves RareHalfCheetah, where
-               slowing down to 4 costs more of the mean than PRICE, and RareWalker2d, whose policy
-               falls after 152 of 500 steps.
+               There were 1.8 %, 0.0 % and 1.8 %. The rule was a poor one: the CVaR_0.1 of
+               RiskyHalfCheetah is 16 % below its mean all the same. Nothing else ran there.
+    then       One neutral run of each Rare task. RareHalfCheetah and RareWalker2d pass the rule.
+               They were left for other reasons: slowing down to 4 costs more of the mean than
+               PRICE, and the walker falls after 152 of 500 steps.
     pilot      LimitHalfCheetah was made so that there is a trade-off. It is reported if, on the
                tuning seed, hits lower the neutral policy's CVaR_0.1 by at least TAIL of its mean.
                Aversion with the preset's weight of 1 was too timid there: it lost 23 % of the mean,

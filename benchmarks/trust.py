@@ -201,18 +201,25 @@ def in_time(warnings: list[int | None], falls: list[int | None]) -> list[int]:
     return [fall - warned for warned, fall in pairs if warned and fall and warned <= fall]
 
 
-def verdict(name: str, warnings: list[int | None], falls: list[int | None]) -> str:
-    """Tell how often a signal warns at the level of a fall or earlier, how much earlier, how often
-    in vain, and how often of the unchanged robot."""
+def verdict(
+    name: str, warnings: list[int | None], falls: list[int | None], robots: list[tuple[str, str]]
+) -> str:
+    """Tell how often a signal warns at the level of a fall or earlier, how much later than the fall
+    it warns in the mean, how often in vain, and of how many unchanged robots.
+
+    `robots` are the task and the seed of each case. Cases of one robot share its unchanged levels.
+    """
     early = in_time(warnings, falls)
-    pairs = zip(warnings, falls, strict=True)
+    pairs = [*zip(warnings, falls, strict=True)]
     vain = sum(bool(warned) for warned, fall in pairs if not fall)
-    levels = f", {np.mean(early):.1f} levels earlier in the mean" if early else ""
+    late = [warned - fall for warned, fall in pairs if warned and fall]
+    levels = f", {np.mean(late):+.1f} levels after the fall in the mean of {len(late)}" * bool(late)
     calm = falls.count(None)
+    false = {robot for robot, warned in zip(robots, warnings, strict=True) if warned == 0}
     return (
         f"The {name} warns at that level or earlier in {len(early)} of {len(falls) - calm} cases "
         f"of a fall{levels}; in {vain} of {calm} cases without a fall; "
-        f"of the unchanged robot in {warnings.count(0)} of {len(warnings)} cases."
+        f"of {len(false)} of {len({*robots})} unchanged robots."
     )
 
 
@@ -223,14 +230,16 @@ def report() -> None:
         "task | change | seed | return falls at | low decile warns at | twins warn at"
     )
     onsets = []
+    robots = []
     for task, change, seed, own in cases(rows):
         found = onset(own)
         onsets.append(found)
+        robots.append((task, seed))
         levels = ["never" if at is None else f"{float(own[at]['level']):g}" for at in found]
         lines.append(common.markdown_row([task, change, seed, *levels]))
     falls, low, twins = ([one[at] for one in onsets] for at in range(3))
-    lines += ["", verdict("low decile", low, falls)]
-    lines += ["", verdict("twins' disagreement", twins, falls)]
+    lines += ["", verdict("low decile", low, falls, robots)]
+    lines += ["", verdict("twins' disagreement", twins, falls, robots)]
     lines += ["", f"Commit of the scripts, machine: {common.origins(rows)}."]
     common.publish(RESULTS / "trust.md", lines)
     if rows:

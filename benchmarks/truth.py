@@ -271,9 +271,10 @@ def run_peer(run: Run) -> dict[str, float]:
 
 def run_one(run: Run) -> dict[str, Any]:
     """Train one seed: its row."""
+    origin = common.origin()
     work = run_peer if run.cell.script == SB3 else run_ours
     figures = {name: round(value, 4) for name, value in work(run).items()}
-    return {**run.cell.setting._asdict(), "seed": run.seed, **figures, **common.origin()}
+    return {**run.cell.setting._asdict(), "seed": run.seed, **figures, **origin}
 
 
 # ------------------------------------------------------------------------------------------- report

@@ -74,17 +74,19 @@ def test_a_fall_is_more_than_chance(trust):
 
 
 def test_verdicts_worked_by_hand(trust):
-    """Of five falls it warns of two in time, two levels and no level ahead; once late, once never,
-    and once it had warned of the robot as it was. Without a fall it warns once of three times."""
-    warnings = [1, 2, 4, None, 0, 3, None, 0]
+    """Of five falls it warns of two in time, two levels and no level ahead; once it is four levels
+    late, so that the mean is (-2 + 0 + 4) / 3; once it never warns, and once it had warned of the
+    robot as it was. Without a fall it warns once of three times. Of four robots it warns of two."""
+    warnings = [1, 2, 7, None, 0, 3, None, 0]
     falls = [3, 2, 3, 1, 5, None, None, None]
-    assert trust.verdict("signal", warnings, falls) == (
-        "The signal warns at that level or earlier in 2 of 5 cases of a fall, 1.0 levels earlier "
-        "in the mean; in 1 of 3 cases without a fall; of the unchanged robot in 2 of 8 cases."
+    robots = [("Hopper-v5", seed) for seed in "11223334"]
+    assert trust.verdict("signal", warnings, falls, robots) == (
+        "The signal warns at that level or earlier in 2 of 5 cases of a fall, +0.7 levels after "
+        "the fall in the mean of 3; in 1 of 3 cases without a fall; of 2 of 4 unchanged robots."
     )
-    assert trust.verdict("signal", [None], [None]) == (
+    assert trust.verdict("signal", [None], [None], robots[:1]) == (
         "The signal warns at that level or earlier in 0 of 0 cases of a fall; "
-        "in 0 of 1 cases without a fall; of the unchanged robot in 0 of 1 cases."
+        "in 0 of 1 cases without a fall; of 0 of 1 unchanged robots."
     )
 
 
