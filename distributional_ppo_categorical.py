@@ -194,8 +194,8 @@ class NetworkArgs:
     log_std_init: LogStd = 0.0
     """Initial log-std of Gaussian actions."""
     norm_obs: bool = True
-    """Normalise observation vectors by running moments, clipped to +-10. The first rollout is only
-    clipped."""
+    """Normalise observation vectors by running moments, clipped to +-10. The first rollout of a
+    run that starts from nothing is only clipped."""
 
 
 @dataclass
@@ -320,7 +320,7 @@ class RunArgs:
     eval_sampled: Annotated[bool, Needs("eval_episodes", 0)] = False
     """Evaluate actions that the policy samples. The default evaluates the policy's mode."""
     checkpoint_every: CountOrZero = 100
-    """Iterations between checkpoints. 0 saves only at the end."""
+    """Iterations between checkpoints. 0: at the end, and with each new best evaluation."""
     save_envs: Literal["proven", "always", "never"] = "proven"
     """Save the environments as well, for an exact resume. The default does so where another process
     has read them back and stepped them."""
@@ -908,6 +908,7 @@ class Preset(NamedTuple):
 
 # First those of tasks, then those of a purpose. benchmarks/tuning.md tells which were tuned, and
 # how. Atari's are CleanRL's.
+PURPOSES = ("calibrated", "averse", "critics")  # behind the preset of a task
 PRESETS = {
     "cartpole": Preset("CartPole-v1: the defaults.", {}),
     "pendulum": Preset(
@@ -1000,7 +1001,7 @@ PRESETS = {
         },
     ),
     "calibrated": Preset(
-        "Predicts distributions of returns, not of lambda-returns. Combines with a task's.",
+        "Predicts distributions of returns, not of lambda-returns. Goes behind a task's.",
         {
             "value_target": "sr_lambda",
             "twin_reduce": "mean",
@@ -1008,7 +1009,7 @@ PRESETS = {
         },
     ),
     "averse": Preset(
-        "Learns from the worst tenth of the returns. Combines with a task's.",
+        "Learns from the worst tenth of the returns. Goes behind a task's.",
         {
             "value_target": "sr_lambda",
             "twin_reduce": "mean",
@@ -1018,7 +1019,7 @@ PRESETS = {
         },
     ),
     "critics": Preset(
-        "Trains the critics alone, after --init-from. Combines with a task's and calibrated.",
+        "Trains the critics alone, after --init-from. Goes behind those of that run.",
         {
             "total_timesteps": 200_000,
             "learning_rate": 0.0,
@@ -1979,6 +1980,18 @@ VELOCITIES = {  # entries that are zero in the velocity-free tasks, as rl-baseli
     "AntNoVel": range(13, 105),  # contact forces as well
     "SwimmerNoVel": range(3, 8),
 }
+
+
+def velocities(env_id: str) -> tuple[int, ...]:
+    """Return which entries an id without velocities hides; none for other ids."""
+    return tuple(VELOCITIES.get(env_id.split("-")[0], ()))
+
+
+def hidden_entries(args: Args) -> set[int]:
+    """Return the entries of an observation that are always shown as 0."""
+    return {*args.masked_obs, *velocities(args.env_id)}
+
+
 STATS = "episode_statistics"  # key of a finished episode's return and length; tasks use "episode"
 
 
@@ -2267,7 +2280,7 @@ def make_env(args: Args, **options: Any) -> gym.Env:
     `gymnasium.make`. Atari games are set up as Machado et al. 2018 ask, but with the actions that
     each game knows. Raises `UsageError` for ids, packages, spaces and masks that do not work.
     """
-    hidden = VELOCITIES.get(args.env_id.split("-")[0], ())
+    hidden = velocities(args.env_id)
     name = args.env_id.replace("NoVel-", "-") if hidden else args.env_id
     if args.is_atari:  # actions are sticky, and a lost life does not end the episode
         options |= {"frameskip": 1, "repeat_action_probability": 0.25, "max_episode_steps": 108_000}
@@ -2681,6 +2694,11 @@ def seed_generators(args: Args, index: int) -> None:
     """Set the seeds of the generators of Python, NumPy and torch. Each process has an index."""
     for set_seed in (random.seed, np.random.seed):  # tasks may draw from these
         set_seed(derived_seed(args.seed, "tasks", index, bits=32))
+    seed_torch(args)
+
+
+def seed_torch(args: Args) -> None:
+    """Set the seed of torch's generator, which draws the weights: the same in all processes."""
     torch.manual_seed(derived_seed(args.seed, "weights", 0))
 
 
@@ -2713,6 +2731,7 @@ def make_agent(envs: gym.vector.VectorEnv, args: Args, here: Path = Path()) -> A
     if args.resume:
         saved, stored = read_checkpoint(here / Path(args.resume).expanduser())
         return restore_agent(saved, stored, *spaces)
+    seed_torch(args)  # again: making a task may draw numbers, not as many in each process
     agent = Agent(*spaces, args)
     if args.init_from:
         saved, stored = read_checkpoint(here / Path(args.init_from).expanduser())
@@ -2722,6 +2741,9 @@ def make_agent(envs: gym.vector.VectorEnv, args: Args, here: Path = Path()) -> A
         for name in there | here:
             differ = f"{name} is {there.get(name)} there, {here.get(name)} by these flags"
             require_flag(args, "init_from", there.get(name) == here.get(name), differ)
+        unknown = sorted(hidden_entries(stored) - hidden_entries(args))
+        text = f"has no statistics of entries {unknown}, which it did not see; hide them as well"
+        require_flag(args, "init_from", not (unknown and args.norm_obs), text)
         agent.load_state_dict(saved["agent"])
     return agent
 
@@ -3790,6 +3812,10 @@ def preset_flags(names: Iterable[str]) -> dict[str, Any]:
         if flags["preset"].count(name) > 1:
             raise UsageError(f"--preset {name}: is given twice")
         flags |= PRESETS[name].flags
+    for earlier, name in zip(flags["preset"], flags["preset"][1:]):
+        if earlier in PURPOSES and name not in PURPOSES:
+            text = f"stands behind {earlier}, whose flags it would undo; name it first"
+            raise UsageError(f"--preset {name}: {text}")
     return flags
 
 

@@ -199,8 +199,8 @@ class NetworkArgs:
     log_std_init: LogStd = 0.0
     """Initial log-std of Gaussian actions."""
     norm_obs: bool = True
-    """Normalise observation vectors by running moments, clipped to +-10. The first rollout is only
-    clipped."""
+    """Normalise observation vectors by running moments, clipped to +-10. The first rollout of a
+    run that starts from nothing is only clipped."""
 
 
 @dataclass
@@ -317,7 +317,7 @@ class RunArgs:
     eval_sampled: Annotated[bool, Needs("eval_episodes", 0)] = False
     """Evaluate actions that the policy samples. The default evaluates the policy's mode."""
     checkpoint_every: CountOrZero = 100
-    """Iterations between checkpoints. 0 saves only at the end."""
+    """Iterations between checkpoints. 0: at the end, and with each new best evaluation."""
     save_envs: Literal["proven", "always", "never"] = "proven"
     """Save the environments as well, for an exact resume. The default does so where another process
     has read them back and stepped them."""
@@ -467,7 +467,7 @@ def train(args: Args) -> dict[str, Any]:
             metrics |= update(agent, optimizers, batch, args, progress)
             agent.update_obs_moments(rollout.obs)  # last: acting and training saw the same inputs
             run.lap("update")
-            run.end_iteration(rollout, metrics, (*carry, critic_state))
+            run.end_iteration(rollout, metrics, (*carry, critic_state.cpu()))
     return run.results
 
 
@@ -962,6 +962,7 @@ class Preset(NamedTuple):
 
 # First those of tasks, then those of a purpose. benchmarks/tuning.md tells which were tuned, and
 # how. Atari's are CleanRL's.
+PURPOSES = ("calibrated", "averse", "critics")  # behind the preset of a task
 PRESETS = {
     "cartpole_novel": Preset("CartPole without its velocities: the defaults.", {}),
     "pendulum_novel": Preset(
@@ -1049,7 +1050,7 @@ PRESETS = {
         },
     ),
     "calibrated": Preset(
-        "Predicts distributions of returns, not of lambda-returns. Combines with a task's.",
+        "Predicts distributions of returns, not of lambda-returns. Goes behind a task's.",
         {
             "value_target": "sr_lambda",
             "twin_reduce": "mean",
@@ -1057,7 +1058,7 @@ PRESETS = {
         },
     ),
     "averse": Preset(
-        "Learns from the worst tenth of the returns. Combines with a task's.",
+        "Learns from the worst tenth of the returns. Goes behind a task's.",
         {
             "value_target": "sr_lambda",
             "twin_reduce": "mean",
@@ -1067,7 +1068,7 @@ PRESETS = {
         },
     ),
     "critics": Preset(
-        "Trains the critics alone, after --init-from. Combines with a task's and calibrated.",
+        "Trains the critics alone, after --init-from. Goes behind those of that run.",
         {
             "total_timesteps": 200_000,
             "learning_rate": 0.0,
@@ -2010,10 +2011,13 @@ class Agent(nn.Module):
 
         obs are (D,) or (N, D), as `make_env` gives them. State None opens an episode. The policy's
         mode is taken if `deterministic`, otherwise a sample. Raises ValueError for observations
-        of other shapes and for those that are not finite.
+        of other shapes, for those that are not finite, and for a state of another number of rows.
         """
         rows, alone = as_rows(obs, self.observation_space)
         state = self.initial_state(len(rows)).cpu().numpy() if state is None else state
+        expected = (2, len(rows), self.args.lstm_hidden_size)
+        if state.shape != expected:
+            raise ValueError(f"state has the shape {state.shape}; it must have {expected}")
         outputs, state = self.numpy_policy()(rows.astype(self.observation_space.dtype), state)
         noise = 0.0 if deterministic else self.action_dist.noise(len(rows)).numpy()
         actions = self.action_dist.to_env(self.action_dist.sample(outputs, noise))
@@ -2085,6 +2089,18 @@ VELOCITIES = {  # entries that are zero in the velocity-free tasks, as rl-baseli
     "AntNoVel": range(13, 105),  # contact forces as well
     "SwimmerNoVel": range(3, 8),
 }
+
+
+def velocities(env_id: str) -> tuple[int, ...]:
+    """Return which entries an id without velocities hides; none for other ids."""
+    return tuple(VELOCITIES.get(env_id.split("-")[0], ()))
+
+
+def hidden_entries(args: Args) -> set[int]:
+    """Return the entries of an observation that are always shown as 0."""
+    return {*args.masked_obs, *velocities(args.env_id)}
+
+
 STATS = "episode_statistics"  # key of a finished episode's return and length; tasks use "episode"
 
 
@@ -2373,7 +2389,7 @@ def make_env(args: Args, **options: Any) -> gym.Env:
     `gymnasium.make`. Atari games are set up as Machado et al. 2018 ask, but with the actions that
     each game knows. Raises `UsageError` for ids, packages, spaces and masks that do not work.
     """
-    hidden = VELOCITIES.get(args.env_id.split("-")[0], ())
+    hidden = velocities(args.env_id)
     name = args.env_id.replace("NoVel-", "-") if hidden else args.env_id
     if args.is_atari:  # actions are sticky, and a lost life does not end the episode
         options |= {"frameskip": 1, "repeat_action_probability": 0.25, "max_episode_steps": 108_000}
@@ -2519,7 +2535,7 @@ def open_episodes(envs: gym.vector.VectorEnv, agent: Agent, run: Run) -> tuple[C
     """
     if run.carried is not None:
         *acting, critic_state = run.carried
-        return Carry(*acting), critic_state
+        return Carry(*acting), critic_state.to(agent.device)
     obs, _ = envs.reset(seed=run.env_seeds)
     check_finite(obs, obs, np.zeros(len(obs)), "the first reset")
     state = agent.initial_state(len(obs))
@@ -2777,6 +2793,11 @@ def seed_generators(args: Args, index: int) -> None:
     """Set the seeds of the generators of Python, NumPy and torch. Each process has an index."""
     for set_seed in (random.seed, np.random.seed):  # tasks may draw from these
         set_seed(derived_seed(args.seed, "tasks", index, bits=32))
+    seed_torch(args)
+
+
+def seed_torch(args: Args) -> None:
+    """Set the seed of torch's generator, which draws the weights: the same in all processes."""
     torch.manual_seed(derived_seed(args.seed, "weights", 0))
 
 
@@ -2809,6 +2830,7 @@ def make_agent(envs: gym.vector.VectorEnv, args: Args, here: Path = Path()) -> A
     if args.resume:
         saved, stored = read_checkpoint(here / Path(args.resume).expanduser())
         return restore_agent(saved, stored, *spaces)
+    seed_torch(args)  # again: making a task may draw numbers, not as many in each process
     agent = Agent(*spaces, args)
     if args.init_from:
         saved, stored = read_checkpoint(here / Path(args.init_from).expanduser())
@@ -2818,6 +2840,9 @@ def make_agent(envs: gym.vector.VectorEnv, args: Args, here: Path = Path()) -> A
         for name in there | here:
             differ = f"{name} is {there.get(name)} there, {here.get(name)} by these flags"
             require_flag(args, "init_from", there.get(name) == here.get(name), differ)
+        unknown = sorted(hidden_entries(stored) - hidden_entries(args))
+        text = f"has no statistics of entries {unknown}, which it did not see; hide them as well"
+        require_flag(args, "init_from", not (unknown and args.norm_obs), text)
         agent.load_state_dict(saved["agent"])
     return agent
 
@@ -3883,6 +3908,10 @@ def preset_flags(names: Iterable[str]) -> dict[str, Any]:
         if flags["preset"].count(name) > 1:
             raise UsageError(f"--preset {name}: is given twice")
         flags |= PRESETS[name].flags
+    for earlier, name in zip(flags["preset"], flags["preset"][1:]):
+        if earlier in PURPOSES and name not in PURPOSES:
+            text = f"stands behind {earlier}, whose flags it would undo; name it first"
+            raise UsageError(f"--preset {name}: {text}")
     return flags
 
 

@@ -6,6 +6,7 @@ import math
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -241,3 +242,14 @@ def test_samples_of_gaussians_have_their_moments(script):
 def test_what_is_saved_of_an_action_distribution(script, space, saved):
     """Ours: parameters alone; what follows from the space is made anew."""
     assert list(actions_of(script, space).state_dict()) == saved
+
+
+def test_actions_in_two_dimensions_have_their_place_and_start(script):
+    """2 x 2 parts with starts of their own: all actions are in the space, the least ones are the
+    starts."""
+    space = gym.spaces.MultiDiscrete([[2, 3], [4, 2]], start=[[1, -1], [5, 0]])
+    dist = script.make_action_dist(space, script.Args())
+    noise = dist.noise(300).numpy()
+    actions = dist.to_env(dist.sample(np.zeros((300, dist.num_outputs), np.float32), noise))
+    assert all(space.contains(action) for action in actions)
+    assert (actions.min(0) == space.start).all()

@@ -792,6 +792,7 @@ def test_a_preset_is_its_long_line(script, tmp_path, name):
     [
         ("--preset nonsense", "--preset nonsense: is unknown; known are "),
         ("--preset averse averse", "--preset averse: is given twice"),
+        ("--preset critics atari", "--preset atari: stands behind critics, whose flags it would"),
         ("--preset averse --preset calibrated", "is given twice; name all after one --preset"),
         ("--preset averse --resume RUN", "--preset averse: a stored run has flags of its own"),
         ("--preset averse --evaluate RUN", "--preset averse: a stored run has flags of its own"),

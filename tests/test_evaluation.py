@@ -254,14 +254,15 @@ def test_an_evaluation_by_samples(script):
 
 
 def test_samples_have_the_return_of_the_policy(script):
-    """A policy of even chances on +-1: its mode always takes one arm, samples either."""
+    """One arm of +-1 has the odds e: its mode always takes it, samples the other one too. The mean
+    is tanh(1 / 2) = 0.46."""
     run = make_run(script, "ActionReward", eval_episodes=400)
     with torch.no_grad():
         run.agent.actor_head.weight.zero_()
-        run.agent.actor_head.bias.copy_(torch.tensor([0.0, 0.1]))
+        run.agent.actor_head.bias.copy_(torch.tensor([0.0, 1.0]))
     assert script.evaluate(run.agent, run.args)["eval/return_mean"] == 1
     mean = script.evaluate(run.agent, replace(run.args, eval_sampled=True))["eval/return_mean"]
-    assert mean == pytest.approx(np.tanh(0.05), abs=0.15)  # 3 standard errors of 1 / 20
+    assert mean == pytest.approx(np.tanh(0.5), abs=0.15)  # 3 standard errors of 1 / 20
 
 
 def test_samples_in_between_change_nothing_else(script, tmp_path):
@@ -416,6 +417,24 @@ def refusal(script, tmp_path, capsys, flags):
 def test_weights_that_differ_are_named(script, tmp_path, capsys, flags, named):
     """One line with the flag, the run, the parameter; nothing is written."""
     assert named in refusal(script, tmp_path, capsys, flags)
+
+
+def test_weights_know_nothing_of_entries_that_were_hidden(script, tmp_path, capsys):
+    """Their statistics have no spread, so that whatever they show would be clipped to 10. Further
+    entries may be hidden, and the same ones."""
+    flags = {"env_id": "CartPole-v1", "num_envs": 2}
+    first = flags_for(script, tmp_path, 1, masked_obs=(1, 3), **flags)
+    earlier = script.train(first)["run_dir"]
+    args = replace(first, init_from=earlier)
+    code, _, err = run_main(script, capsys, words(replace(args, masked_obs=(3,))))
+    assert code == 2
+    assert err.endswith(
+        "has no statistics of entries [1], which it did not see; hide them as well\n"
+    )
+    code, *_ = run_main(
+        script, capsys, words(replace(args, masked_obs=(2,), env_id="CartPoleNoVel-v1"))
+    )
+    assert code == 0
 
 
 def test_another_support_is_named(tmp_path, capsys):

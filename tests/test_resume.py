@@ -41,6 +41,7 @@ TASKS = {
     "image": {"env_id": "probes:Flicker-v0"},
     "sampled": {"env_id": "probes:Walk-v0", "eval_sampled": True, "eval_every": 1},
     "weight": {"env_id": "probes:Walk-v0", "cvar_weight": 0.4, "vf_clip": "mean_only"},
+    "NumPy's generator": {"env_id": "probes:Filmed-v0"},
 }
 AFRESH = "episodes start afresh"
 

@@ -243,6 +243,43 @@ def test_the_params_kept_are_those_the_action_came_from(script):
     deviation = (rollout.actions - mean) / np.exp(-5)
     assert 0.7 < deviation.std() < 1.3
     assert mean.std() > 0.03
+    for other in (deviation[1:] - deviation[:1], deviation[:, 1:] - deviation[:, :1]):
+        assert other.abs().mean() > 0.5  # each step and each environment has noise of its own
+
+
+def test_rewards_of_games_are_clipped_at_both_ends(script, monkeypatch):
+    """Points that are lost count as much as points that are won."""
+    run = make_run(script, "RandomReward")
+    monkeypatch.setattr(script.Args, "is_atari", True)
+    rewards = roll(run).rewards
+    assert (rewards.min(), rewards.max()) == (-1, 1)
+    assert ((rewards > -1) & (rewards < 0)).any()
+
+
+def test_rows_are_sampled_one_by_one(script):
+    """Four even actions, 2,000 times the same observation in one call."""
+    run = make_run(script, "VectorDiscrete")
+    with torch.no_grad():
+        run.agent.actor_head.weight.zero_()
+        run.agent.actor_head.bias.zero_()
+    space = run.envs.single_observation_space
+    obs = np.zeros((2000, *space.shape), space.dtype)
+    actions, _ = act(run.agent, obs, deterministic=False)
+    shares = np.unique(actions, return_counts=True)[1] / 2000
+    np.testing.assert_allclose(shares, 1 / run.envs.single_action_space.n, atol=0.05)
+
+
+def test_samples_have_the_spread_of_the_policy(script):
+    """A standard deviation of e^-3 around a mode within the bounds."""
+    run = make_run(script, "VectorBox")
+    with torch.no_grad():
+        run.agent.action_dist.log_std.fill_(-3)
+        run.agent.actor_head.weight.zero_()
+        run.agent.actor_head.bias.zero_()
+    space = run.envs.single_observation_space
+    obs = np.zeros((2000, *space.shape), space.dtype)
+    actions, _ = act(run.agent, obs, deterministic=False)
+    np.testing.assert_allclose(actions[:, 0, 0].std(), np.exp(-3), rtol=0.1)  # far from its bounds
 
 
 @pytest.mark.parametrize("env", ["DiscreteDiscrete", "NestedMultiBinary", "ImageBox"])

@@ -170,6 +170,9 @@ def test_an_agent_acts_on_what_belongs_to_its_space(script):
     agent = make_agent(script, task(script, "Rude"))
     with pytest.raises(ValueError, match="of float64"):
         act(agent, np.full((2, 3, 6, 5), 0.5))
+    if hasattr(agent, "initial_state"):
+        with pytest.raises(ValueError, match=r"^state has the shape \(2, 1, 5\); it must have"):
+            act(agent, np.full((2, 3, 6, 5), 7.0), agent.initial_state(1).numpy())
     assert act(agent, np.full((2, 3, 6, 5), 7.0))[0].shape == (2,)
 
 

@@ -7,6 +7,7 @@ import pickle
 import random
 import signal
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -376,10 +377,45 @@ def test_a_process_is_set_up_by_its_flags(script):
         script.set_up_process(args)
         assert torch.backends.cudnn.deterministic == (seed == 5)
         assert torch.backends.cudnn.allow_tf32 is False
-        assert torch.get_num_threads() == 1
         draws.append((random.random(), np.random.rand(), float(torch.rand(()))))
     assert draws[0] == draws[1]
     assert all(one != other for one, other in zip(draws[0], draws[2]))
+    try:
+        script.set_up_process(small_args(script, "Walk", torch_threads=2))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_weights_do_not_depend_on_what_a_task_draws(script):
+    """One draws from torch's generator when it is made, one sets its seed. The weights are those of
+    the run's seed all the same, and others with another seed."""
+    args = small_args(script, "Walk")
+    weights = []
+    for seed, disturb in ((1, None), (1, lambda: torch.randn(7)), (1, lambda: torch.manual_seed(5)),
+                          (2, None)):  # fmt: skip
+        own = replace(args, seed=seed)
+        script.set_up_process(own)
+        envs, eval_env = script.open_environments(own)
+        if disturb:
+            disturb()
+        agent = script.make_agent(envs, own)
+        weights.append(torch.cat([p.flatten() for p in agent.parameters()]))
+        for env in (envs, eval_env):
+            script.close_quietly(env)
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[0], weights[2])
+    assert not torch.equal(weights[0], weights[3])
+
+
+def test_networks_are_made_by_their_flags(script):
+    """Activations of all layers, and the spread of the first actions."""
+    args = small_args(script, "VectorBox", activation="tanh", log_std_init=-0.7)
+    agent = make_agent(script, args)
+    kinds = {type(module) for module in agent.modules()}
+    assert torch.nn.Tanh in kinds
+    assert torch.nn.ReLU not in kinds
+    assert torch.all(agent.action_dist.log_std == -0.7)
 
 
 class Case(gym.utils.EzPickle):

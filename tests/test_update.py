@@ -349,6 +349,26 @@ def test_each_optimizer_has_the_vector_of_its_network(script, env):
         assert torch.equal(p, before[name] + change), name
 
 
+def test_both_optimizers_have_the_constants_of_adam(run):
+    """torch's own, but for the epsilon of PPO scripts."""
+    expected = {"betas": (0.9, 0.999), "weight_decay": 0, "maximize": False, "eps": 1e-5}
+    for optimizer in run.optimizers:
+        [group] = optimizer.param_groups
+        assert {name: group[name] for name in expected} == expected
+        assert group["lr"] == run.args.learning_rate
+
+
+def test_a_bonus_that_rises_from_0_is_applied(script):
+    """0.05 of the entropy, on the way from 0 to 0.1."""
+    run = make_run(script, "VectorDiscrete", ent_coef=0.0, ent_coef_final=0.1)
+    prepare(run)
+    mb, agent = moved(run)
+    loss, _, metrics = script.policy_loss(agent, mb, run.args, 0.05)
+    bonus = 0.05 * metrics["losses/entropy"].mean()
+    assert_close(loss, metrics["losses/policy_loss"] - bonus)
+    assert bonus > 0.01
+
+
 def test_a_step_of_adam_is_that_of_torch(run):
     """The same vector after three steps of torch's own optimizer, whatever its group says, and the
     same content of a checkpoint. No hook of a profiler is run."""
