@@ -561,7 +561,7 @@ def runs_told(found: np.ndarray) -> str:
 
 def proven(ratio: critics.Estimate) -> str:
     """What its interval says."""
-    return ", so take it" if ratio.low > 1 else ". No gain is proven, so keep the default"
+    return ", so take it" if ratio.low > 1 else ". This is not proven, so keep the default"
 
 
 def fresh_told() -> str:
@@ -1132,7 +1132,7 @@ def changes(*tasks: str) -> list[Change]:
 def changes_table() -> list[str]:
     """The joint update beside the newest version, a line a task."""
     lines = common.markdown_head(
-        f"tuning seeds | seeds | before ({JOINT}) | after | commit and flag of after | difference"
+        f"tuning seeds | seeds | before ({JOINT}) | after | new commit, added flag | difference"
     )
     for one in changes():
         means = [f"{found.mean():.{one.digits}f}" for found in (one.before, one.after)]
@@ -1151,8 +1151,9 @@ def current() -> str:
     moved = [one for one in changes() if one.before.std() or one.after.std()]
     clear = [one.task for one in moved if welch(one.after, one.before).verdict != "undecided"]
     effect = (
-        f"On tuning seeds the new update changed the mean of {joined(clear) or 'no task'} "
-        f"measurably, but [intervals are wide](#how-to-read-the-numbers)."
+        f"On tuning seeds of {count_of(len(changes()))} tasks the new update changed "
+        f"{f'the mean of {joined(clear)}' if clear else 'no mean'} measurably, but "
+        f"[intervals are wide](#how-to-read-the-numbers)."
     )
     if old == rows:
         return (
@@ -1259,9 +1260,10 @@ def worth(verdicts: dict[Contest, Verdict]) -> str:
     fresh = verdicts[AGAIN]
     return (
         f"* **Is a distributional critic worth it for the return?** {gain_told(verdicts)} V, the "
-        f"mean, is an output of its own, and the policy learns from V alone. So the distribution "
-        f"can help only through the critic's features. In our older version a run with the default "
-        f"critic ends above one with a scalar critic with probability {robots.at_the_end} on "
+        f"mean, is an output of its own, which by default alone teaches the policy. So the "
+        f"distribution can help only through the critic's features. In our older version a run "
+        f"with the default critic ends above one with a scalar critic with probability "
+        f"{robots.at_the_end} on "
         f"MuJoCo, {recurrent.at_the_end} on recurrent tasks and {games.at_the_end} on MinAtar, "
         f"where 0.5 is a tie. The single quantile critic, chosen on seeds 1 to 5, has "
         f"{fresh.at_the_end} on MuJoCo's seeds 6 to 10."
@@ -1285,7 +1287,7 @@ def calibrated() -> str:
         f"disaster's depth is underestimated by {disasters()}. On real tasks the coverage of "
         f"deciles is off by at most 0.05 in {told[0]} of {told[2]} runs with presets, and in "
         f"{told[1]} once their critics trained alone (`--preset critics`). With flags found task "
-        f"by task, on other tasks, it is in {(runs <= 0.05).sum()} of {len(runs)}. "
+        f"by task it is in {(runs <= 0.05).sum()} of {len(runs)} (one task is in both). "
         f"[Details](#calibration)"
     )
 
@@ -1402,16 +1404,16 @@ def answers(verdicts: dict[Contest, Verdict]) -> list[str]:
         f"{rare[LSTM, 'distribution']} with quantiles, {rare[CATEGORICAL, 'distribution']} with "
         f"HL-Gauss atoms and {rare[CATEGORICAL, 'two_hot wide']} with wide two-hot atoms. "
         f"[Details](#truth)",
-        f"* **Which settings for MuJoCo?** Take `--preset mujoco --compile`. The robots' "
-        f"returns below were measured before it got `--norm-adv-memory 0`. With that flag only two "
+        f"* **Which settings for MuJoCo?** Take `--preset mujoco --compile`. [These returns]"
+        f"(#tasks) were measured before it got `--norm-adv-memory 0`. With that flag only two "
         f"robots ran, on tuning seeds. The single quantile critic scores {fresh} times as much "
         f"as the default one on seeds 6 to 10{proven(fresh)}. [Details](#settings-for-mujoco)",
-        "* **How were the flags tuned?** Mostly by hand, on seeds from 1000 up. One preset came "
+        "* **How were the flags tuned?** By hand, on seeds from 1000 up. `pendulum_novel` came "
         "from a search and a screening, and `memory` is not tuned. "
         "[Details](tuning.md#chosen-flags)",
-        "* **Can the numbers be trusted?** Signs and large differences can. Small ones cannot: "
-        "most runs are of an older version, their intervals are too narrow, and six choices were "
-        "made after seeing reported seeds. [Details](#how-to-read-the-numbers)",
+        "* **Can the numbers be trusted?** Differences whose intervals are far from 0 can. Others "
+        "cannot: most runs are of an older version, their intervals are too narrow, and six "
+        "choices were made after seeing reported seeds. [Details](#how-to-read-the-numbers)",
         f"* **What failed?** Among others {few} of {many} HalfCheetah-v5 runs (below 4,000), "
         f"{(novel < 475).sum()} of {len(novel)} CartPoleNoVel-v1 runs (below 475) and Swimmer-v5. "
         f"[More](#what-failed)",
