@@ -185,7 +185,7 @@ class TaskArgs:
 
 @dataclass
 class NetworkArgs:
-    """Networks of the actor and of the critics, which share no parameter."""
+    """Networks of the actor and of the critics. The actor shares no parameter with the critics."""
 
     hidden_size: Count = 64
     """Width of all hidden layers."""
@@ -1158,11 +1158,11 @@ class RunningMoments(nn.Module):
 
 # ---- value distribution: categorical (functions) -------------------------------------------------
 def project_categorical(probs: Tensor, source_atoms: Tensor, target_atoms: Tensor) -> Tensor:
-    """Move a distribution to other atoms, (B, K) -> (B, K').
+    """Move a distribution to other atoms, (..., K) -> (..., K').
 
         out[b, j] = sum_i probs[b, i] * max(0, 1 - |clip(source[b, i]) - target[j]| / dz)
 
-    source_atoms are (K,) or (B, K) and are clipped to the support. target_atoms (K',) ascend in
+    source_atoms are (K,) or (..., K) and are clipped to the support. target_atoms (K',) ascend in
     equal steps dz. Mass is preserved, and so is the mean of sources inside the support. The result
     is differentiable in probs and in source_atoms. Source: Bellemare et al. 2017, algorithm 1.
     """
@@ -1178,7 +1178,7 @@ def project_categorical(probs: Tensor, source_atoms: Tensor, target_atoms: Tenso
 
 
 def two_hot(targets: Tensor, atoms: Tensor) -> Tensor:
-    """Split a point mass between two atoms, (B,) -> (B, K). Its mean is kept inside the support.
+    """Split a point mass between two atoms, (...) -> (..., K). Its mean is kept inside the support.
 
     Source: Bellemare et al. 2017, algorithm 1.
     """
@@ -1186,7 +1186,7 @@ def two_hot(targets: Tensor, atoms: Tensor) -> Tensor:
 
 
 def hl_gauss(targets: Tensor, atoms: Tensor, sigma: float) -> Tensor:
-    """Give each atom's bin its share of the mass of N(target, sigma^2), (B,) -> (B, K).
+    """Give each atom's bin its share of the mass of N(target, sigma^2), (...) -> (..., K).
 
     Atoms are the centres of the bins. Masses are divided by the mass inside all bins. Targets are
     clamped to [atoms[0], atoms[-1]] first: far outside, no bin holds any mass in floating point.
@@ -1202,7 +1202,7 @@ def hl_gauss(targets: Tensor, atoms: Tensor, sigma: float) -> Tensor:
 
 
 def categorical_cross_entropy(target_probs: Tensor, logits: Tensor) -> Tensor:
-    """Compute -sum_k target_probs_k log_softmax(logits)_k in nats, (B, K) -> (B,).
+    """Compute -sum_k target_probs_k log_softmax(logits)_k in nats, (..., K) -> (...).
 
     Source: Bellemare et al. 2017, algorithm 1.
     """
@@ -1241,7 +1241,7 @@ def clipped_value_loss(loss: Tensor, loss_clipped: Tensor) -> Tensor:
 
 
 def cvar_categorical(probs: Tensor, atoms: Tensor, alpha: float) -> Tensor:
-    """Compute the mean of the lowest mass alpha, (B, K) -> (B,). Its last atom counts in part.
+    """Compute the mean of the lowest mass alpha, (..., K) -> (...). Its last atom counts in part.
 
         CVaR_alpha = (1 / alpha) * sum_k z_k min(p_k, max(0, alpha - sum_{i<k} p_i))
 
@@ -1256,7 +1256,7 @@ def cvar_categorical(probs: Tensor, atoms: Tensor, alpha: float) -> Tensor:
 
 
 def categorical_quantile(probs: Tensor, atoms: Tensor, level: float) -> Tensor:
-    """Compute F^-1(level), (B, K) -> (B,), with each atom's mass spread evenly over its bin."""
+    """Compute F^-1(level), (..., K) -> (...), with each atom's mass spread evenly over its bin."""
     dz = (atoms[-1] - atoms[0]) / (len(atoms) - 1)
     cdf = probs.cumsum(-1)
     levels = torch.full_like(cdf[..., :1], level)
@@ -1351,9 +1351,10 @@ def cvar_advantages_categorical(
     target_probs = target_probs.detach()
     probs = probs.detach()
     index = (probs.cumsum(-1) < alpha).sum(-1).clamp(max=len(atoms) - 1)
+    # with alpha 1 the sum of the probabilities may be rounded to less than alpha
     nu = (atoms[index] if alpha < 1 else atoms[-1].expand(index.shape))[..., None]
-    gain = nu + (atoms - nu).clamp(max=0) / alpha  # (T, N, K)
-    return (target_probs * gain).sum(-1) - cvar_categorical(probs, atoms, alpha)
+    utility = nu + (atoms - nu).clamp(max=0) / alpha  # (T, N, K)
+    return (target_probs * utility).sum(-1) - cvar_categorical(probs, atoms, alpha)
 
 
 class WeightedReturns(NamedTuple):
@@ -1388,7 +1389,10 @@ class ValueDistribution(nn.Module):
         self.num_outputs = args.num_atoms + (args.value_from == "mean_head")
 
     def split(self, outputs: Tensor) -> Tensors:
-        """Return the logits (..., K) and the mean output (..., 0 or 1)."""
+        """Return the logits (..., K) and the mean output (..., 0 or 1).
+
+        Without a mean output the second one is empty, so that sums with it need no branch.
+        """
         K = len(self.support)
         return outputs.split([K, outputs.shape[-1] - K], -1)
 
@@ -1500,7 +1504,7 @@ class ValueDistribution(nn.Module):
         logits, excess = self.split(outputs)
         excess = excess * ratio
         moved = torch.cat((logits, excess), -1)
-        mean = self.normalized_mean(moved)[..., None]
+        new_mean = self.normalized_mean(moved)[..., None]
         normalized = self.moments.normalize(targets.returns)
         beyond = (normalized < self.support[0]) | (normalized > self.support[-1])
         outside = (targets.probs * beyond).sum(-1).mean()
@@ -1513,7 +1517,7 @@ class ValueDistribution(nn.Module):
         if outside > 0.01:
             text = "of the targets' mass is beyond the atoms; widen --v-min, --v-max"
             metrics["warning"] = f"value/outside_support: {outside:.1%} {text}"
-        return torch.cat((mean, mean + self.gain * excess), -1), metrics
+        return torch.cat((new_mean, new_mean + self.gain * excess), -1), metrics
 
     def encode_targets(self, targets: WeightedReturns) -> Tensor:
         """Return what the loss regresses on, probabilities of the atoms (T, N, K)."""
@@ -1538,9 +1542,10 @@ class ValueDistribution(nn.Module):
         plain and its clipped form, around the critic's own old value. The squared error trains the
         mean output and the layers below it, but not the logits.
 
-        To clip a distribution, the loss moves the target the other way, with its gradient. But for
-        rounding to atoms the cross-entropy is the same as if the prediction moved. Then there would
-        be logs of projected shares, whose gradient is unbounded.
+        To clip a distribution by a shift, the loss shifts the target the other way, and the
+        gradient flows through the shift. But for rounding to atoms the cross-entropy is the same as
+        that of a shifted prediction, which would take logs of projected shares. Their gradient is
+        unbounded.
         """
         args = self.args
         logits, excess = self.split(outputs)
@@ -1825,7 +1830,7 @@ def make_encoder(space: Box, args: Args) -> nn.Sequential:
 class Agent(nn.Module):
     """It holds actor, critics, and the statistics that normalise what they see and predict.
 
-    The spaces are those of `make_env`: vectors (D,) or images (C, H, W). The networks take
+    The spaces are those of `make_env`: vectors (D,) or images, channels first. The networks take
     normalised observations; `act` and `normalize_obs` take raw ones.
     """
 
@@ -2020,7 +2025,7 @@ def channel_axis(space: gym.Space) -> int | None:
 
 
 def image_view(space: Box, args: Args) -> tuple[Callable, Box]:
-    """Return how an image is seen, and the space of that: bytes or float32, (C, H, W).
+    """Return how an image is seen, and the space of that: bytes or float32, channels first.
 
     Bytes stay bytes. Where a task shows fractions or larger numbers, they become float32.
     """
@@ -2736,11 +2741,11 @@ def make_agent(envs: gym.vector.VectorEnv, args: Args, here: Path = Path()) -> A
     if args.init_from:
         saved, stored = read_checkpoint(here / Path(args.init_from).expanduser())
         meaning = ("activation", "norm_obs", "norm_returns")  # the shapes are the same in any case
-        there = shapes(saved["agent"], stored) | {name: getattr(stored, name) for name in meaning}
-        here = shapes(agent.state_dict(), args) | {name: getattr(args, name) for name in meaning}
-        for name in there | here:
-            differ = f"{name} is {there.get(name)} there, {here.get(name)} by these flags"
-            require_flag(args, "init_from", there.get(name) == here.get(name), differ)
+        theirs = shapes(saved["agent"], stored) | {name: getattr(stored, name) for name in meaning}
+        ours = shapes(agent.state_dict(), args) | {name: getattr(args, name) for name in meaning}
+        for name in theirs | ours:
+            differ = f"{name} is {theirs.get(name)} there, {ours.get(name)} by these flags"
+            require_flag(args, "init_from", theirs.get(name) == ours.get(name), differ)
         unknown = sorted(hidden_entries(stored) - hidden_entries(args))
         text = f"has no statistics of entries {unknown}, which it did not see; hide them as well"
         require_flag(args, "init_from", not (unknown and args.norm_obs), text)
@@ -2824,7 +2829,7 @@ class VectorAdam(optim.Adam):
 
 
 class Optimizers(NamedTuple):
-    """Each of the two networks has its own Adam, since they share no parameter."""
+    """The actor and the critics have an Adam each. They share no parameter with each other."""
 
     actor: optim.Adam
     critics: optim.Adam

@@ -188,7 +188,7 @@ class TaskArgs:
 
 @dataclass
 class NetworkArgs:
-    """Networks of the actor and of the critics, which share no parameter."""
+    """Networks of the actor and of the critics. The actor shares no parameter with the critics."""
 
     hidden_size: Count = 64
     """Width of the encoders and of the hidden layers of the value heads."""
@@ -1212,7 +1212,7 @@ def quantile_midpoints(num_quantiles: int) -> Tensor:
 
 
 def quantile_huber_loss(quantiles: Tensor, targets: Tensor, taus: Tensor, kappa: float) -> Tensor:
-    """Regress every predicted quantile on every target sample, (B, K) and (B, J) -> (B,).
+    """Regress every predicted quantile on every target sample, (..., K) and (..., J) -> (...).
 
         u[b, i, j] = targets[b, j] - quantiles[b, i]
         L(u)       = 0.5 u^2 where |u| <= kappa, kappa (|u| - 0.5 kappa) elsewhere
@@ -1236,7 +1236,7 @@ def quantile_huber_loss(quantiles: Tensor, targets: Tensor, taus: Tensor, kappa:
 def clip_quantiles(
     quantiles: Tensor, old_quantiles: Tensor, clip_delta: float, mode: str
 ) -> Tensor:
-    """Keep predictions within d = clip_delta of the old ones, (B, K) -> (B, K).
+    """Keep predictions within d = clip_delta of the old ones, (..., K) -> (..., K).
 
     m is the mean over the K quantiles, and s = sqrt(variance + 1e-12):
 
@@ -1310,13 +1310,13 @@ def cvar_weights(num_quantiles: int, alpha: float, dtype: torch.dtype | None = N
 
 
 def cvar(quantiles: Tensor, alpha: float) -> Tensor:
-    """Compute the mean of the lower tail of mass alpha, (B, K) -> (B,). See `cvar_weights`."""
+    """Compute the mean of the lower tail of mass alpha, (..., K) -> (...). See `cvar_weights`."""
     weights = cvar_weights(quantiles.shape[-1], alpha, torch.float64).to(quantiles)
     return (quantiles.sort(-1).values * weights).sum(-1)
 
 
 def value_at_risk(quantiles: Tensor, alpha: float) -> Tensor:
-    """Compute F^-1(alpha) of the quantile function of `cvar_weights`, (B, K) -> (B,).
+    """Compute F^-1(alpha) of the quantile function of `cvar_weights`, (..., K) -> (...).
 
     Raises ValueError for alpha outside [1e-3, 1]. Source: Rockafellar & Uryasev 2000.
     """
@@ -1378,8 +1378,8 @@ def cvar_advantages(targets: Tensor, quantiles: Tensor, alpha: float) -> Tensor:
     targets = targets.detach()
     quantiles = quantiles.detach()
     nu = value_at_risk(quantiles, alpha)[..., None] if alpha < 1 else targets.amax(-1, True)
-    gain = nu + (targets - nu).clamp(max=0) / alpha
-    return gain.mean(-1) - cvar(quantiles, alpha)
+    utility = nu + (targets - nu).clamp(max=0) / alpha  # (T, N, J)
+    return utility.mean(-1) - cvar(quantiles, alpha)
 
 
 def rescale_head(
@@ -1903,7 +1903,7 @@ class Body(nn.Module):
 class Agent(nn.Module):
     """It holds actor, critics, and the statistics that normalise what they see and predict.
 
-    The spaces are those of `make_env`: vectors (D,) or images (C, H, W). The networks take
+    The spaces are those of `make_env`: vectors (D,) or images, channels first. The networks take
     normalised observations; `act` and `normalize_obs` take raw ones.
     """
 
@@ -2129,7 +2129,7 @@ def channel_axis(space: gym.Space) -> int | None:
 
 
 def image_view(space: Box, args: Args) -> tuple[Callable, Box]:
-    """Return how an image is seen, and the space of that: bytes or float32, (C, H, W).
+    """Return how an image is seen, and the space of that: bytes or float32, channels first.
 
     Bytes stay bytes. Where a task shows fractions or larger numbers, they become float32.
     """
@@ -2835,11 +2835,11 @@ def make_agent(envs: gym.vector.VectorEnv, args: Args, here: Path = Path()) -> A
     if args.init_from:
         saved, stored = read_checkpoint(here / Path(args.init_from).expanduser())
         meaning = ("activation", "norm_obs", "norm_returns")  # the shapes are the same in any case
-        there = shapes(saved["agent"], stored) | {name: getattr(stored, name) for name in meaning}
-        here = shapes(agent.state_dict(), args) | {name: getattr(args, name) for name in meaning}
-        for name in there | here:
-            differ = f"{name} is {there.get(name)} there, {here.get(name)} by these flags"
-            require_flag(args, "init_from", there.get(name) == here.get(name), differ)
+        theirs = shapes(saved["agent"], stored) | {name: getattr(stored, name) for name in meaning}
+        ours = shapes(agent.state_dict(), args) | {name: getattr(args, name) for name in meaning}
+        for name in theirs | ours:
+            differ = f"{name} is {theirs.get(name)} there, {ours.get(name)} by these flags"
+            require_flag(args, "init_from", theirs.get(name) == ours.get(name), differ)
         unknown = sorted(hidden_entries(stored) - hidden_entries(args))
         text = f"has no statistics of entries {unknown}, which it did not see; hide them as well"
         require_flag(args, "init_from", not (unknown and args.norm_obs), text)
@@ -2916,7 +2916,7 @@ class VectorAdam(optim.Adam):
 
 
 class Optimizers(NamedTuple):
-    """Each of the two networks has its own Adam, since they share no parameter."""
+    """The actor and the critics have an Adam each. They share no parameter with each other."""
 
     actor: optim.Adam
     critics: optim.Adam
