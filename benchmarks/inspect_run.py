@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import os
 import sys
 import textwrap
 from pathlib import Path
@@ -227,6 +228,7 @@ def draw(path: Path, title: str, seen: Seen, curves: np.ndarray, states: list[in
 
 def inspect(run_dir: Path, episodes: int, states: list[int]) -> Path:
     """Look at a run, draw, tell; the picture's path."""
+    sys.path.append(os.getcwd())  # a task may lie there, as when it was trained
     script = script_of(run_dir)
     agent, args = script.load_agent(run_dir)
     if not hasattr(agent, "predict_returns"):

@@ -92,6 +92,22 @@ def test_a_picture_tells_the_flags_of_its_run(inspect_run, script):
     assert inspect_run.flags_of(script, script.Args(torch_threads=2)) == "default flags"
 
 
+def test_a_task_of_a_drawn_run_may_lie_in_the_working_directory(inspect_run, tmp_path, monkeypatch):
+    """As it does where README's own task is trained."""
+    name = "a_task_to_inspect"
+    (tmp_path / f"{name}.py").write_text(
+        "import gymnasium as gym\ngym.register('Mine-v0', lambda: gym.make('CartPole-v1'))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    module = importlib.import_module(NAMES[1])
+    args = small_args(module, "", env_id=f"{name}:Mine-v0", run_dir=str(tmp_path / "runs"))
+    directory = Path(module.train(args)["run_dir"])
+    monkeypatch.setattr(sys, "path", sys.path[:-1])
+    monkeypatch.delitem(sys.modules, name)
+    assert inspect_run.inspect(directory, 2, [0, 1, 2, 3]).exists()
+
+
 @pytest.mark.parametrize("line", [["nowhere"], ["RUN", "--states", "0", "1", "2", "99999"]])
 def test_what_cannot_be_drawn_costs_one_line(inspect_run, script, tmp_path, monkeypatch, line):
     """A directory without a run; a step beyond the episode."""
