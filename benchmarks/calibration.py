@@ -1,8 +1,7 @@
 """Calibration: predicted return distributions against the truth. Runs what is missing, reports.
 
-    python benchmarks/calibration.py             # run the missing cells and report
     python benchmarks/calibration.py --report    # table and figure from the committed CSV alone
-    python benchmarks/calibration.py --only recommended gaussian --seeds 1 2
+    python benchmarks/calibration.py --only critics    # run what is missing of that, and report
     python benchmarks/calibration.py --only Hopper lstm --seeds 10 11 --tune="--gae-lambda 1"
 
 Five small Markov reward processes (the action does nothing) have return distributions that are
@@ -25,8 +24,8 @@ bonus").
 Recommended for calibration: --value-target sr_lambda --twin-reduce mean, with --kappa 0
 --num-quantiles 51 or with --target-encoding two_hot. On the real tasks also 201 atoms, many
 samples, few passes and a policy that stays noisy (REAL); `usual` are flags for a high return
-(USUAL). Interrupted at any point, the next call continues: one row of results/calibration.csv is
-one cell.
+(USUAL). Interrupted at any point, the next call continues: a row of results/calibration.csv is one
+seed of a cell.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a distributional critic buys: critics compared on the same tasks, everything else equal.
 
-    python benchmarks/critics.py --report      # table and figure from the committed files alone
+    python benchmarks/critics.py      # table and figure from the committed files
 
 Feed-forward on MuJoCo: HL-Gauss, two-hot, 51 quantiles, scalar, each with twins (their minimum) and
 with a single critic; on MinAtar HL-Gauss, 51 quantiles, scalar, with twins. Recurrent: quantiles,
@@ -380,17 +380,11 @@ def report() -> None:
 
 
 def main() -> None:
-    """Parse, run, report."""
+    """Parse, report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--report", action="store_true", help="only rebuild tables and figure")
-    parser.add_argument("--only", nargs="*", default=[], help="words, all to match")
-    parser.add_argument("--seeds", nargs="*", type=int, default=[], help="seeds to run")
-    parser.add_argument("--processes", type=int, default=2, help="runs at a time")
-    args = parser.parse_args()
+    parser.add_argument("--report", action="store_true", help="as without: no run is added")
+    parser.parse_args()
     common.require("matplotlib")
-    if not args.report:
-        missing = learning.missing(cells(), args.only, args.seeds)
-        learning.run_missing(missing, args.processes)
     report()
 
 

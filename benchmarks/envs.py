@@ -1,11 +1,15 @@
-"""Tasks that need an id of their own: `--env-id envs:MiniGrid-MemoryS7-OneHot-v0`.
+"""Tasks that need an id of their own: `--env-id benchmarks.envs:MiniGrid-MemoryS7-OneHot-v0`.
+
+The programs of this folder find them as `envs:`, without its name.
 
 MiniGrid's observation is a Dict with a mission text, which is no vector. Here it is what the agent
 sees, 7 x 7 cells. The three numbers of a cell are codes of what is in it: a key is 5 and a ball 6.
 As an image they are divided by 255, and then hardly differ. So each of them is one-hot, in a
 vector. MinAtar's games, `envs:MinAtar/Breakout-v1`, have to be registered. `envs:RiskyHopper-v0`,
 `envs:RiskyWalker2d-v0` and `envs:RiskyHalfCheetah-v0` are robots that now and then pay for what is
-fast but dangerous. `envs:LimitHalfCheetahPenalty-v0` takes 3 for it at every such step.
+fast but dangerous; in the Rare ones that is a fifth as likely. `envs:LimitHalfCheetah-v0` is ours.
+In `envs:LimitHalfCheetahPenalty-v0` every dangerous step costs 3 besides. `envs:Slow-v0` takes a
+millisecond a step.
 """
 
 from __future__ import annotations

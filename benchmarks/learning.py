@@ -2,15 +2,16 @@
 
     python benchmarks/learning.py             # run the missing seeds, two at a time, and report
     python benchmarks/learning.py --report    # tables and figure from the committed files alone
-    python benchmarks/learning.py --only CartPoleNoVel-v1 --seeds 8001 8002
-    python benchmarks/learning.py --ablations           # one thing changed at a time
+    python benchmarks/learning.py --only Acrobot-v1 --seeds 8001 8002
     python benchmarks/learning.py --merge FOLDER        # take in the runs of another results/
 
 A run leaves a row in results/runs.csv (final evaluation, what the training returns came to, flags,
 versions, commit, wall time) and a hundred bins of its training returns in results/curves.csv.gz.
 What a row says of the training returns is computed from every episode, ahead of the binning.
 Interrupted at any point, the next call continues. Reported seeds are 1 and up for peers and older
-versions of our scripts, and 8001 and up for today's. Whatever was tuned was tuned on 1000 and up.
+versions of our scripts, and 8001 and up for today's. Flags were tuned on 1000 and up, but for six
+choices that README.md tells. The runs of ABLATIONS, in which one thing is changed, are of an
+earlier version.
 """
 
 from __future__ import annotations
@@ -1010,7 +1011,6 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="only rebuild tables and figure")
     parser.add_argument("--only", nargs="*", default=[], help="words, all to match")
     parser.add_argument("--seeds", nargs="*", type=int, default=[], help="seeds to run")
-    parser.add_argument("--ablations", action="store_true", help="run these instead of the grid")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     parser.add_argument("--merge", type=Path, metavar="FOLDER", help="only take in its runs")
     args = parser.parse_args()
@@ -1020,8 +1020,7 @@ def main() -> None:
         return
     common.require("matplotlib", *([] if args.report else ["sb3_contrib"]))
     if not args.report:
-        cells = ABLATIONS if args.ablations else GRID
-        run_missing(missing(cells, args.only, args.seeds), args.processes)
+        run_missing(missing(GRID, args.only, args.seeds), args.processes)
     report()
 
 

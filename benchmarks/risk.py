@@ -1,12 +1,12 @@
 """Risk-averse policies: the mean that is paid for a better tail. Runs what is missing, reports.
 
-    python benchmarks/risk.py             # run the missing runs and report
     python benchmarks/risk.py --report    # table and figure from the committed CSV alone
+    python benchmarks/risk.py             # run what is missing as well; nothing is at present
     python benchmarks/risk.py --only lottery categorical --seeds 1 2
 
-Three tasks, each neutral and with cvar_weight 0.5 and 1; the mode of the final policy plays 500
-fresh episodes. One row of results/risk.csv is one run; interrupted at any point, the next call
-continues. Reported seeds are 1 to 5.
+Three tasks, each neutral and with cvar_weight 0.5 and 1; the final policy plays 500 fresh episodes
+by its mode and 500 as it samples. One row of results/risk.csv is one run; interrupted at any point,
+the next call continues. Reported seeds are 1 to 5.
 """
 
 from __future__ import annotations

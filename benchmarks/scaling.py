@@ -2,7 +2,7 @@
 
     python benchmarks/scaling.py               # measure what is missing, then report
     python benchmarks/scaling.py --slow        # what --async-envs gains for a slow simulator
-    python benchmarks/scaling.py --report      # tables from results/scaling.csv alone
+    python benchmarks/scaling.py --report      # tables from results/scaling.csv (needs MuJoCo)
 
 Speed: torchrun trains each cell with one and with two processes, which take turns, repeat by
 repeat; steps of a rollout over the median time from one iteration's metrics to the next. "Apart":
@@ -17,9 +17,8 @@ Efficiency at P processes is reckoned for an unchanged share of environments per
     T / (T + K A(P)),  a(P) = 2 (P - 1) latency + 2 (P - 1) / P bytes / bandwidth,
 with T the time of an iteration in one process, K its minibatches, a(P) the cost of an all-reduce in
 a ring, and A(P) the sum over the four of a minibatch: the actor's loss and KL, its gradient, the
-critics' loss and their gradient. The few others of an iteration and waiting for the slowest process
-are not in it.
-"""
+critics' loss and their gradient (a fifth one, of the entropy, where it has a bonus or a floor). The
+few others of an iteration and waiting for the slowest process are not in it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Screen changes of flags: eight at once, in sixteen settings of a factorial design.
 
+    python benchmarks/screen.py cartpole_novel --report     # the effect of each change
     python benchmarks/screen.py robots                      # every run without a row
     python benchmarks/screen.py robots --tasks Ant-v5       # of this task alone
     python benchmarks/screen.py robots --second             # the candidates, beside the line
-    python benchmarks/screen.py robots --report             # the effect of each change
 
 Rows are in results/screening.csv. Runs that have a row are skipped.
 

@@ -1,12 +1,11 @@
 """Do the critics know when not to be trusted? Robots are changed after training.
 
-    python benchmarks/trust.py             # train what is missing, play, report
     python benchmarks/trust.py --report    # table and figure from the committed CSV alone
-    python benchmarks/trust.py --only Hopper-v5 --seeds 8001
+    python benchmarks/trust.py             # train what is missing as well; nothing is at present
 
-Gravity, friction or the noise of the sensors change step by step, by MuJoCo's own parameters. At
-every level the mode of the policy plays EPISODES episodes, and the critics look along. Three things
-are looked at:
+Gravity and friction change step by step, by MuJoCo's own parameters, or noise is added to what the
+agent observes. At every level the mode of the policy plays EPISODES episodes, and the critics look
+along. Three things are looked at:
 
     return     The return of the episodes, undiscounted.
     low        The first decile of the discounted return that is predicted from a state.

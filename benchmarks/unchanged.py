@@ -7,7 +7,7 @@
 
 Both versions train for three iterations on every task with every set of flags below. Each run is a
 process that knows its command line alone, and what it leaves is compared: every point of every
-scalar and histogram but for clocks, and the states of the agent and of the optimizer in the last
+scalar and histogram but for clocks, and the states of the agent and of the optimizers in the last
 checkpoint. The table tells how many of the numbers are equal to the last bit, and how large the
 largest difference of the others is, relative to the number; relative to 1 where the number is a
 difference of nearly equal ones; relative to the largest entry in a state. What one version alone

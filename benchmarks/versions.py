@@ -2,7 +2,7 @@
 
     python benchmarks/versions.py 4359cde HEAD                  # runs that have no row yet
     python benchmarks/versions.py 4359cde HEAD --only Hopper-v5 --seeds 1000 1001
-    python benchmarks/versions.py 4359cde HEAD --report         # only tell what the rows say
+    python benchmarks/versions.py 4359cde 7cffc2f --variant gradient_scaled --report
 
 Every run is a row of results/versions.csv. The report gives, for each task, the final evaluation of
 both versions, the difference of their means with its 95 % interval (Welch), and the seeds that each
@@ -201,11 +201,14 @@ def report(first: str, second: str, words: Iterable[str]) -> list[str]:
     return lines
 
 
+VARIANT_HELP = "exchange a text in the last version; two of them fit versions up to 7cffc2f"
+
+
 def main() -> None:
     """Parse, run what is missing, report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("versions", nargs="+", help="commits; the report compares with the first")
-    parser.add_argument("--variant", choices=VARIANTS, help="another text, in the last version")
+    parser.add_argument("--variant", choices=VARIANTS, help=VARIANT_HELP)
     parser.add_argument("--append", default="", help="more flags, for the last version alone")
     parser.add_argument("--only", nargs="*", default=[], help="words, all to match")
     parser.add_argument("--seeds", nargs="*", type=int, help="instead of each task's own")
