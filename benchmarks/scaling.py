@@ -18,7 +18,8 @@ Efficiency at P processes is reckoned for an unchanged share of environments per
 with T the time of an iteration in one process, K its minibatches, a(P) the cost of an all-reduce in
 a ring, and A(P) the sum over the four of a minibatch: the actor's loss and KL, its gradient, the
 critics' loss and their gradient (a fifth one, of the entropy, where it has a bonus or a floor). The
-few others of an iteration and waiting for the slowest process are not in it."""
+few others of an iteration and waiting for the slowest process are not in it.
+"""
 
 from __future__ import annotations
 
