@@ -92,9 +92,14 @@ def measure_all(name: str, repeat: int) -> None:
 
 # ------------------------------------------------------------------------------------------ report
 def values(rows: list[Row], name: str, program: str, column: str = "value") -> list[float]:
-    """What the repeats of a program measured."""
-    wanted = (name, program)
-    return [float(row[column]) for row in rows if (row["work"], row["program"]) == wanted]
+    """What a program measured in the repeats that all programs have."""
+    own = {(row["program"], row["repeat"]): row for row in rows if row["work"] == name}
+    repeats = [
+        repeat
+        for repeat in sorted({repeat for _, repeat in own})
+        if all((other, repeat) in own for other in PROGRAMS)
+    ]
+    return [float(own[program, repeat][column]) for repeat in repeats]
 
 
 class Gain(NamedTuple):
@@ -113,7 +118,7 @@ def gain_of(rows: list[Row], name: str) -> Gain:
     """The ratio of medians, and the lowest and highest ratio of a repeat."""
     *cpus, gpu = (values(rows, name, program) for program in PROGRAMS)
     faster = max(cpus, key=median)
-    ratios = [one / two for one, two in zip(gpu, faster, strict=False)]
+    ratios = [one / two for one, two in zip(gpu, faster, strict=True)]
     return Gain(median(gpu) / median(faster), min(ratios), max(ratios))
 
 

@@ -193,7 +193,7 @@ def measure(repeats: int) -> None:
     same = origin()
     known = {(row["cell"], row["processes"], row["repeat"]) for row in of_commit(same["commit"])}
     for repeat in range(repeats):
-        for processes, cell in itertools.product((1, 2, "apart"), CELLS):
+        for cell, processes in itertools.product(CELLS, (1, 2, "apart")):
             if (cell.name, str(processes), str(repeat)) not in known:
                 found = apart(cell) if processes == "apart" else speed(cell, processes)
                 row = {"kind": "speed", "cell": cell.name, "value": round(float(found), 2)}

@@ -418,7 +418,8 @@ def start(job: Job) -> dict:
         job = job._replace(threads=2)
     command = [sys.executable, str(HERE / Path(__file__).name), "--child", json.dumps(job)]
     if job.program.endswith("-1core"):
-        command = ["taskset", "--cpu-list", "0", *command]
+        core = min(os.sched_getaffinity(0))
+        command = ["taskset", "--cpu-list", str(core), *command]
     environment = {**os.environ, "OMP_NUM_THREADS": str(job.threads)}
     if job.program == "kept":
         environment |= KEEP
@@ -1054,9 +1055,10 @@ def main() -> None:
         known = [cell for part in chosen for cell in part]
         cells = [cell for cell in known if any(fnmatch(cell, name) for name in args.only)]
         same = origin()
-        every = (cells, args.threads, args.repeats, args.cleanrl)
+        peer = args.cleanrl and str(Path(args.cleanrl).resolve())  # its process runs elsewhere
+        every = (cells, args.threads, args.repeats, peer)
         todo = missing(load(table), same.commit, *every)
-        measure_missing(table, todo, same, args.cleanrl)
+        measure_missing(table, todo, same, peer)
     report(table)
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/sweep.py distributional_ppo_lstm --env-id PendulumNoVel-v1 \\
         --vary learning_rate=loguniform:1e-4:1e-2 kappa=choice:0:0.05:1 --samples 20 --seeds 3
-    python benchmarks/sweep.py ... --preset mujoco            # the script's own flags go along
+    python benchmarks/sweep.py distributional_ppo_categorical --preset mujoco --vary ...
     python benchmarks/sweep.py ... --search optuna --asha    # model the score, stop the worst
     python benchmarks/sweep.py ... --pbt --samples 8          # population based training
     python benchmarks/sweep.py ... --address HOST:6379        # on a Ray cluster, `ray start --head`
@@ -17,7 +17,9 @@ there is none, of the last 100 training episodes. Every run tells it --reports t
 
 --pbt (Jaderberg et al. 2017): each sample is a member of a population. At every report, members of
 the lowest quarter take weights and normalisers of one of the highest (--init-from; Adam starts
-anew) and its flags, each perturbed or drawn afresh. The learning rate is not annealed.
+anew) and its flags, each perturbed or drawn afresh. The learning rate is not annealed, and a
+schedule of the entropy bonus begins anew at every report. After --resume a scheduler has forgotten
+what it knew of samples that had ended.
 
 FOLDER (--out) holds the runs, samples.csv, a plot, and what Ray needs to go on; runs that were cut
 short go on from their checkpoints. On a cluster all machines need this checkout and FOLDER under
@@ -40,7 +42,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -358,6 +360,15 @@ def number_of(trial_id: str) -> int:
     return int(trial_id.split("_")[-1])
 
 
+def numbered(results: Iterable[Any]) -> list[tuple[int, Any]]:
+    """Results with the numbers of their samples: those in their ids. A search that models the score
+    gives ids without numbers; there it is the order in which samples were made."""
+    found = [*results]
+    if all("_" in Path(one.path).name for one in found):
+        return sorted([(number_of(one.path), one) for one in found], key=lambda pair: pair[0])
+    return [*enumerate(found)]
+
+
 # ---------------------------------------------------------------------------------------- the sweep
 def scheduler(sweep: Sweep) -> Any:
     """Who may go on, and with what; None: all to their ends."""
@@ -464,8 +475,8 @@ def record(sweep: Sweep, results: tune.ResultGrid) -> None:
     """
     rows = table(sweep)
     rows.path.unlink(missing_ok=True)
-    for result in sorted(results, key=lambda one: number_of(one.path)):
-        sample = {"sample": number_of(result.path)}
+    for number, result in numbered(results):
+        sample = {"sample": number}
         for report in told(sweep.folder / "runs" / Path(result.path).name):
             rows.append(sample | report)
         if result.error:
@@ -633,7 +644,9 @@ def parse() -> tuple[Sweep, argparse.Namespace]:
     parser.add_argument("script", nargs="?", choices=[LSTM, CATEGORICAL], type=stem)
     parser.add_argument("--vary", nargs="+", default=[], metavar="FLAG=KIND:...")
     parser.add_argument("--samples", type=int, default=10, help="default: 10")
-    parser.add_argument("--seeds", type=int, default=1, help="of every sample; default: 1")
+    parser.add_argument(
+        "--seeds", type=int, default=1, help="of every sample, 1 and up; default: 1"
+    )
     reports = "scores told by a run; default: 10, or one for each of fewer rollouts"
     parser.add_argument("--reports", type=int, help=reports)
     parser.add_argument("--search", choices=["random", "optuna"], default="random")

@@ -62,6 +62,20 @@ def test_wrong_flags_end_in_one_line_before_ray_starts(tmp_path, line, told):
     assert not (tmp_path / "kept").exists()
 
 
+def test_samples_are_numbered_with_and_without_numbers_in_their_ids():
+    """Those of random search carry theirs, in any order; a search that models the score draws eight
+    digits, and there the order counts."""
+    program = importlib.import_module("sweep")
+
+    def numbers(*names):
+        found = [SimpleNamespace(path=f"/runs/{name}") for name in names]
+        return [(number, Path(one.path).name) for number, one in program.numbered(found)]
+
+    known = [(2, "ab12_00002"), (10, "ab12_00010")]
+    assert numbers("ab12_00010", "ab12_00002") == known
+    assert numbers("c75bfe1b", "12345678") == [(0, "c75bfe1b"), (1, "12345678")]
+
+
 @pytest.mark.parametrize("script", ONE_SCRIPT)
 def test_a_run_of_a_sample_is_trained_and_taken_up(tmp_path, script):
     """Flags as the script reads them; the second call goes on with the run that stands there, and
