@@ -79,6 +79,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, make_dataclass
+from datetime import timedelta
 from functools import cache, partial
 from importlib import import_module
 from itertools import count
@@ -2386,6 +2387,19 @@ class EnvsInProcesses(gym.vector.VectorEnv):
         self.groups.close(timeout=10)
 
 
+@contextlib.contextmanager
+def faults_that_travel() -> Iterator[None]:
+    """Tell the run's process of an exception that cannot be sent to it by one that can."""
+    try:
+        yield
+    except Exception as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            raise RuntimeError(repr(error)) from error
+        raise
+
+
 class Group(gym.Env):
     """Environments that share a process, which has generators of its own."""
 
@@ -2405,11 +2419,13 @@ class Group(gym.Env):
 
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[np.ndarray, dict]:
         """Open an episode in each environment."""
-        return self.envs.reset(seed=seed, options=options)
+        with faults_that_travel():
+            return self.envs.reset(seed=seed, options=options)
 
     def step(self, actions: np.ndarray) -> tuple:
         """Step each environment. `info` has arrays alone, which AsyncVectorEnv can join."""
-        obs, rewards, terminated, truncated, info = self.envs.step(actions)
+        with faults_that_travel():
+            obs, rewards, terminated, truncated, info = self.envs.step(actions)
         found = {}
         if "final_obs" in info:
             final_obs = obs.copy()
@@ -2734,12 +2750,12 @@ def make_agent(envs: gym.vector.VectorEnv, args: Args, here: Path = Path()) -> A
     """
     spaces = (envs.single_observation_space, envs.single_action_space)
     if args.resume:
-        saved, stored = read_checkpoint(here / Path(args.resume).expanduser())
+        saved, stored = read_checkpoint(here / expanded(args.resume))
         return restore_agent(saved, stored, *spaces)
     seed_torch(args)  # again: making a task may draw numbers, not as many in each process
     agent = Agent(*spaces, args)
     if args.init_from:
-        saved, stored = read_checkpoint(here / Path(args.init_from).expanduser())
+        saved, stored = read_checkpoint(here / expanded(args.init_from))
         meaning = ("activation", "norm_obs", "norm_returns")  # the shapes are the same in any case
         theirs = shapes(saved["agent"], stored) | {name: getattr(stored, name) for name in meaning}
         ours = shapes(agent.state_dict(), args) | {name: getattr(args, name) for name in meaning}
@@ -2750,6 +2766,8 @@ def make_agent(envs: gym.vector.VectorEnv, args: Args, here: Path = Path()) -> A
         text = f"has no statistics of entries {unknown}, which it did not see; hide them as well"
         require_flag(args, "init_from", not (unknown and args.norm_obs), text)
         agent.load_state_dict(saved["agent"])
+        for index in hidden_entries(args):  # 0 is what the networks see of them
+            agent.obs_moments.mean[index] = 0.0
     return agent
 
 
@@ -2939,7 +2957,7 @@ class Run:
         self.warned = False
 
         if args.resume:
-            self.directory = (here / Path(args.resume).expanduser()).resolve()
+            self.directory = (here / expanded(args.resume)).resolve()
             self.take_up()
             if RANK == 0:
                 rewrite_origin(self.directory, args)
@@ -3362,16 +3380,19 @@ for env in pickle.load(sys.stdin.buffer):
         pickled, self.found = pickle_envs(envs)
         if pickled is None:
             return
-        with tempfile.TemporaryFile() as file:
-            file.write(pickle.dumps(sys.path) + pickled)
-            file.seek(0)
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", self.PROGRAM],
-                stdin=file,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is for the run alone
-            )
+        try:
+            with tempfile.TemporaryFile() as file:
+                file.write(pickle.dumps(sys.path) + pickled)
+                file.seek(0)
+                self.process = subprocess.Popen(
+                    [sys.executable, "-c", self.PROGRAM],
+                    stdin=file,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,  # Ctrl-C is for the run alone
+                )
+        except OSError as error:  # no room for the file, no memory for the process
+            self.found = f"they cannot be tried out: {error}"
 
     def fault(self) -> str:
         """Wait for the process. Returns "" or what went wrong."""
@@ -3398,7 +3419,7 @@ def make_run_dir(args: Args, here: Path = Path()) -> Path:
     """
     task = args.env_id.split(":")[-1].replace("/", "_")
     name = f"{task}__{args.exp_name}__s{args.seed}__{time.strftime('%m%d-%H%M%S')}"
-    top = (here / Path(args.run_dir).expanduser()).resolve()
+    top = (here / expanded(args.run_dir)).resolve()
     try:
         for number in count(1):
             path = top / (name if number == 1 else f"{name}-{number}")
@@ -3527,9 +3548,17 @@ def check_version(flags: dict[str, Any]) -> None:
         raise ValueError(f"another version of the script wrote it: {found}")
 
 
+def expanded(path: str | Path) -> Path:
+    """Return a path with ~ as the home directory. Raises `UsageError` where nobody has one."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise UsageError(f"{path}: {error}") from error
+
+
 def checkpoint_path(path: str | Path) -> Path:
     """Return the path of a checkpoint, which may be that of a run directory."""
-    path = Path(path).expanduser().resolve()
+    path = expanded(path).resolve()
     return path / "checkpoint.pt" if path.is_dir() else path
 
 
@@ -3699,7 +3728,8 @@ def exchange(call: Callable, *tensors: Any) -> None:
     """
     if not distributed.is_initialized():
         gpu = torch.cuda.is_available()
-        distributed.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+        longest = timedelta(days=7)  # that the others wait for an episode of the evaluation
+        distributed.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=longest)
         atexit.register(time.sleep, 0.5)  # torch's threads outlive Python and would abort its exit
         atexit.register(distributed.destroy_process_group)
     try:
@@ -3769,13 +3799,13 @@ def check_flags(args: Args) -> None:
 
     gpu = torch.cuda.is_available() or not args.cuda
     require_flag(args, "cuda", gpu, "torch sees no GPU; leave it out")
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this machine
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)  # of this machine
     gpus = torch.cuda.device_count()
     enough = not args.cuda or processes <= max(gpus, 1)
     text = f"{processes} processes need a GPU each, and torch sees {gpus}; start fewer processes"
     require_flag(args, "cuda", enough, text)
 
-    found = not args.resume or Path(args.resume).expanduser().is_dir()
+    found = not args.resume or expanded(args.resume).is_dir()
     require_flag(args, "resume", found, "is not a run directory")
     alone = not (args.evaluate and args.resume)
     require_flag(args, "evaluate", alone, "excludes --resume")
@@ -3876,7 +3906,9 @@ def parse_args(argv: list[str]) -> Args:
     finder.add_argument("--resume", nargs="?")
     finder.add_argument("--evaluate", nargs="?")
     finder.add_argument("--preset", nargs="*", action="append", default=[])
-    given, _ = finder.parse_known_args(argv)
+    # as tyro reads it, which takes further values behind an equals sign as well
+    apart = [word.split("=", 1) if word.startswith("--preset=") else [word] for word in argv]
+    given, _ = finder.parse_known_args([part for parts in apart for part in parts])
     if len(given.preset) > 1:
         raise UsageError(f"--preset {given.preset[1]}: is given twice; name all after one --preset")
     names = [name for names in given.preset for name in names]
@@ -3984,7 +4016,7 @@ def main(argv: list[str]) -> None:
             lines = [str(error) or "interrupted", *getattr(error, "__notes__", ())]
             line = " ".join("; ".join(lines).split())  # one line
             asked = isinstance(error, KeyboardInterrupt)
-            print(line if asked else f"error: {line}", file=sys.stderr)
+            tell(line if asked else f"error: {line}", file=sys.stderr)
         sys.exit({UsageError: 2, OtherProcessEnded: 1}.get(type(error), 130))
     except NotFinite:
         if RANK == 0:

@@ -748,6 +748,15 @@ def test_presets_apply_from_left_to_right_and_typed_flags_win(script):
     assert script.parse_args([]) == script.Args()
 
 
+def test_presets_may_stand_behind_an_equals_sign(script):
+    """tyro takes all values there, so all of them count, and none is taken for its name alone."""
+    args = script.parse_args(["--preset=calibrated", "averse", "--gamma", "0.5"])
+    assert args == script.preset_args("calibrated", "averse", gamma=0.5)
+    assert args.cvar_weight == 1
+    with pytest.raises(script.UsageError, match="--preset nonsense: is unknown"):
+        script.parse_args(["--preset=averse", "nonsense"])
+
+
 def test_every_preset_makes_a_run(script):
     """Its flags are the script's, differ from the defaults, and are none of the machine's."""
     machine = {*script.MachineArgs.__dataclass_fields__, *script.RunArgs.__dataclass_fields__}

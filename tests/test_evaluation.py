@@ -431,10 +431,13 @@ def test_weights_know_nothing_of_entries_that_were_hidden(script, tmp_path, caps
     assert err.endswith(
         "has no statistics of entries [1], which it did not see; hide them as well\n"
     )
-    code, *_ = run_main(
-        script, capsys, words(replace(args, masked_obs=(2,), env_id="CartPoleNoVel-v1"))
-    )
+    further = replace(args, masked_obs=(2,), env_id="CartPoleNoVel-v1")
+    code, *_ = run_main(script, capsys, words(further))
     assert code == 0
+    [done] = {*map(str, (tmp_path / "runs").iterdir())} - {earlier}
+    agent = script.load_agent(done)[0]
+    rows, _ = script.make_env(further).reset(seed=1)
+    assert agent.normalize_obs(torch.tensor(rows))[[1, 2, 3]].tolist() == [0, 0, 0]
 
 
 def test_another_support_is_named(tmp_path, capsys):

@@ -276,6 +276,20 @@ def test_a_proof_that_takes_too_long_is_none(script, tmp_path, monkeypatch, caps
     assert script.pickle.loads(saved["run"])["parts"][0]["envs"] is None
 
 
+def test_a_proof_that_cannot_be_begun_is_none(script, tmp_path, monkeypatch, capsys):
+    """Without room for its file the environments are not saved, and the run goes on."""
+
+    def full():
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(script.tempfile, "TemporaryFile", full)
+    args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0", save_envs="proven")
+    directory = script.train(args)["run_dir"]
+    out = capsys.readouterr().out
+    assert "environments are not saved, since they cannot be tried out: [Errno 28]" in out
+    assert contents(directory)["step"] == args.total_timesteps
+
+
 def test_environments_need_not_be_saved(script, tmp_path, monkeypatch, capsys):
     """--save-envs never: nothing is proven or said, and the resume opens new episodes."""
     args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0", save_envs="never")
@@ -426,6 +440,38 @@ def test_a_process_that_died_does_not_hold_up_the_end(script, somewhere, monkeyp
     assert not closing.is_alive()
 
 
+class Stuck(RuntimeError):
+    """A fault that holds what cannot be sent to another process."""
+
+    def __init__(self, text):
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+class Moody(RuntimeError):
+    """A fault that cannot be made anew from its text."""
+
+    def __init__(self, code, where):
+        super().__init__(f"code {code} at {where}")
+
+
+@pytest.mark.parametrize("fault", [Stuck("no grip"), Moody(7, "the wall"), RuntimeError("plain")])
+def test_a_fault_in_another_process_is_told(script, fault):
+    """The run's process would wait for ever for the first one, and see a TypeError for the second.
+    Others stay what they are."""
+
+    class Bad:
+        def step(self, actions):
+            raise fault
+
+    group = script.Group.__new__(script.Group)
+    group.envs = Bad()
+    with pytest.raises(RuntimeError, match=str(fault)) as found:
+        group.step(None)
+    assert (found.value is fault) == (type(fault) is RuntimeError)
+    assert str(script.pickle.loads(script.pickle.dumps(found.value))) == str(found.value)
+
+
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="the platform knows no SIGHUP")
 def test_a_closed_terminal_ends_the_run_with_a_checkpoint(tmp_path):
     """SIGHUP is like SIGTERM, and it is confirmed. bash sends one, and the system another one."""
@@ -560,6 +606,15 @@ def test_variables_of_a_scheduler(tmp_path, variables, code, said):
 
 
 # ------------------------------------------------------------------------------ files and folders
+@pytest.mark.parametrize("flag", ["--run-dir", "--resume", "--evaluate", "--init-from"])
+def test_the_home_of_nobody_costs_one_line(script, capsys, flag):
+    """`~nobody-here/runs`, which the shell leaves as it is."""
+    code, _, err = run_main(script, capsys, [flag, "~nobody-here/runs"])
+    assert code == 2
+    assert err.count("\n") == 1
+    assert "~nobody-here/runs" in err
+
+
 def test_a_home_directory_is_found(script, monkeypatch, tmp_path):
     """`--run-dir=~/runs`, which no shell expands."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
