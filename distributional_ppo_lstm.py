@@ -785,11 +785,13 @@ def policy_loss(
     pg_loss, approx_kl, clipfrac = clipped_policy_loss(
         log_ratio.flatten(), mb.advantages.flatten(), args.clip_coef
     )
+
     entropy = agent.action_dist.entropy(params)
     loss = pg_loss
     if args.uses_entropy:
         whole = of_all_processes(entropy)
         loss = loss + entropy_loss(whole, ent_coef, args.min_entropy, args.min_entropy_penalty)
+
     kl = agent.action_dist.kl(mb.params, params.detach()).mean()
     metrics = {
         "losses/policy_loss": pg_loss,
@@ -2839,30 +2841,41 @@ def open_environments(args: Args) -> tuple[gym.vector.VectorEnv, gym.Env | None]
 def make_agent(envs: gym.vector.VectorEnv, args: Args, here: Path = Path()) -> Agent:
     """Make the agent to train: a new one, that of the run to resume, or one with other weights.
 
-    Paths are relative to `here`.
-    Raises `UsageError` where the weights of `init_from` have other shapes, or another meaning.
+    Paths are relative to `here`. Raises `UsageError` like `take_weights`.
     """
     spaces = (envs.single_observation_space, envs.single_action_space)
     if args.resume:
         saved, stored = read_checkpoint(here / expanded(args.resume))
         return restore_agent(saved, stored, *spaces)
+
     seed_torch(args)  # again: making a task may draw numbers, not as many in each process
     agent = Agent(*spaces, args)
     if args.init_from:
-        saved, stored = read_checkpoint(here / expanded(args.init_from))
-        meaning = ("activation", "norm_obs", "norm_returns")  # the shapes are the same in any case
-        theirs = shapes(saved["agent"], stored) | {name: getattr(stored, name) for name in meaning}
-        ours = shapes(agent.state_dict(), args) | {name: getattr(args, name) for name in meaning}
-        for name in theirs | ours:
-            differ = f"{name} is {theirs.get(name)} there, {ours.get(name)} by these flags"
-            require_flag(args, "init_from", theirs.get(name) == ours.get(name), differ)
-        unknown = sorted(hidden_entries(stored) - hidden_entries(args))
-        text = f"has no statistics of entries {unknown}, which it did not see; hide them as well"
-        require_flag(args, "init_from", not (unknown and args.norm_obs), text)
-        agent.load_state_dict(saved["agent"])
-        for index in hidden_entries(args):  # 0 is what the networks see of them
-            agent.obs_moments.mean[index] = 0.0
+        take_weights(agent, args, here)
     return agent
+
+
+def take_weights(agent: Agent, args: Args, here: Path) -> None:
+    """Give an agent the weights and statistics of the run or checkpoint `init_from`.
+
+    Raises `UsageError` where they have other shapes or another meaning, and where they know nothing
+    of an entry of the observation that the agent will see.
+    """
+    saved, stored = read_checkpoint(here / expanded(args.init_from))
+    meaning = ("activation", "norm_obs", "norm_returns")  # the shapes are the same in any case
+    theirs = shapes(saved["agent"], stored) | {name: getattr(stored, name) for name in meaning}
+    ours = shapes(agent.state_dict(), args) | {name: getattr(args, name) for name in meaning}
+    for name in theirs | ours:
+        differ = f"{name} is {theirs.get(name)} there, {ours.get(name)} by these flags"
+        require_flag(args, "init_from", theirs.get(name) == ours.get(name), differ)
+
+    unknown = sorted(hidden_entries(stored) - hidden_entries(args))
+    text = f"has no statistics of entries {unknown}, which it did not see; hide them as well"
+    require_flag(args, "init_from", not (unknown and args.norm_obs), text)
+
+    agent.load_state_dict(saved["agent"])
+    for index in hidden_entries(args):  # 0 is what the networks see of them
+        agent.obs_moments.mean[index] = 0.0
 
 
 def shapes(held: dict[str, Tensor], args: Args) -> dict[str, tuple]:
