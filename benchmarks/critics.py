@@ -181,7 +181,7 @@ def normalised(family: Family, raw: dict[str, np.ndarray]) -> dict[str, np.ndarr
 
 def iqm(scores: np.ndarray) -> float:
     """Interquartile mean of all runs on all tasks, (seeds, tasks)."""
-    return learning.iqm(scores.flatten())
+    return float(learning.iqm(scores.flatten()))
 
 
 def improvement(scores: np.ndarray, rival: np.ndarray) -> float:
@@ -199,7 +199,7 @@ def fewer_low(scores: np.ndarray, rival: np.ndarray) -> float:
 def resampled(scores: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """As many seeds, drawn with replacement in each task by itself."""
     rows = rng.integers(len(scores), size=scores.shape)
-    return np.take_along_axis(scores, rows, 0)
+    return scores[rows, np.arange(scores.shape[1])]
 
 
 class Estimate(NamedTuple):

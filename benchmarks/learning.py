@@ -537,16 +537,18 @@ def published(task: str, source: str) -> Row | None:
     )
 
 
-def iqm(scores: np.ndarray) -> float:
-    """Interquartile mean: of what is left without the lowest and the highest quarter."""
-    cut = len(scores) // 4
-    return float(np.sort(scores)[cut : len(scores) - cut].mean())
+def iqm(scores: np.ndarray) -> np.ndarray:
+    """Interquartile mean over the last axis: of what is left without the lowest and the highest
+    quarter."""
+    count = scores.shape[-1]
+    cut = count // 4
+    return np.sort(scores)[..., cut : count - cut].mean(-1)
 
 
 def interval(scores: np.ndarray) -> np.ndarray:
     """Bootstrap 95 % interval of the interquartile mean over seeds."""
     draws = np.random.default_rng(0).choice(scores, (10_000, len(scores)))
-    return np.percentile([iqm(draw) for draw in draws], [2.5, 97.5])
+    return np.percentile(iqm(draws), [2.5, 97.5])
 
 
 def first_step(points: np.ndarray, threshold: float) -> float:

@@ -186,14 +186,14 @@ class Cliff:
         """Least expected cost of an episode over all policies, which may depend on what has
         happened before, or that of a policy; and its actions."""
         n = np.arange(self.falls + 1)
-        more = np.minimum(n + 1, self.falls)
-        later = np.tile(cost(self.steps, n), (48, 1))
+        later = np.tile(cost(self.steps, n), (48, 1))  # of what state and falls lead to
+        # where an outcome finds its cost: that of the state that follows, or of an end
+        falls = np.where(self.fell[..., None], np.minimum(n + 1, self.falls), n)
+        found = np.where(self.end[..., None], 48, self.after[..., None]) * len(n) + falls
         actions = []
         for t in reversed(range(self.steps)):
-            ended = self.end[..., None]
-            walk = np.where(ended, cost(t + 1, n), later[self.after])
-            fall = np.where(ended, cost(t + 1, more), later[:, more][self.after])
-            costs = np.where(self.fell[..., None], fall, walk).mean(2)  # (48, 4, falls + 1)
+            known = np.append(later, cost(t + 1, n))
+            costs = known[found].mean(2)  # (48, 4, falls + 1)
             actions.insert(0, costs.argmin(1) if policy is None else policy[t])
             later = np.take_along_axis(costs, actions[0][:, None], 1)[:, 0]
         return later[self.start, 0], actions

@@ -18,10 +18,11 @@ inspect.getsource = functools.cache(inspect.getsource)
 
 SCRIPTS = ["distributional_ppo_lstm", "distributional_ppo_categorical"]
 
-# Much of the code is the same in both scripts, byte for byte (test_siblings.py). Where a test of it
-# takes seconds, one of them is enough, and -m slow has the other one.
+# Much of the code is the same in both scripts, byte for byte (test_siblings.py). Where tests of it
+# take long, one of them is enough, and -m slow has the other one.
 ONE_SCRIPT = [SCRIPTS[1], pytest.param(SCRIPTS[0], marks=pytest.mark.slow)]
 with_one_script = pytest.mark.parametrize("script", ONE_SCRIPT, indirect=True)
+with_both_scripts = pytest.mark.parametrize("script", SCRIPTS, indirect=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,10 +39,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return WorkStealingScheduling(config, log)
 
 
-@pytest.fixture(params=SCRIPTS)
-def script(request: pytest.FixtureRequest) -> ModuleType:
-    """Each script in turn: what they share must hold in all of them."""
-    return importlib.import_module(request.param)
+def each_of(scripts: list) -> Any:
+    """A fixture that is each of these scripts in turn."""
+
+    @pytest.fixture(params=scripts)
+    def script(request: pytest.FixtureRequest) -> ModuleType:
+        """The script that is tested."""
+        return importlib.import_module(request.param)
+
+    return script
+
+
+script = each_of(SCRIPTS)  # what they share must hold in both
 
 
 @pytest.fixture(params=["distribution", "mean_head"])

@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 import torch
 from command import run_main, undisturbed, words
-from conftest import with_one_script
+from conftest import ONE_SCRIPT, each_of, with_both_scripts
 from helpers import small_args
+
+script = each_of(ONE_SCRIPT)  # but for what differs between them
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 BAD = [
@@ -275,6 +277,7 @@ def test_flags_come_back_from_the_file_of_a_run(script, tmp_path):
     assert args.run_dir == str(tmp_path / "made")
 
 
+@with_both_scripts
 def test_the_readme_lists_every_flag(script):
     """In the groups and the order of --help, those of one script alone with its number."""
     text = (Path(__file__).resolve().parents[1] / "README.md").read_text()
@@ -296,6 +299,7 @@ def test_the_readme_lists_every_flag(script):
     assert sorted(names) == sorted(name for group in groups.values() for name in group)
 
 
+@with_both_scripts
 @pytest.mark.parametrize(
     ("name", "values"),
     [
@@ -318,6 +322,7 @@ def test_the_bounds_themselves_are_allowed(script, name, values):
         assert getattr(script.Args(**{name: value}), name) == value
 
 
+@with_both_scripts
 def test_sizes_are_derived(script):
     """batch = envs x steps; rollouts round down."""
     args = small_args(script, "Counter", num_envs=6, num_steps=20, total_timesteps=599)
@@ -414,6 +419,7 @@ def extras_of(script, kind):
     return {name: extra for name, (extra,) in ((n, x) for n, x in found.items() if x)}
 
 
+@with_both_scripts
 def test_flags_that_need_another_one(script):
     """Each of them is typed in these tests; the flag it needs is one of the script's."""
     needs = extras_of(script, script.Needs)
@@ -472,7 +478,6 @@ def test_a_typed_flag_with_an_effect_is_taken(script, monkeypatch, name, form):
     assert (getattr(idle, need.flag), getattr(idle, name)) == (need.other_than, value)
 
 
-@with_one_script
 def test_a_flag_that_is_not_typed_may_be_without_effect(script):
     """Each needed flag alone at its idle value: the other one keeps its default."""
     for name in extras_of(script, script.Needs):
@@ -498,6 +503,7 @@ def help_text(script, capsys):
     return " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
 
 
+@with_both_scripts
 def test_help_explains_every_flag(script, capsys):
     """One line with unit or range for each of the flags."""
     text = help_text(script, capsys)
@@ -506,7 +512,7 @@ def test_help_explains_every_flag(script, capsys):
         assert (f"--{field.name.replace('_', '-')}" in text) == field.init, field.name
 
 
-@with_one_script
+@pytest.mark.slow
 def test_help_that_nobody_reads_to_its_end_is_quiet(script):
     """As in `--help | head`: no traceback, and no complaint of Python's about its last flush."""
     reader, writer = os.pipe()
@@ -517,6 +523,7 @@ def test_help_that_nobody_reads_to_its_end_is_quiet(script):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@with_both_scripts
 def test_help_shows_every_range(script, capsys):
     """Right after the flag, in the words in which a value beyond it is refused."""
     text = help_text(script, capsys)
@@ -757,6 +764,7 @@ def test_presets_may_stand_behind_an_equals_sign(script):
         script.parse_args(["--preset=averse", "nonsense"])
 
 
+@with_both_scripts
 def test_every_preset_makes_a_run(script):
     """Its flags are the script's, differ from the defaults, and are none of the machine's."""
     machine = {*script.MachineArgs.__dataclass_fields__, *script.RunArgs.__dataclass_fields__}
@@ -770,6 +778,7 @@ def test_every_preset_makes_a_run(script):
             assert getattr(defaults, flag) != value, (name, flag)
 
 
+@with_both_scripts
 @pytest.mark.parametrize(
     "name",
     [
@@ -780,7 +789,7 @@ def test_every_preset_makes_a_run(script):
     ],
 )
 def test_a_preset_is_its_long_line(script, tmp_path, name):
-    """The first two iterations are the same bit for bit."""
+    """The first iteration is the same bit for bit."""
     if name not in script.PRESETS:
         pytest.skip("a preset of the other script")
     pytest.importorskip({"memory": "popgym"}.get(name, name))
@@ -789,7 +798,7 @@ def test_a_preset_is_its_long_line(script, tmp_path, name):
     metrics = []
     for line in (short, [*words(typed), "--seed", "3"]):
         args = script.parse_args(line)
-        steps = {"total_timesteps": 2 * args.batch_size, "run_dir": str(tmp_path)}
+        steps = {"total_timesteps": args.batch_size, "run_dir": str(tmp_path)}
         metrics.append(script.train(replace(args, **steps, save_envs="never", eval_episodes=1)))
     clocks = ("time/", "charts/SPS", "run_dir")
     one, two = ({k: v for k, v in x.items() if not k.startswith(clocks)} for x in metrics)

@@ -6,8 +6,10 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from command import run_main
-from conftest import with_one_script
+from conftest import ONE_SCRIPT, each_of
 from helpers import make_agent, make_run, roll, small_args
+
+script = each_of(ONE_SCRIPT)  # but for what differs between them
 
 pytest.importorskip("ale_py", reason="Atari games need ale-py")
 pytest.importorskip("cv2", reason="their preprocessing needs opencv-python-headless")
@@ -35,7 +37,6 @@ def test_the_protocol(script):
     assert not (obs[0] == obs[3]).all()
 
 
-@with_one_script
 def test_rewards_are_clipped_for_learning_alone(script):
     """A dot pays 10 points: 1 in the rollout, 10 in the episode's return."""
     run = make_run(script, "", num_minibatches=1, **PACMAN)
@@ -50,14 +51,14 @@ def test_rewards_are_clipped_for_learning_alone(script):
     assert returns[0] % 10 == 0
 
 
-@with_one_script
+@pytest.mark.slow
 def test_an_evaluation_reports_what_was_paid(script):
     """In points."""
     args = small_args(script, "", eval_episodes=1, **PACMAN)
     assert script.evaluate(make_agent(script, args), args)["eval/return_mean"] >= 60
 
 
-@with_one_script
+@pytest.mark.slow
 def test_a_game_trains(script, tmp_path):
     """From images of bytes to finite metrics; without a copy of the emulator a resume says so."""
     flags = {"total_timesteps": 96, "eval_episodes": 1, "run_dir": str(tmp_path)}

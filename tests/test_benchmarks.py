@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import gymnasium as gym
 import numpy as np
 import pytest
-from conftest import ONE_SCRIPT
+from conftest import ONE_SCRIPT, SCRIPTS
 from gymnasium.spaces import Box, Discrete
 from gymnasium.wrappers import TimeLimit
 from helpers import make_agent, make_run, prepare_rollout, roll, small_args
@@ -63,7 +63,16 @@ def test_states_after_the_end_do_not_count(inspect_run):
     assert inspect_run.shares(two).tolist() == [1, 0, 0, 0, 0, 0, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("env", ["Walk", "Flicker"])
+@pytest.mark.parametrize(
+    ("script", "env"),
+    [
+        (SCRIPTS[0], "Walk"),
+        (SCRIPTS[1], "Flicker"),
+        pytest.param(SCRIPTS[0], "Flicker", marks=pytest.mark.slow),
+        pytest.param(SCRIPTS[1], "Walk", marks=pytest.mark.slow),
+    ],
+    indirect=["script"],
+)
 def test_a_run_is_drawn(inspect_run, script, tmp_path, monkeypatch, capsys, env):
     """A picture in the run directory, its path and the numbers on the terminal; the returns of the
     picture are discounted sums of what the policy was paid."""
@@ -92,6 +101,7 @@ def test_a_picture_tells_the_flags_of_its_run(inspect_run, script):
     assert inspect_run.flags_of(script, script.Args(torch_threads=2)) == "default flags"
 
 
+@pytest.mark.slow
 def test_a_task_of_a_drawn_run_may_lie_in_the_working_directory(inspect_run, tmp_path, monkeypatch):
     """As it does where README's own task is trained."""
     name = "a_task_to_inspect"
@@ -967,6 +977,7 @@ def test_a_share_of_the_floor_is_that_of_one_thread():
         assert speed.share_of_floor(cell, rows) == share
 
 
+@pytest.mark.slow
 def test_cells_that_lack_rows_are_drawn(tmp_path):
     """Ours alone of one cell; and nothing at all."""
     pytest.importorskip("matplotlib")
@@ -1394,6 +1405,7 @@ def versions(monkeypatch, tmp_path):
     return program
 
 
+@pytest.mark.slow
 def test_a_version_is_trained_and_told(versions):
     """One small run of the last commit: its row; then it is not missing any more. A run that has a
     variant is another version."""

@@ -29,7 +29,14 @@ def on_meta(script, run, batch):
     return agent, script.Batch(*(x.to("meta") for x in batch))
 
 
-@pytest.mark.parametrize("env", ["VectorDiscrete", "VectorBox", "ImageMultiDiscrete"])
+ENVS = [
+    "VectorBox",
+    pytest.param("VectorDiscrete", marks=pytest.mark.slow),
+    pytest.param("ImageMultiDiscrete", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("env", ENVS)
 @pytest.mark.parametrize("kind", [*FLAGS, *QUANTILES, *ATOMS])
 def test_losses_stay_on_their_device(script, env, kind):
     """Both losses, their gradients and their metrics."""

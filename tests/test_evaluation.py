@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 from command import fill_the_disk, run_main, undisturbed, words
-from conftest import with_one_script
+from conftest import ONE_SCRIPT, each_of, with_both_scripts
 from helpers import make_run
 from probes import Filmed
 from test_resume import assert_same, contents, flags_for, resumed, scalars, stopped, timeless
+
+script = each_of(ONE_SCRIPT)  # but for what differs between them
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +34,6 @@ def films(directory):
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*.mp4"))
 
 
-@with_one_script
 def test_films_of_every_evaluation(script, tmp_path):
     """The first 3 of 4 episodes of each, named by the step; they hold what was rendered."""
     iio = pytest.importorskip("imageio_ffmpeg", reason="comes with moviepy")
@@ -69,7 +70,7 @@ def test_films_follow_a_robot(script, monkeypatch, task, camera):
     assert seen == [camera]
 
 
-@with_one_script
+@pytest.mark.slow
 def test_films_change_no_bit_of_the_run(script, tmp_path):
     """Metrics, evaluations included, weights and RNGs."""
     pytest.importorskip("moviepy", reason="films need it")
@@ -197,6 +198,7 @@ def test_without_evaluations_in_between_there_is_no_best_agent(script, tmp_path,
     assert "best" not in capsys.readouterr().out
 
 
+@with_both_scripts
 def test_the_best_agent_scores_what_its_line_says(script, tmp_path, capsys):
     """By --evaluate and by load_agent."""
     args = flags_for(script, tmp_path, 4, env_id="probes:Walk-v0", eval_every=1)
@@ -253,6 +255,7 @@ def test_an_evaluation_by_samples(script):
     assert other != sampled
 
 
+@with_both_scripts
 def test_samples_have_the_return_of_the_policy(script):
     """One arm of +-1 has the odds e: its mode always takes it, samples the other one too. The mean
     is tanh(1 / 2) = 0.46."""
@@ -307,6 +310,7 @@ def test_flags_of_another_version_are_named(script, tmp_path, capsys):
 
 
 # -------------------------------------------------------------------------------- earlier weights
+@with_both_scripts
 def test_a_run_starts_from_earlier_weights(script, tmp_path, monkeypatch):
     """All weights and normalisers of the checkpoint; flags, steps and optimizers are its own."""
     first = flags_for(script, tmp_path, 3, env_id="probes:Walk-v0", eval_every=1, norm_adv_memory=5)
@@ -336,6 +340,7 @@ def test_a_run_starts_from_earlier_weights(script, tmp_path, monkeypatch):
                 assert torch.allclose(p, old[name], atol=1e-8), name
 
 
+@with_both_scripts
 def test_a_policy_that_is_not_trained_acts_as_before(script, tmp_path):
     """A run of the critics alone: not a bit of what the actor says moves, since statistics of
     observations stay, too. From scratch the first rollout sets these, and no other one."""

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 from command import await_end, run_main, start, undisturbed, words
-from conftest import with_one_script
+from conftest import ONE_SCRIPT, each_of, with_both_scripts
 from helpers import make_run, prepare, roll, small_args
 from probes import ENVIRONMENT_1
+
+script = each_of(ONE_SCRIPT)  # but for what differs between them
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +60,7 @@ INSTANT = {
 }
 
 
+@with_both_scripts
 @pytest.mark.parametrize("kind", INSTANT)
 def test_a_fault_of_the_task_stops_the_run(script, capsys, tmp_path, kind):
     """What failed, where, what to try; the checkpoint of the second iteration stays."""
@@ -65,7 +68,7 @@ def test_a_fault_of_the_task_stops_the_run(script, capsys, tmp_path, kind):
     check_fault(script, capsys, tmp_path, words(args), INSTANT[kind])
 
 
-@with_one_script
+@pytest.mark.slow
 def test_a_fault_of_the_task_ends_the_process(script, tmp_path):
     """On the command line: exit code 1; the traceback leads into the task, the note comes last."""
     process = start(script, tmp_path, words(flags_for(script, tmp_path, "FaultyError")))
@@ -78,6 +81,7 @@ def test_a_fault_of_the_task_ends_the_process(script, tmp_path):
     last_checkpoint(script, note, tmp_path, 2)
 
 
+@with_both_scripts
 def test_an_episode_that_opens_with_nan_stops_the_run(script, capsys, tmp_path):
     """Not only the observations of steps are looked at: none may reach the normalisers."""
     args = flags_for(script, tmp_path, "FaultyReset")
@@ -170,6 +174,7 @@ def test_a_step_that_is_too_large(script, monkeypatch, capsys, tmp_path):
     check_fault(script, capsys, tmp_path, words(args), parts)
 
 
+@with_both_scripts
 def test_a_weight_that_is_not_finite(script, monkeypatch, capsys, tmp_path):
     """The first minibatch sees it."""
     args = flags_for(script, tmp_path, "VectorBox")
@@ -374,6 +379,7 @@ def test_runs_of_the_same_second_do_not_share_a_directory(script, monkeypatch, t
     assert not any(list(taken.iterdir()) for taken in lost)
 
 
+@with_both_scripts
 def test_an_opening_observation_is_looked_at_before_anyone_acts_on_it(script):
     """The environment must not see the actions that follow from NaN."""
     run = make_run(script, "FaultyReset", num_envs=2)

@@ -219,11 +219,7 @@ def test_one_image_or_many(script):
 
 KINDS = ("Uint8First", "Float32Last", "Uint8Last", "Float32First")
 EVERY = [*itertools.product(SCRIPTS, ("", "Large"), KINDS)]
-QUICK = [
-    (SCRIPTS[0], "", "Uint8First"),
-    (SCRIPTS[1], "", "Float32Last"),
-    (SCRIPTS[1], "Large", "Uint8First"),
-]
+QUICK = [(SCRIPTS[0], "", "Uint8First")]
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in EVERY if case not in QUICK]
 SHORT = {"learning_rate": 1e-3, "gamma": 0.5, "hidden_size": 32, "lstm_hidden_size": 32}
 
@@ -237,11 +233,7 @@ def test_an_image_names_the_action(script, tmp_path, size, kind):
     assert metrics["eval/return_mean"] > 0.95
 
 
-@pytest.mark.parametrize(
-    "script",
-    [SCRIPTS[0], pytest.param(SCRIPTS[1], marks=pytest.mark.slow)],  # a control
-    indirect=True,
-)
+@pytest.mark.slow
 def test_only_memory_solves_a_flickering_image(script, tmp_path):
     """A black frame asks for the quarter that was lit before: by chance 1 of 4 frames pays."""
     flags = {"num_envs": 16, "num_steps": 32, "num_minibatches": 4, "update_epochs": 4}

@@ -71,6 +71,7 @@ def test_constant_reward(script, tmp_path, value_from):
         assert predicted(agent, [[0.0]]) == pytest.approx([1], abs=0.02)
 
 
+@pytest.mark.slow
 @with_one_script
 def test_observation_dependent_value(script, tmp_path):
     """Two observations, two values, and as many distributions."""
@@ -80,6 +81,7 @@ def test_observation_dependent_value(script, tmp_path):
         assert predicted(agent, [[-1.0]]) == pytest.approx([-1], abs=0.05)
 
 
+@with_one_script
 def test_discounting_over_two_steps(script, tmp_path):
     """A reward one step away is worth gamma."""
     _, agent = learn(script, tmp_path, "Discounting", gamma=0.7)
@@ -87,6 +89,7 @@ def test_discounting_over_two_steps(script, tmp_path):
         assert predicted(agent, [[0.0], [1.0]]) == pytest.approx([0.7, 1], abs=0.05)
 
 
+@pytest.mark.slow
 @with_one_script
 def test_action_dependent_reward(script, tmp_path):
     """The policy finds the paying action, and the value follows."""
@@ -97,6 +100,7 @@ def test_action_dependent_reward(script, tmp_path):
         assert predicted(agent, [[0.0]]) == pytest.approx([1], abs=0.05)
 
 
+@with_one_script
 def test_action_and_observation(script, tmp_path):
     """The paying action depends on the observation."""
     metrics, _ = learn(script, tmp_path, "ActionAndObservation")
@@ -111,6 +115,7 @@ def test_time_limit_is_not_an_end(script, tmp_path, value_from):
         assert predicted(agent, [[0.0]] * 4) == pytest.approx([5] * 4, abs=0.25)
 
 
+@pytest.mark.slow
 @with_one_script
 def test_an_observation_that_never_changes(script, tmp_path):
     """Normalised it is 0; reward 1 for ever: V = 1 / (1 - 0.95). A network whose biases are 0 is
@@ -152,6 +157,7 @@ def learn_rare(script, tmp_path, monkeypatch, value_from):
     return agent, float(paid.mean())
 
 
+@pytest.mark.slow
 @with_one_script
 def test_v_sees_a_rare_reward(script, tmp_path, monkeypatch):
     """100 in 3 of 100 episodes: V is the mean of the rewards drawn, within 15 %."""
@@ -159,6 +165,7 @@ def test_v_sees_a_rare_reward(script, tmp_path, monkeypatch):
     assert values(agent, [[0.0]]) == pytest.approx([mean], rel=0.15)
 
 
+@pytest.mark.slow
 def test_the_mean_of_quantiles_does_not_see_a_rare_reward(tmp_path, monkeypatch):
     """Dabney et al. 2018a, lemma 2: 16 quantiles up to the level 31/32 < 0.97 are all 0.
 
@@ -240,6 +247,7 @@ def forget(script, monkeypatch):
     monkeypatch.setattr(script, "lstm_in_numpy", acting_without_state)
 
 
+@with_one_script
 @pytest.mark.parametrize(
     ("target", "lam", "right"),
     [
@@ -265,7 +273,8 @@ def test_predicted_spread_is_that_of_returns(script, tmp_path, target, lam, righ
         assert std < 0.75 * 2.150
 
 
-@pytest.mark.parametrize("reward", [1.0, pytest.param(-20.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("reward", [1.0, -20.0])
 def test_constant_reward_is_approached_without_overshoot(tmp_path, monkeypatch, reward):
     """True values 20 and -400: atoms never pass them by a fifth in the mean of a rollout."""
     import distributional_ppo_categorical as script

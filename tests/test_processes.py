@@ -188,6 +188,7 @@ def test_help_and_a_wrong_flag_get_one_answer(tmp_path, line):
     assert text.count(told[line[0]]) == 1
 
 
+@pytest.mark.slow
 def test_environments_are_shared_out_evenly(tmp_path):
     """Once, in one line: the number of environments is a multiple of that of the processes."""
     import distributional_ppo_lstm as script

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import pickle
 import random
@@ -24,9 +25,11 @@ from command import (
     undisturbed,
     words,
 )
-from conftest import ONE_SCRIPT, SCRIPTS
+from conftest import ONE_SCRIPT, SCRIPTS, each_of, with_both_scripts
 from helpers import carried_obs, is_recurrent, small_args
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+script = each_of(ONE_SCRIPT)  # but for what differs between them
 
 TASKS = {
     "CartPole": {"env_id": "CartPole-v1", "num_envs": 3, "num_steps": 14, "num_minibatches": 3},
@@ -43,6 +46,7 @@ TASKS = {
     "weight": {"env_id": "probes:Walk-v0", "cvar_weight": 0.4, "vf_clip": "mean_only"},
     "NumPy's generator": {"env_id": "probes:Filmed-v0"},
 }
+RECURRENT = ("CartPole", "sequences", "sr_lambda")
 AFRESH = "episodes start afresh"
 
 
@@ -133,7 +137,16 @@ def scalars(directory):
     )
 
 
-@pytest.mark.parametrize("task", TASKS)
+# The recurrent script carries states besides; the environments are saved alike.
+CASES = [*itertools.product(SCRIPTS[1:], TASKS), *itertools.product(SCRIPTS[:1], RECURRENT)]
+SLOW = [case for case in itertools.product(SCRIPTS, TASKS) if case not in CASES]
+
+
+@pytest.mark.parametrize(
+    ("script", "task"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    indirect=["script"],
+)
 def test_stop_and_resume_change_no_bit(script, tmp_path, monkeypatch, task):
     """5 iterations equal 2, stop, resume, 3: metrics, weights, normalisers, optimizers, RNGs."""
     if task == "HalfCheetah":
@@ -149,6 +162,7 @@ def test_stop_and_resume_change_no_bit(script, tmp_path, monkeypatch, task):
     assert whole["grad/actor"] > 0
 
 
+@with_both_scripts
 def test_an_episode_goes_on_where_it_stopped(script, tmp_path, monkeypatch, capsys):
     """The first observation after a resume is the one that the stopped run would have acted on."""
     args = flags_for(script, tmp_path, 3, env_id="Pendulum-v1", num_envs=2)
@@ -351,6 +365,7 @@ def test_total_timesteps_may_not_shrink(script, tmp_path, capsys):
     assert "num-envs 8" not in err  # the sizes are those of the run
 
 
+@with_both_scripts
 def test_flags_that_change_the_algorithm_are_refused_by_name(script, tmp_path, capsys):
     """Those that differ are named, those that are as stored or harmless are not."""
     flags = {"env_id": "probes:Walk-v0", "gamma": 0.9}

@@ -126,6 +126,7 @@ def kept(program, monkeypatch, tmp_path):
     return table
 
 
+@pytest.mark.slow
 def test_a_run_and_its_picture(program, kept, monkeypatch, tmp_path, capsys):
     """Both ways at tiny size, of 300 steps the two whole rollouts; a shorter run draws nothing.
     Returns of an episode worked by hand at its end."""

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from command import await_end, await_file, run_main, start, undisturbed, words
-from conftest import with_one_script
+from conftest import ONE_SCRIPT, each_of, with_both_scripts
 from helpers import act, make_agent, make_run, roll, small_args
 from rude import MISFITS, Display, Single
 from test_resume import (
@@ -30,6 +30,8 @@ from test_resume import (
     stopped,
     timeless,
 )
+
+script = each_of(ONE_SCRIPT)  # but for what differs between them
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +48,6 @@ def task(script, name, **flags):
     return small_args(script, "", **flags)
 
 
-@with_one_script
 def test_a_rude_task_is_trained_resumed_and_evaluated(script, somewhere, capsys):
     """All of it lies in the directory that was named, as it was when the run began. Its simulator
     is in no other process, and so it is not saved."""
@@ -72,6 +73,7 @@ def test_a_rude_task_is_trained_resumed_and_evaluated(script, somewhere, capsys)
 
 
 # ------------------------------------------------------------------------ what comes out of a task
+@with_both_scripts
 def test_a_final_image_is_not_the_next_episode_s_first(script):
     """The buffer is overwritten by the reset within the same step. The successor at the limit shows
     5; what is acted on next shows 50."""
@@ -95,6 +97,7 @@ def test_a_film_shows_more_than_the_last_frame(script, somewhere):
     assert all(frame.flags.c_contiguous for frame in frames)
 
 
+@with_both_scripts
 def test_a_task_may_learn_by_itself(script):
     """`step` runs with gradients: what the task learns from is no inference tensor."""
     run = make_run(script, "", env_id="rude:Rude-v0")
@@ -118,6 +121,7 @@ def test_a_task_has_torch_as_it_likes_it(script, somewhere):
     assert {p.dtype for p in agent.parameters()} == {torch.float32}
 
 
+@with_both_scripts
 @pytest.mark.parametrize(("name", "total"), [("Array", 9), ("Large", 9e20), ("Flag", 9)])
 def test_a_reward_is_a_number_however_it_is_paid(script, somewhere, name, total):
     """An array of one, an integer beyond 64 bits, a flag: nine steps of each."""
@@ -160,6 +164,7 @@ def test_what_does_not_belong_to_its_space_is_named(script, capsys, kind, when):
         assert text in err
 
 
+@with_both_scripts
 def test_an_agent_acts_on_what_belongs_to_its_space(script):
     """Eight numbers are not two rows of four; nobody acts on NaN, nor on bytes that are none."""
     agent = make_agent(script, small_args(script, "VectorBox"))
@@ -217,6 +222,7 @@ def test_a_simulator_that_exists_once(script, capsys, monkeypatch):
     assert "96 of 96 steps" in out
 
 
+@with_both_scripts
 def test_a_run_closes_nothing_before_its_end(script, somewhere, monkeypatch):
     """Closing one shuts the display for all. Four environments and one for all evaluations; a
     resume and a start from other weights have no more."""
@@ -245,7 +251,6 @@ def test_without_evaluations_their_flags_are_idle(script, capsys):
 
 
 # --------------------------------------------------------------------- environments in checkpoints
-@with_one_script
 def test_environments_that_travel_are_saved(script, tmp_path, monkeypatch, capsys):
     """Another process has read them back and stepped them: the resume changes no bit."""
     args = flags_for(script, tmp_path, 3, env_id="probes:Walk-v0", save_envs="proven")
@@ -385,10 +390,10 @@ def test_a_notebook_has_no_file(script, somewhere, monkeypatch):
     assert not list(directory.glob("*.py"))
 
 
-@with_one_script
 def test_a_task_that_moves_when_it_is_made_moves_nothing_else(script, somewhere, capsys):
     """Paths are relative to where the command was given: of a run, of its resume, of weights."""
     few = "--total-timesteps 96 --num-envs 4 --num-steps 12 --num-minibatches 2 --eval-episodes 1"
+    few += " --save-envs never"
     line = f"--env-id rude:Mover-v0 --run-dir here {few}".split()
     code, _, err = run_main(script, capsys, line)
     assert code == 0, err
@@ -405,7 +410,7 @@ def test_a_task_that_moves_when_it_is_made_moves_nothing_else(script, somewhere,
     assert len([*(somewhere / "here").iterdir()]) == 2
 
 
-@with_one_script
+@pytest.mark.slow
 def test_a_resumed_evaluation_saves_no_environments_without_proof(script, somewhere, capsys):
     """The simulator is in no other process. A run without evaluation does not save it, nor does a
     resume that evaluates alone; then a longer run goes on."""
@@ -423,7 +428,7 @@ def test_a_resumed_evaluation_saves_no_environments_without_proof(script, somewh
     assert "episodes start afresh: the checkpoint has no environments" in out
 
 
-@with_one_script
+@pytest.mark.slow
 def test_a_process_that_died_does_not_hold_up_the_end(script, somewhere, monkeypatch):
     """The second of two dies in a step, after the first one has answered. Closing waits for ten
     seconds, not for ever. Both are in groups of their own, so that signals to the run's are not for
@@ -472,6 +477,7 @@ def test_a_fault_in_another_process_is_told(script, fault):
     assert str(script.pickle.loads(script.pickle.dumps(found.value))) == str(found.value)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="the platform knows no SIGHUP")
 def test_a_closed_terminal_ends_the_run_with_a_checkpoint(tmp_path):
     """SIGHUP is like SIGTERM, and it is confirmed. bash sends one, and the system another one."""
@@ -507,7 +513,6 @@ def test_nohup_is_respected(script, tmp_path):
         signal.signal(signal.SIGHUP, handler)
 
 
-@with_one_script
 def test_a_signal_ends_the_last_evaluation(script, somewhere, monkeypatch, capsys):
     """After its episode, with exit code 130. Training is saved; the resume evaluates alone."""
     play = script.run_episode
@@ -535,7 +540,6 @@ def test_a_signal_ends_the_last_evaluation(script, somewhere, monkeypatch, capsy
     assert "the run has all of its 96 steps behind it; a larger --total-timesteps goes on" in out
 
 
-@with_one_script
 def test_a_task_without_end_is_evaluated_with_words(script, monkeypatch, capsys):
     """A line of progress, and one that says that it is cut; the second episode says no more."""
     args = small_args(script, "Endless", eval_episodes=2, num_envs=1, num_minibatches=1)
@@ -587,7 +591,7 @@ def test_a_run_whose_task_is_gone_is_a_run_all_the_same(script, somewhere, capsy
 @pytest.mark.parametrize(
     ("variables", "code", "said"),
     [
-        ({"RANK": "1"}, 0, ""),
+        pytest.param({"RANK": "1"}, 0, "", marks=pytest.mark.slow),
         pytest.param({"RANK": "", "WORLD_SIZE": ""}, 0, "", marks=pytest.mark.slow),
         ({"RANK": "0", "WORLD_SIZE": "2"}, 2, "error: WORLD_SIZE=2: is set without a launcher"),
     ],
@@ -663,6 +667,7 @@ def test_a_file_that_a_run_lacks_is_told_with_those_it_has(script, somewhere, ca
     assert err.endswith("there is checkpoint.pt\n")
 
 
+@pytest.mark.slow
 def test_a_module_may_lie_in_the_working_directory(tmp_path):
     """And the script elsewhere."""
     import distributional_ppo_categorical as script

@@ -112,6 +112,7 @@ def table_of_runs(directory):
     return columns, metrics, values
 
 
+@with_one_script
 def test_the_table_of_runs_tells_them_apart(script, tmp_path):
     """What comes first, and what is not at its default; None and booleans are words; where and how
     often a run is saved makes no difference and has no column."""
@@ -138,6 +139,7 @@ def test_runs_of_one_second_have_names_of_their_own(script, tmp_path, monkeypatc
     assert names == [name, f"{name}-2", f"{name}-3"]
 
 
+@with_one_script
 def test_an_evaluation_is_kept_beside_its_checkpoint(script, tmp_path, capsys):
     """One entry for each checkpoint: step, how it was evaluated, and the result."""
     metrics, directory = run(script, tmp_path, "Walk", eval_every=1)
@@ -153,6 +155,7 @@ def test_an_evaluation_is_kept_beside_its_checkpoint(script, tmp_path, capsys):
     assert one["eval/return_mean"] == metrics["eval/return_mean"]
 
 
+@with_one_script
 @pytest.mark.parametrize("broken", ["", "[1]", '{"best.pt"'])
 def test_a_broken_file_of_evaluations_is_written_anew(script, tmp_path, capsys, broken):
     """A full disk left it so: the evaluation is told and kept all the same."""
@@ -163,6 +166,7 @@ def test_a_broken_file_of_evaluations_is_written_anew(script, tmp_path, capsys, 
     assert json.loads((directory / "evaluation.json").read_text()).keys() == {"checkpoint.pt"}
 
 
+@with_one_script
 def test_an_evaluation_that_cannot_be_kept_is_told(script, tmp_path, capsys, monkeypatch):
     """A full disk costs a warning, and what was kept before stays."""
     _, directory = run(script, tmp_path, "Walk")
@@ -208,6 +212,7 @@ def test_episodes_are_logged_at_the_step_they_ended(script, tmp_path):
     assert [(p.step, p.value) for p in points] == [(28 * (1 + i // 4), 7) for i in range(12)]
 
 
+@with_one_script
 def test_speed_counts_rollout_values_and_update_of_all_iterations(script, tmp_path):
     """Steps so far by seconds so far, at each of four iterations of 48 steps."""
     _, directory = run(script, tmp_path, "VectorDiscrete", total_timesteps=192)
@@ -219,6 +224,7 @@ def test_speed_counts_rollout_values_and_update_of_all_iterations(script, tmp_pa
     assert speed == pytest.approx(dict(zip(steps, steps / seconds)), rel=1e-3)
 
 
+@with_one_script
 def test_returns_of_late_are_those_of_the_last_hundred_episodes(script, tmp_path):
     """384 episodes of ten steps: what is kept, and its CVaR, the mean of the five lowest."""
     metrics, directory = run(script, tmp_path, "RandomReward", num_steps=480, total_timesteps=3840)
@@ -254,6 +260,7 @@ def test_evaluation_in_between_does_not_touch_the_run(script, tmp_path):
     assert [p.step for p in events(directory).Scalars("eval/return_mean")] == [48, 96]
 
 
+@with_one_script
 def test_processes_give_what_one_process_gives(script, tmp_path, monkeypatch):
     """Another vector environment in `make_envs`, as the README says: the same numbers."""
     one, _ = run(script, tmp_path, "VectorDiscrete")
@@ -275,6 +282,7 @@ def test_environments_in_processes_of_their_own_change_no_number(tmp_path, capsy
     assert "episodes start afresh: the checkpoint has no env" in capsys.readouterr().out
 
 
+@with_one_script
 @pytest.mark.parametrize(
     "env",
     ["VectorDiscrete", "VectorMultiDiscrete", "VectorBox", "ImageMultiDiscrete", "Staggered"],
@@ -306,6 +314,7 @@ def test_there_are_no_more_processes_than_cores(script, monkeypatch, cores, size
     assert {size for *_, size in made} == {sizes}
 
 
+@with_one_script
 def test_groups_draw_numbers_of_their_own(script, monkeypatch):
     """For tasks that draw from the generators of Python, NumPy and torch, in other processes."""
     monkeypatch.setattr(signal, "signal", lambda *inputs: None)
@@ -319,6 +328,7 @@ def test_groups_draw_numbers_of_their_own(script, monkeypatch):
     assert all(one != two for one, two in zip(*drawn))
 
 
+@with_one_script
 def test_groups_of_environments_are_reset_like_others(script):
     """With a seed for each, and without any, as gymnasium allows."""
     args = small_args(script, "Walk", async_envs=True, num_envs=2)
@@ -359,6 +369,7 @@ def test_a_loaded_agent_scores_like_the_saved_one(script, tmp_path):
     assert torch.equal(again.obs_moments.mean, agent.obs_moments.mean)
 
 
+@with_one_script
 def test_evaluation_counts_every_episode_once(script, tmp_path):
     """Episodes one after the other; their lengths are 3, 5, 2, 3, 5."""
     args = small_args(script, "Counter", eval_episodes=5)
@@ -367,14 +378,16 @@ def test_evaluation_counts_every_episode_once(script, tmp_path):
 
 
 @with_one_script
-def test_evaluation_cuts_a_task_without_end(script):
-    """An episode that never ends is cut at 10,000 steps; a longer one fails here, not hangs."""
+def test_evaluation_cuts_a_task_without_end(script, monkeypatch):
+    """An episode that never ends is cut, at 10,000 steps; a longer one fails here, not hangs."""
+    assert script.LONGEST_EPISODE == 10_000
+    monkeypatch.setattr(script, "LONGEST_EPISODE", 200)
     args = small_args(script, "Endless", num_envs=1, num_minibatches=1, eval_episodes=1)
     agent = make_agent(script, args)
-    decide, patience = agent.act, iter(range(10_100))
+    decide, patience = agent.act, iter(range(300))
     agent.act = lambda *seen, **how: (decide(*seen, **how), next(patience))[0]
     result = script.evaluate(agent, args)
-    assert result["eval/length_mean"] == 10_000
+    assert result["eval/length_mean"] == 200
 
 
 def test_evaluation_statistics(script):
@@ -623,6 +636,7 @@ def neutral_metrics(script, tmp_path, **flags):
     return {k: v for k, v in metrics.items() if not k.startswith(DEPENDS_ON_ALPHA)}
 
 
+@with_one_script
 def test_weight_0_and_alpha_1_are_the_neutral_run_bit_for_bit(script, tmp_path):
     """And any other weight is not."""
     neutral = neutral_metrics(script, tmp_path)

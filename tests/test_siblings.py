@@ -244,7 +244,7 @@ def test_texts_of_composed_scripts_are_true_for_what_they_are(composed, index, m
     assert "distributional_ppo" not in path.read_text()
 
 
-@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("index", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_exchanged_value_distributions_learn_cartpole(composed, tmp_path, index, monkeypatch):
     """Recurrent categorical and feed-forward quantile PPO are one paste away, and they learn."""
     script = loaded(composed[index], monkeypatch)
