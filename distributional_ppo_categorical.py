@@ -76,6 +76,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, make_dataclass
@@ -85,6 +86,7 @@ from importlib import import_module
 from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import (
     Annotated,
     Any,
@@ -95,6 +97,11 @@ from typing import (
     get_origin,
     get_type_hints,
 )
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 import cloudpickle
 import gymnasium as gym
@@ -1995,7 +2002,7 @@ def velocities(env_id: str) -> tuple[int, ...]:
     return tuple(VELOCITIES.get(env_id.split("-")[0], ()))
 
 
-def hidden_entries(args: Args) -> set[int]:
+def hidden_entries(args: Args | SimpleNamespace) -> set[int]:
     """Return the entries of an observation that are always shown as 0."""
     return {*args.masked_obs, *velocities(args.env_id)}
 
@@ -2706,7 +2713,7 @@ def check_compiler(args: Args) -> None:
 def set_up_process(args: Args) -> None:
     """Set options of torch and the seeds of all generators."""
     if WORLD_SIZE > 1 and args.cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(LOCAL_RANK)
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cudnn.allow_tf32 = False  # acting and training have the same precision
@@ -2767,7 +2774,8 @@ def take_weights(agent: Agent, args: Args, here: Path) -> None:
     Raises `UsageError` where they have other shapes or another meaning, and where they know nothing
     of an entry of the observation that the agent will see.
     """
-    saved, stored = read_checkpoint(here / expanded(args.init_from))
+    saved = read_saved(checkpoint_path(here / expanded(args.init_from)))
+    stored = SimpleNamespace(**saved["args"])  # another number of processes may have had them
     meaning = ("activation", "norm_obs", "norm_returns")  # the shapes are the same in any case
     theirs = shapes(saved["agent"], stored) | {name: getattr(stored, name) for name in meaning}
     ours = shapes(agent.state_dict(), args) | {name: getattr(args, name) for name in meaning}
@@ -2784,7 +2792,7 @@ def take_weights(agent: Agent, args: Args, here: Path) -> None:
         agent.obs_moments.mean[index] = 0.0
 
 
-def shapes(held: dict[str, Tensor], args: Args) -> dict[str, tuple]:
+def shapes(held: dict[str, Tensor], args: Args | SimpleNamespace) -> dict[str, tuple]:
     """Return the shapes of all that an agent holds, by name, and the ends of the support."""
     ends = ValueDistribution(args).support[[0, -1]]
     found = {name: tuple(x.shape) for name, x in held.items()}
@@ -2961,6 +2969,7 @@ class Run:
         self.best_return = -math.inf  # of the evaluation that `best.pt` is of
         self.best_step = 0  # step of that evaluation; 0 means that there is none
         self.carried: tuple | None = None  # what the next iteration goes on from
+        self.let_others_in: Callable = lambda: None  # into the run's directory
 
         self.signals: list[int] = []  # received: they end the run after its iteration
         self.handlers: dict[int, Any] = {}  # of signals, as they were before
@@ -2971,11 +2980,13 @@ class Run:
 
         if args.resume:
             self.directory = (here / expanded(args.resume)).resolve()
+            self.keep_others_out()
             self.take_up()
             if RANK == 0:
                 rewrite_origin(self.directory, args)
         else:
             self.directory = gather_objects(make_run_dir(args, here) if RANK == 0 else None)[0]
+            self.keep_others_out()
 
         size = " x ".join(map(str, agent.obs_shape))
         seen = f"images, {size}" if agent.sees_images else f"vectors of {size}"
@@ -3017,6 +3028,8 @@ class Run:
             except OSError:  # a full disk, which may be the error itself
                 if error is None:
                     raise
+            finally:
+                self.let_others_in()
 
         foreign = isinstance(error, ValueError) and not isinstance(error, UsageError)
         if foreign and str(error).startswith("--env-id"):  # see `Checked`
@@ -3277,6 +3290,24 @@ class Run:
             self.status.notice(f"{text}; a resume would open new episodes")
         return pickled
 
+    def keep_others_out(self) -> None:
+        """Lock the directory: two processes that write one run would spoil it.
+
+        A process that dies leaves no lock. Some platforms and disks have none at all. Raises
+        `UsageError` where another process has it.
+        """
+        if RANK > 0 or fcntl is None:
+            return
+        descriptor = os.open(self.directory, os.O_RDONLY)
+        self.let_others_in = weakref.finalize(self, os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            text = "another process is writing this run; stop it first"
+            raise UsageError(f"--resume {self.args.resume}: {text}") from error
+        except OSError:
+            self.let_others_in()
+
     def take_up(self) -> None:
         """Go on where the checkpoint of the run to resume stands.
 
@@ -3505,8 +3536,20 @@ def load_agent(path: str | Path) -> tuple[Agent, Args]:
 
 
 def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], Args]:
-    """Read a checkpoint. Returns what it holds, and its flags."""
+    """Read a checkpoint. Returns what it holds, and its flags, which have to fit this machine."""
     path = checkpoint_path(path)
+    saved = read_saved(path)
+    cuda = saved["args"]["cuda"] and torch.cuda.is_available()
+    try:
+        return saved, Args(**saved["args"] | {"cuda": cuda})
+    except UsageError as error:  # flags that do not fit the machine, or the number of processes
+        raise UsageError(f"{path}: {error}") from error
+    except Exception as error:  # flags of other kinds
+        raise not_of_this_script(path, error) from error
+
+
+def read_saved(path: Path) -> dict[str, Any]:
+    """Read what this script saved. Raises `UsageError` for a file that is anything else."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(saved, dict):
@@ -3515,18 +3558,20 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], Args]:
         if script != SCRIPT:
             raise ValueError(f"{script}.py wrote it")
         check_version(saved["args"])
-        cuda = saved["args"]["cuda"] and torch.cuda.is_available()
-        return saved, Args(**saved["args"] | {"cuda": cuda})
+        return saved
     except FileNotFoundError as error:
-        begun = (path.parent / "args.json").exists()
-        text = "no checkpoint was saved yet; start anew" if begun else "No such file or directory"
-        if saved := sorted(one.name for one in path.parent.glob("*.pt")):
-            text = f"it does not exist; there is {' and '.join(saved)}"
-        raise UsageError(f"{path}: no run or checkpoint of this script: {text}") from error
-    except UsageError as error:  # flags that do not fit this machine, or the number of processes
-        raise UsageError(f"{path}: {error}") from error
+        text = f"no run or checkpoint of this script: {what_is_there(path)}"
+        raise UsageError(f"{path}: {text}") from error
     except Exception as error:  # torch raises half a dozen kinds
         raise not_of_this_script(path, error) from error
+
+
+def what_is_there(path: Path) -> str:
+    """Say what there is in place of a checkpoint that does not exist."""
+    if saved := sorted(one.name for one in path.parent.glob("*.pt")):
+        return f"it does not exist; there is {' and '.join(saved)}"
+    begun = (path.parent / "args.json").exists()
+    return "no checkpoint was saved yet; start anew" if begun else "No such file or directory"
 
 
 def restore_agent(
@@ -3689,6 +3734,7 @@ def follow_robot(env: gym.Env) -> None:
 # schedulers set RANK alone.
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE") or 1)
 RANK = int(os.environ.get("RANK") or 0) if WORLD_SIZE > 1 else 0
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK") or 0) if WORLD_SIZE > 1 else 0  # in its machine
 
 
 class OtherProcessEnded(RuntimeError):
@@ -4008,8 +4054,8 @@ def main(argv: list[str]) -> None:
     """Run the command line. Modules of tasks are also looked for in the working directory.
 
     A mistake of the user costs one line on stderr and exit code 2. A fault is raised. A signal ends
-    the run with a checkpoint and exit code 130. Of many processes only the first one speaks, but
-    for faults of its own each speaks for itself.
+    the run with a checkpoint and exit code 130. Of many processes only the first one speaks. But a
+    mistake is told by one on each machine, since machines differ, and a fault by whoever has it.
     """
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -4024,7 +4070,8 @@ def main(argv: list[str]) -> None:
         train(args)
     except (UsageError, KeyboardInterrupt, OtherProcessEnded) as error:
         # A mistake of a task while it runs has a note, and may be of this process alone.
-        own_mistake = isinstance(error, UsageError) and hasattr(error, "__notes__")
+        mistake = isinstance(error, UsageError)
+        own_mistake = mistake and (LOCAL_RANK == 0 or hasattr(error, "__notes__"))
         if RANK == 0 or own_mistake:
             lines = [str(error) or "interrupted", *getattr(error, "__notes__", ())]
             line = " ".join("; ".join(lines).split())  # one line

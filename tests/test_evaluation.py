@@ -13,7 +13,7 @@ import pytest
 import torch
 from command import fill_the_disk, run_main, undisturbed, words
 from conftest import ONE_SCRIPT, each_of, with_both_scripts
-from helpers import make_run
+from helpers import make_agent, make_run, small_args
 from probes import Filmed
 from test_resume import assert_same, contents, flags_for, resumed, scalars, stopped, timeless
 
@@ -338,6 +338,19 @@ def test_a_run_starts_from_earlier_weights(script, tmp_path, monkeypatch):
         for name, p in after.named_parameters():  # Adam hardly moves them, PopArt the heads
             if not name.startswith("critic_heads"):
                 assert torch.allclose(p, old[name], atol=1e-8), name
+
+
+def test_weights_may_be_of_another_number_of_processes(script, tmp_path, monkeypatch):
+    """Four environments are not shared out to three processes, but their weights are the same."""
+    flags = {"env_id": "probes:Walk-v0", "num_envs": 6, "num_minibatches": 1}
+    earlier = script.train(small_args(script, "", **flags | {"num_envs": 4}, run_dir=str(tmp_path)))
+    args = small_args(script, "", **flags, init_from=earlier["run_dir"])
+    agent = make_agent(script, args)
+    monkeypatch.setattr(script, "WORLD_SIZE", 3)
+    script.take_weights(agent, args, Path())
+    monkeypatch.undo()
+    trained, _ = script.load_agent(earlier["run_dir"])
+    assert_same(dict(agent.state_dict()), dict(trained.state_dict()))
 
 
 @with_both_scripts

@@ -339,9 +339,14 @@ def test_a_mistake_of_a_task_that_was_read_back_costs_one_line(
     )
 
 
-@pytest.mark.parametrize(("noted", "lines"), [(True, 1), (False, 0)])
-def test_a_mistake_in_one_process_alone_is_told_by_it(script, monkeypatch, capsys, noted, lines):
-    """In a run it has a note. Flags are wrong in all processes, and the first one tells."""
+@pytest.mark.parametrize(
+    ("noted", "in_machine", "lines"), [(True, 1, 1), (False, 1, 0), (False, 0, 1)]
+)
+def test_a_mistake_in_one_process_alone_is_told_by_it(
+    script, monkeypatch, capsys, noted, in_machine, lines
+):
+    """In a run it has a note. Flags are wrong in all processes of a machine, and the first one of
+    them tells: another machine may lack a package."""
 
     def fail(args):
         error = script.UsageError("--env-id mine: its reward must be a number")
@@ -350,10 +355,12 @@ def test_a_mistake_in_one_process_alone_is_told_by_it(script, monkeypatch, capsy
         raise error
 
     monkeypatch.setattr(script, "RANK", 1)
+    monkeypatch.setattr(script, "LOCAL_RANK", in_machine)
     monkeypatch.setattr(script, "train", fail)
     code, _, err = run_main(script, capsys, [])
     assert code == 2
-    assert err.count("error: --env-id mine: its reward must be a number; after 48 steps") == lines
+    assert err.count("error: --env-id mine: its reward must be a number") == lines
+    assert err.count("; after 48 steps") == noted
     assert err.count("\n") == lines
 
 

@@ -385,6 +385,48 @@ def test_flags_that_change_the_algorithm_are_refused_by_name(script, tmp_path, c
     assert run_main(script, capsys, ["--resume", directory, "--gamma", "0.9"])[0] == 0
 
 
+def test_a_run_that_another_process_writes_is_not_resumed(script, tmp_path, capsys):
+    """Two would spoil each other's events and checkpoints. The lock ends with the run, also with
+    one that did not start."""
+    fcntl = pytest.importorskip("fcntl")
+    args = flags_for(script, tmp_path, 1, env_id="probes:Walk-v0")
+    directory = script.train(args)["run_dir"]
+    before = (Path(directory) / "checkpoint.pt").read_bytes()
+    line = ["--resume", directory, "--total-timesteps", str(2 * args.total_timesteps)]
+    other = os.open(directory, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    try:
+        code, _, err = run_main(script, capsys, line)
+    finally:
+        os.close(other)
+    assert code == 2
+    told = "another process is writing this run; stop it first"
+    assert err == f"error: --resume {directory}: {told}\n"
+    assert (Path(directory) / "checkpoint.pt").read_bytes() == before
+    assert run_main(script, capsys, line)[0] == 0
+
+
+def test_a_run_keeps_others_out_until_its_end(script, tmp_path, monkeypatch):
+    """It has the lock from its first iteration on."""
+    fcntl = pytest.importorskip("fcntl")
+    collect, tried = script.collect_rollout, []
+
+    def try_to_lock(envs, *rest):
+        [directory] = (tmp_path / "runs").iterdir()
+        other = os.open(directory, os.O_RDONLY)
+        try:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            tried.append(directory)
+        finally:
+            os.close(other)
+        return collect(envs, *rest)
+
+    monkeypatch.setattr(script, "collect_rollout", try_to_lock)
+    directory = script.train(flags_for(script, tmp_path, 2, env_id="probes:Walk-v0"))["run_dir"]
+    assert tried == [Path(directory)] * 2
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_run_of_a_gpu_is_not_resumed_without_one(script, tmp_path, capsys):
     """Its RNG cannot go on: one line, and the checkpoint stays; evaluation does without."""
