@@ -565,6 +565,15 @@ def welch(after: np.ndarray, before: np.ndarray) -> Difference:
     return Difference(mean, mean - half, mean + half)
 
 
+def share(hits: int, count: int) -> str:
+    """Hits of so many, and the 95 % interval of their share (Wilson 1927)."""
+    z = 1.96
+    middle = (hits + z**2 / 2) / (count + z**2)
+    half = z / (count + z**2) * math.sqrt(hits * (count - hits) / count + z**2 / 4)
+    low, high = max(middle - half, 0), min(middle + half, 1)
+    return f"{hits} of {count} ({100 * low:.0f} to {100 * high:.0f} %)"
+
+
 # ------------------------------------------------------------------------------------------ reports
 def markdown_row(cells: Iterable[object]) -> str:
     """One line of a table."""
