@@ -514,8 +514,7 @@ def critics_notes(verdicts: dict[Contest, Verdict]) -> list[str]:
     caution = f" Runs from before and after separate updates are mixed in: {both}." if both else ""
     held = "confirmed" if shown(fresh.at_the_end) else "not confirmed"
     fewer = [
-        f"{found.low[0]} of {found.low[1]} against {found.rivals[0]} of {found.rivals[1]} "
-        f"{told}"
+        f"{found.low[0]} of {found.low[1]} against {found.rivals[0]} of {found.rivals[1]} {told}"
         for found, told in (
             (fresh, "on its fresh seeds"),
             (verdicts[DEFAULTS[1]], "for the recurrent default"),
