@@ -12,7 +12,7 @@ One iteration of `train` has four parts:
                          With `target_kl` it stops when the policy has moved that far.
     update_obs_moments   The observation statistics take in the rollout.
 
-Four things differ from most PPO scripts:
+These things differ most from other PPO scripts:
 
     True successors      A time limit is no death. An episode that is cut there is bootstrapped from
                          the value of its own final observation (Pardo et al. 2018). The value of
@@ -24,9 +24,14 @@ Four things differ from most PPO scripts:
                          and `averse` learn the distribution of the return itself. By default V
                          is its mean plus a correction, the mean output (`--value-from`). With
                          `--cvar-weight` the policy learns from the tail of the distribution.
+    Two critics          Two value heads predict the return, and V is the smaller one of theirs.
+    Normalised returns   Critics predict returns minus a running mean, divided by a running std.
+                         Advantages are normalised once for a rollout, not for each minibatch.
+    Apart                Actor and critics share no parameter. Each has its loss and its Adam.
     Stop before a step   With `--target-kl` the KL divergence from the policy that acted is measured
                          ahead of each step. The actor stops before the first step on a minibatch
-                         that exceeds it. The critics stop after as many minibatches.
+                         that exceeds it. The critics stop after as many minibatches as the
+                         actor has evaluated.
 
 Under torchrun many processes share the environments. The algorithm meets them only in `average`,
 `of_all_processes` and `own`. With one process these return what they are given.
@@ -37,6 +42,7 @@ Shapes are written with these letters:
     N   environments, of one process
     B   rows of a rollout, T * N, or of a minibatch
     D   entries of an observation; an image has three axes instead, channels first
+    F   features that convolutions give
     A   floats of a continuous action
     P   parts of a discrete action
     H   width of the hidden layers
@@ -45,8 +51,9 @@ Shapes are written with these letters:
     J   weighted returns of a target distribution
 
 Rewards, values and returns are in the task's units, but rewards of Atari games are clipped.
-Networks see normalised observations and predict normalised returns. These are what a `Batch`
-holds; its advantages are not normalised yet.
+Networks see normalised observations and predict normalised returns. A `Batch` holds normalised
+observations, targets and returns. Its advantages are in the task's units until `update` normalises
+them.
 Papers are cited where their formulas are. The sibling, distributional_ppo_lstm.py, is
 recurrent and has quantile critics.
 """
@@ -55,8 +62,8 @@ from __future__ import annotations
 
 import os
 
-# The actor acts in NumPy, on few rows at a time. More threads make such products slower. NumPy
-# reads this when it is imported.
+# The actor multiplies small matrices in NumPy. OpenBLAS does that more slowly with several threads.
+# NumPy reads this variable when it is imported.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import argparse
@@ -115,7 +122,6 @@ from torch import Tensor, distributed, nn, optim
 from torch.optim.adam import adam
 from torch.utils.tensorboard import SummaryWriter, summary
 
-Tensors = tuple[Tensor, ...]
 SCRIPT = "distributional_ppo_categorical"  # checkpoints remember it
 
 
@@ -152,10 +158,10 @@ def bounded(kind: Any, *bounds: Any) -> Any:
 
 @dataclass(frozen=True)
 class Needs:
-    """A flag has no effect while `flag` is `other_than`. Typing it then is a mistake."""
+    """A flag has no effect while the one named `flag` is `idle_at`. Typing it then is a mistake."""
 
     flag: str
-    other_than: Any
+    idle_at: Any
 
 
 LOG_STD_RANGE = (-5.0, 2.0)  # of Gaussian actions: a std from 0.0067 to 7.4
@@ -412,7 +418,7 @@ class Rollout(NamedTuple):
     next_obs: Tensor  # (T, N, D) true successor s'_t, raw: the final one where an episode ended
     actions: Tensor  # (T, N, P) indices or (T, N, A) floats, as they were sampled
     params: Tensor  # (T, N, P, largest part) or (T, N, 2, A), the action distribution
-    rewards: Tensor  # (T, N) float64, in the task's units
+    rewards: Tensor  # (T, N) float64, in the task's units; those of Atari games are clipped
     terminated: Tensor  # (T, N) bool: s'_t is terminal and nothing follows
     truncated: Tensor  # (T, N) bool: a time limit cut the episode, and s'_t has a value
     episodes: list[tuple[int, float, int]]  # step t, return and length of each that ended
@@ -421,7 +427,7 @@ class Rollout(NamedTuple):
 class Batch(NamedTuple):
     """It holds the B = T * N steps of a rollout as rows, or some of them. No tensor has a graph.
 
-    The actor's loss and the critics' read different fields. A field that is not read is None.
+    `for_actor` and `for_critics` keep the fields that one loss reads. The others are None there.
     """
 
     obs: Tensor  # (B, D) normalised
@@ -430,12 +436,12 @@ class Batch(NamedTuple):
     log_probs: Tensor  # (B,) of the actions under that policy, nats
     advantages: Tensor  # (B,) in the task's units, which `update` normalises
     targets: Tensor  # (B, K) what the value distributions learn
-    returns: Tensor  # (B,) lambda-returns, normalised: what V learns
-    old_values: Tensor  # (B, C, 1 or 2) mean, and V, before the update, for value clipping
+    returns: Tensor  # (B,) lambda-returns, normalised: what the mean output learns
+    old_predictions: Tensor  # (B, C, 1 or 2) mean, and V, before the update, for value clipping
 
     def for_actor(self) -> Batch:
         """Return what the actor's loss reads. The other fields are None."""
-        return self._replace(targets=None, returns=None, old_values=None)
+        return self._replace(targets=None, returns=None, old_predictions=None)
 
     def for_critics(self) -> Batch:
         """Return what the critics' loss reads. The other fields are None."""
@@ -459,7 +465,7 @@ def train(args: Args) -> dict[str, Any]:
             batch, metrics = prepare_batch(agent, rollout, args)
             run.lap("values")
             metrics |= update(agent, optimizers, batch, args, progress)
-            agent.update_obs_moments(rollout.obs)  # last: acting and training saw the same inputs
+            agent.update_obs_moments(rollout.obs)  # last: acting and training see the same inputs
             run.lap("update")
             run.end_iteration(rollout, metrics, (obs,))
     return run.results
@@ -484,8 +490,8 @@ def collect_rollout(
     rewards = np.empty((T, N))
     terminated = np.empty((T, N), bool)
     truncated = np.empty((T, N), bool)
-    outputs = []  # of the actor
-    actions = []
+    outputs = []  # of the actor, (N, num_outputs) a step
+    actions = []  # (N, P) or (N, A) a step
     episodes = []
 
     policy = agent.numpy_policy()
@@ -497,7 +503,7 @@ def collect_rollout(
 
         result = envs.step(agent.action_dist.to_env(actions[t]))
         current_obs, rewards[t], terminated[t], truncated[t], info = result
-        next_obs[t] = current_obs
+        next_obs[t] = current_obs  # replaced below where an episode ended
         ended = terminated[t] | truncated[t]
         if ended.any():  # `make_envs` asks for SAME_STEP: the next episode is open already
             next_obs[t, ended] = np.stack(info["final_obs"][ended])
@@ -525,7 +531,9 @@ def collect_rollout(
     return rollout, current_obs.copy()
 
 
-def run_critics(agent: Agent, rollout: Rollout, obs: Tensor, next_obs: Tensor) -> Tensors:
+def run_critics(
+    agent: Agent, rollout: Rollout, obs: Tensor, next_obs: Tensor
+) -> tuple[Tensor, Tensor]:
     """Predict the return distribution of every state s_t and of every true successor s'_t.
 
     obs and next_obs are (T, N, D), normalised. Returns the outputs of all critics for both, each
@@ -549,16 +557,16 @@ def gae(
     truncated: Tensor,
     gamma: float,
     gae_lambda: float,
-) -> Tensors:
-    """Estimate advantages by GAE with correct time limits. Returns advantages A and returns A + V.
+) -> tuple[Tensor, Tensor]:
+    """Estimate advantages A by GAE with correct time limits. Returns A, and A + V.
 
         delta_t = r_t + gamma * (1 - terminated_t) * V(s'_t) - V(s_t)
         A_t     = delta_t + gamma * lambda * (1 - (terminated_t or truncated_t)) * A_{t+1}
 
-    All tensors are (T, N), or (T, N, R) for R reward terms with masks (T, N). s'_t is the true
-    successor: the final observation where an episode ended. A step that is terminated and truncated
-    counts as terminated. A + V is the lambda-return where next_values[t] is values[t + 1] inside
-    episodes.
+    All tensors are (T, N). s'_t is the true successor: the final observation where an episode
+    ended. A step that is terminated and truncated counts as terminated. A + V is the lambda-return
+    where next_values[t] is values[t + 1] inside episodes. Rewards of several terms have one more
+    axis, (T, N, terms), and so have values; the masks stay (T, N).
 
     The two masks differ. Termination cuts the bootstrap, since nothing follows. Either end cuts the
     recursion, since the rewards of the next episode must not leak into this one.
@@ -579,8 +587,8 @@ def gae(
 
     advantage = torch.zeros_like(delta[0])
     advantages = []  # from the last step to the first
-    for d, c in zip(delta.flip(0), decay.flip(0)):
-        advantage = torch.addcmul(d, c, advantage)
+    for delta_t, decay_t in zip(delta.flip(0), decay.flip(0)):
+        advantage = torch.addcmul(delta_t, decay_t, advantage)
         advantages.append(advantage)
     advantages = torch.stack(advantages).flip(0)
     return advantages, advantages + values
@@ -609,7 +617,7 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     reduced = dist.reduce_twins(outputs)  # (T, N, K or K + 1)
     next_reduced = dist.reduce_twins(next_outputs)
 
-    # 2. They give advantages and targets, in the task's units.
+    # 2. The values give advantages and targets, in the task's units.
     advantages, returns = gae(
         rollout.rewards,
         dist.value(reduced),
@@ -629,8 +637,8 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     metrics = describe_critics(dist, rollout, outputs, reduced, next_reduced, returns)
 
     # 3. The return statistics move.
-    old_values, moved = dist.move_statistics(agent.critic_heads, outputs, targets)
-    metrics |= moved
+    old_predictions, moments_metrics = dist.move_statistics(agent.critic_heads, outputs, targets)
+    metrics |= moments_metrics
 
     # 4. Steps and environments become rows.
     batch = Batch(  # (T, N, ...)
@@ -641,18 +649,18 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
         advantages=advantages,
         targets=dist.encode_targets(targets),
         returns=dist.moments.normalize(returns).float(),
-        old_values=old_values.movedim(0, 2).float(),
+        old_predictions=old_predictions.movedim(0, 2).float(),
     )
     return Batch(*(x.flatten(0, 1) for x in batch)), metrics
 
 
-def batch_moments(x: Tensor) -> Tensors:
+def batch_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and population variance over the first axis, over the rows of all processes."""
     mean = average(x.mean(0))
     return mean, average((x - mean).square().mean(0))
 
 
-def first_return_moments(rollout: Rollout, args: Args) -> Tensors:
+def first_return_moments(rollout: Rollout, args: Args) -> tuple[Tensor, Tensor]:
     """Return mean and variance of the discounted sums of rewards of the first rollout.
 
     The return statistics start from them, since untrained critics know nothing of the task's units.
@@ -669,10 +677,10 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
 
         A' = (A - mean) / max(std, running std)
 
-    The running std of `agent.adv_moments` takes in this rollout first. Where all returns are alike,
-    the std is the noise of rounding and of the critics. Dividing by it would turn that noise into a
-    gradient of full size. Once an earlier rollout has varied, the running std prevents that. It is
-    our addition.
+    The running std of `agent.adv_moments` includes this rollout. Where all returns are alike, the
+    std is the noise of rounding and of the critics. Dividing by it would turn that noise into a
+    gradient of full size. Once an earlier rollout has varied, the running std prevents that. Adam
+    undoes it in the long run, since it divides by the size of the gradients. It is our addition.
     """
     if not args.norm_adv:
         return advantages
@@ -701,7 +709,7 @@ def normalize_advantages(
 
 
 def minibatches(batch: Batch, args: Args) -> Iterator[Batch]:
-    """In every epoch, shuffle the rows and give each of them once.
+    """Give the minibatches of all epochs. Each epoch shuffles the rows.
 
     The number of minibatches divides that of the rows; `check_sizes` requires it. The orders are
     drawn at once, so that random numbers do not depend on which of two threads is ahead. Fields
@@ -730,8 +738,10 @@ def policy_loss(
     """Compute the actor's loss on a minibatch: clipped surrogate and entropy.
 
     Returns the loss, a scalar with its graph, the mean KL(old || new) in nats, and metrics. A
-    metric is a scalar, or has one number for each row. This is a pure function of the parameters
-    and the minibatch. Source: Schulman et al. 2017, eq. 9, without the critics' part.
+    metric is a scalar, or has one number for each sample. With one process this is a pure function
+    of the parameters and the minibatch.
+
+    Source: Schulman et al. 2017, eq. 9, without the critics' part.
     """
     params = agent.policy_params(mb.obs)
     log_ratio = agent.action_dist.log_prob(params, mb.actions) - mb.log_probs  # (B,)
@@ -740,8 +750,9 @@ def policy_loss(
     entropy = agent.action_dist.entropy(params)
     loss = pg_loss
     if args.uses_entropy:
-        whole = of_all_processes(entropy)
-        loss = loss + entropy_loss(whole, ent_coef, args.min_entropy, args.min_entropy_penalty)
+        # The floor applies to the mean entropy of all processes, not to that of each.
+        everywhere = of_all_processes(entropy)
+        loss = loss + entropy_loss(everywhere, ent_coef, args.min_entropy, args.min_entropy_penalty)
 
     kl = agent.action_dist.kl(mb.params, params.detach()).mean()
     metrics = {
@@ -756,14 +767,14 @@ def policy_loss(
 
 
 def value_loss(agent: Agent, mb: Batch, args: Args) -> tuple[Tensor, dict]:
-    """Compute the critics' loss on a minibatch: the mean over rows, then over critics.
+    """Compute the critics' loss on a minibatch: the mean over samples, then over critics.
 
     Returns the loss, a scalar with its graph, and metrics, which are scalars. This is a pure
     function of the parameters and the minibatch.
     """
     outputs = agent.value_outputs(mb.obs)  # (C, B, K or K + 1)
-    old_values = mb.old_values.movedim(1, 0)
-    losses, clipped = agent.value_dist.loss(outputs, mb.targets, mb.returns, old_values)
+    old_predictions = mb.old_predictions.movedim(1, 0)
+    losses, clipped = agent.value_dist.loss(outputs, mb.targets, mb.returns, old_predictions)
     means = losses.flatten(1).mean(1)  # (C,)
     loss = means.mean()
     metrics = {
@@ -784,9 +795,19 @@ def update(
     rollout for `update_epochs` epochs of shuffled minibatches. With `target_kl` the actor may stop
     early. The critics then stop after as many minibatches as it has evaluated.
 
-    The two loops may run at the same time (`run_both`). They draw no random numbers, and neither
-    writes what the other reads. The critics do not know when the actor will stop, so they wait for
-    a ticket ahead of each step.
+    The result is that of two loops, one after the other:
+
+        for mb in actor_batches:
+            loss, kl, _ = policy_loss(agent, mb, args, ent_coef)
+            if kl > target_kl: break
+            take a step of the actor
+        for mb in as many of critic_batches:
+            loss, _ = value_loss(agent, mb, args)
+            take a step of the critics
+
+    They may run at the same time (`run_both`). They draw no random numbers, and neither writes what
+    the other reads. The critics do not know when the actor will stop, so they wait for a ticket
+    ahead of each step. The actor puts one into a queue for each minibatch that it has evaluated.
 
     Returns metrics: means over the minibatches that were evaluated, and norms of the gradients of
     the steps that were taken. Raises RuntimeError for a loss or a gradient that is not finite.
@@ -801,12 +822,12 @@ def update(
     actor_batches = minibatches(batch.for_actor(), args)
     critic_batches = minibatches(batch.for_critics(), args)
     tickets = SimpleQueue()  # one for each minibatch that the actor has evaluated, and None at last
-    (actor_rows, actor_norms), (critic_rows, critic_norms) = run_both(
+    (actor_metrics, actor_norms), (critic_metrics, critic_norms) = run_both(
         partial(train_actor, agent, optimizers.actor, actor_batches, args, ent_coef, tickets),
         partial(train_critics, agent, optimizers.critics, critic_batches, args, tickets),
         agent,
     )
-    described |= describe_update(actor_rows, critic_rows, actor_norms, critic_norms, args)
+    described |= describe_update(actor_metrics, critic_metrics, actor_norms, critic_norms, args)
     return described | {
         "charts/learning_rate": learning_rate,
         "charts/critic_learning_rate": critic_learning_rate,
@@ -828,7 +849,7 @@ def train_actor(
     `target_kl` ends the loop. Returns metrics of each minibatch that was evaluated, and the norm of
     the gradient of each step that was taken.
     """
-    rows = []
+    evaluated = []  # metrics of each minibatch
     norms = []
     try:
         parameters, _ = agent.parts()
@@ -842,7 +863,7 @@ def train_actor(
             norm = float(gradient.norm())
             check_step(mean_loss, norm, f"minibatch {i} of the actor's update", "--learning-rate")
 
-            rows.append(metrics)
+            evaluated.append(metrics)
             tickets.put(i)
             if args.target_kl is not None and mean_kl > args.target_kl:
                 break
@@ -852,7 +873,7 @@ def train_actor(
             agent.action_dist.clamp_parameters()
     finally:
         tickets.put(None)  # also after a fault, or the critics would wait for ever
-    return rows, norms
+    return evaluated, norms
 
 
 def train_critics(
@@ -867,21 +888,23 @@ def train_critics(
     A ticket permits one step, and None ends the loop. Returns metrics of each minibatch, and the
     norm of each gradient.
     """
-    rows = []
+    evaluated = []
     norms = []
     _, parameters = agent.parts()
     loss_and_gradient = compiled(with_gradient) if args.compile else with_gradient
-    for i, mb in zip(iter(tickets.get, None), batches):  # in this order: a ticket comes first
+    for i, mb in enumerate(batches):
+        if tickets.get() is None:  # the actor has stopped
+            break
         gradient, loss, metrics = loss_and_gradient(value_loss, parameters, agent, mb, args)
         mean_loss = float(average(loss))
         gradient = average(gradient)
         norm = float(gradient.norm())
         name = f"minibatch {i} of the critics' update"
         check_step(mean_loss, norm, name, "--critic-learning-rate")
-        rows.append(metrics)
+        evaluated.append(metrics)
         norms.append(norm)
         take_step(optimizer, gradient, norm, args.max_grad_norm)
-    return rows, norms
+    return evaluated, norms
 
 
 def with_gradient(compute_loss: Callable, parameters: list[nn.Parameter], *inputs: Any) -> tuple:
@@ -1011,7 +1034,7 @@ PRESETS = {
         },
     ),
     "calibrated": Preset(
-        "Predicts distributions of returns, not of lambda-returns. Goes behind a task's.",
+        "Predicts distributions of returns, not of lambda-returns. Name a task's preset first.",
         {
             "value_target": "sr_lambda",
             "twin_reduce": "mean",
@@ -1019,7 +1042,7 @@ PRESETS = {
         },
     ),
     "averse": Preset(
-        "Learns from the worst tenth of the returns. Goes behind a task's.",
+        "Learns from the worst tenth of the returns. Name a task's preset first.",
         {
             "value_target": "sr_lambda",
             "twin_reduce": "mean",
@@ -1029,7 +1052,7 @@ PRESETS = {
         },
     ),
     "critics": Preset(
-        "Trains the critics alone, after --init-from. Goes behind those of that run.",
+        "Trains the critics alone, after --init-from. Name that run's presets first.",
         {
             "total_timesteps": 200_000,
             "learning_rate": 0.0,
@@ -1060,7 +1083,9 @@ def linear_schedule(start: float, end: float, progress: float) -> float:
     return start + (end - start) * min(max(progress, 0.0), 1.0)
 
 
-def clipped_policy_loss(log_ratio: Tensor, advantages: Tensor, clip_coef: float) -> Tensors:
+def clipped_policy_loss(
+    log_ratio: Tensor, advantages: Tensor, clip_coef: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute PPO's clipped surrogate. Returns loss, approx_kl and clip fraction, all scalars.
 
         r = exp(clamp(log_ratio, -20, 20)),  log_ratio = log pi_new(a|s) - log pi_old(a|s)
@@ -1122,7 +1147,7 @@ class RunningMoments(nn.Module):
 
     @property
     def floor(self) -> Tensor:
-        """Return a variance that is added for data that do not vary.
+        """Return a small variance that `std` adds to `var`. It matters where data hardly vary.
 
         It is the square of a ten-millionth of the mean, which is what float32 resolves. It scales
         with the data, so their unit does not matter. 1e-60 serves data that are all 0.
@@ -1141,7 +1166,10 @@ class RunningMoments(nn.Module):
 
     @torch.no_grad()
     def update(self, x: Tensor) -> None:
-        """Take in a batch. All axes ahead of the shape of the moments are samples."""
+        """Take in a batch. Training does not call this; it uses `merge`.
+
+        All axes ahead of the shape of the moments are samples.
+        """
         x = x.double().reshape(-1, *self.mean.shape)
         mean = x.mean(0)
         self.merge(mean, (x - mean).square().mean(0), len(x))
@@ -1316,7 +1344,7 @@ def sr_lambda_atoms(
     gae_lambda: float,
     generator: torch.Generator | None = None,
     draws: Tensor | None = None,
-) -> Tensors:
+) -> tuple[Tensor, Tensor]:
     """Compute what `sr_lambda_probs` projects: returns and their probabilities, both (T, N, K).
 
     `draws` are uniform numbers (T, N) to use in place of new ones.
@@ -1382,7 +1410,8 @@ class ValueDistribution(nn.Module):
 
         V = sum_k p_k z_k + gain * mean output
 
-    Atoms and V are normalised by `moments`. Values, targets and advantages are in the task's units.
+    Atoms and V are normalised by `moments`, and so are the arguments of `loss`. All other values,
+    targets and advantages are in the task's units.
     """
 
     gain = 0.1  # slows the correction down, so that it averages over many rollouts
@@ -1398,7 +1427,7 @@ class ValueDistribution(nn.Module):
         self.register_buffer("support", atoms, persistent=False)
         self.num_outputs = args.num_atoms + (args.value_from == "mean_head")
 
-    def split(self, outputs: Tensor) -> Tensors:
+    def split(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits (..., K) and the mean output (..., 0 or 1).
 
         Without a mean output the second one is empty, so that sums with it need no branch.
@@ -1485,14 +1514,16 @@ class ValueDistribution(nn.Module):
         """Take the targets into the return statistics.
 
         The running moments take in the mean of the targets. Their variance is the larger
-        one of the targets' variance and the mean of (V - mean)^2. The targets' alone would go to 0
-        where all returns are equal. Errors of V would then count as thousands of deviations.
+        one of the targets' variance and the mean of (V - mean)^2. Where all returns are equal, the
+        targets' alone would go to 0, and a small error of V would be divided by almost nothing.
 
         Probabilities of fixed atoms cannot be rescaled as PopArt would (van Hasselt et al. 2016):
         their decoded mean jumps, and the coming update repairs it. The mean output is rescaled, by
-        the last row of each head's last layer, which changes in place. There is one exception. A
-        std at its floor means that nothing has varied yet, as where all rewards were 0. A mean
-        output rescaled from there would vanish, so it stays as it is.
+        the last row of each head's last layer, which changes in place.
+
+        There is one exception. Where the std is within 100 times its floor, hardly anything has
+        varied yet, as where all rewards were 0. A mean output rescaled from there would vanish, so
+        it stays as it is.
 
         Returns the mean, and V, as each critic now predicts them, normalised by the new statistics,
         (C, T, N, 1 or 2), and metrics.
@@ -1541,7 +1572,9 @@ class ValueDistribution(nn.Module):
             return two_hot(returns[..., 0], self.support)
         return project_categorical(probs, returns, self.support)
 
-    def loss(self, outputs: Tensor, targets: Tensor, returns: Tensor, old: Tensor) -> Tensors:
+    def loss(
+        self, outputs: Tensor, targets: Tensor, returns: Tensor, old: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return losses of C critics, (C, ...), and 1 where value clipping moves the prediction.
 
             cross-entropy of targets (..., K)  +  0.5 (V - returns)^2 with a mean output
@@ -1553,9 +1586,9 @@ class ValueDistribution(nn.Module):
         mean output and the layers below it, but not the logits.
 
         To clip a distribution by a shift, the loss shifts the target the other way, and the
-        gradient flows through the shift. But for rounding to atoms the cross-entropy is the same as
-        that of a shifted prediction, which would take logs of projected shares. Their gradient is
-        unbounded.
+        gradient flows through the shift. But for rounding to atoms, and at the ends of the support,
+        the cross-entropy is the same as that of a shifted prediction, which would take logs of
+        projected shares. Their gradient is unbounded.
         """
         args = self.args
         logits, excess = self.split(outputs)
@@ -1611,11 +1644,7 @@ HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 
 def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias_const: float = 0.0) -> nn.Module:
-    """Give a layer orthogonal weights of gain `std` and constant biases.
-
-    First layers get biases of 0.1. An observation that never changes is 0 when it is normalised,
-    and with biases of 0 all units of a ReLU network would be dead there.
-    """
+    """Give a layer orthogonal weights of gain `std` and constant biases."""
     nn.init.orthogonal_(layer.weight, std)
     nn.init.constant_(layer.bias, bias_const)
     return layer
@@ -1642,7 +1671,7 @@ class Convolutions(nn.Module):
             self.layers.append(layer_init(nn.Conv2d(channels, size, kernel, stride)))
             self.layers.append(activation())
             channels = size
-        nn.init.constant_(self.layers[0].bias, 0.1)
+        nn.init.constant_(self.layers[0].bias, 0.1)  # else a black image would leave ReLUs dead
         self.num_features = self.layers(torch.zeros(1, *space.shape)).numel()
 
     def forward(self, images: Tensor) -> Tensor:
@@ -1651,7 +1680,7 @@ class Convolutions(nn.Module):
         return features.unflatten(0, images.shape[:-3])
 
     def encode(self, images: Tensor) -> Tensor:
-        """Encode (B, C, H, W) as (B, F)."""
+        """Encode (images, channels, height, width) as (images, F)."""
         pixels = images.contiguous(memory_format=self.memory_format) * self.scale  # float32
         return self.layers(pixels).flatten(1)
 
@@ -1832,6 +1861,7 @@ def make_encoder(space: Box, args: Args) -> nn.Sequential:
         convolutions = Convolutions(space, activation)
         last = layer_init(nn.Linear(convolutions.num_features, args.hidden_size))
         return nn.Sequential(convolutions, last, activation())
+    # What never changes is 0 when it is normalised. With biases of 0 all ReLUs would be dead there.
     first = layer_init(nn.Linear(space.shape[0], args.hidden_size), bias_const=0.1)
     second = layer_init(nn.Linear(args.hidden_size, args.hidden_size))
     return nn.Sequential(first, activation(), second, activation())
@@ -1881,7 +1911,7 @@ class Agent(nn.Module):
         critics = nn.ModuleList((self.critic_body, self.critic_heads))
         return [*actor.parameters()], [*critics.parameters()]
 
-    def obs_scaling(self) -> Tensors:
+    def obs_scaling(self) -> tuple[Tensor, Tensor]:
         """Return the mean that is subtracted from observations, and the factor that follows."""
         return self.obs_moments.mean.float(), (1 / self.obs_moments.std).float()
 
@@ -1914,7 +1944,7 @@ class Agent(nn.Module):
         """Return a function from raw observations (N, D) to the actor's outputs, for acting.
 
         It does what `normalize_obs` and the networks of `policy_params` do, without `action_dist`.
-        It serves until weights or statistics change.
+        Make a new policy when weights or statistics change.
         """
         network = in_numpy(nn.Sequential(*self.actor_body, self.actor_head))
         if self.sees_images or not self.args.norm_obs:
@@ -2524,8 +2554,8 @@ def describe_advantages(raw: Tensor, scaled: Tensor) -> dict[str, float]:
 
 
 def describe_update(
-    actor_rows: list[dict],
-    critic_rows: list[dict],
+    actor_metrics: list[dict],
+    critic_metrics: list[dict],
     actor_norms: list[float],
     critic_norms: list[float],
     args: Args,
@@ -2535,8 +2565,8 @@ def describe_update(
     Four are no means: the largest KL, the error of the first minibatch, and what tells of the stop.
     """
     columns = {}
-    for rows in (actor_rows, critic_rows):
-        columns |= {tag: torch.stack([row[tag] for row in rows]) for tag in rows[0]}
+    for evaluated in (actor_metrics, critic_metrics):
+        columns |= {tag: torch.stack([one[tag] for one in evaluated]) for tag in evaluated[0]}
     ratio = gather(columns.pop("policy/log_ratio").exp())  # (minibatches, B)
     kl = average(columns["policy/kl_exact"])  # (minibatches,)
     columns |= {
@@ -2549,7 +2579,7 @@ def describe_update(
     }
     return {tag: float(x.mean()) for tag, x in columns.items()} | {
         "policy/epochs_done": len(actor_norms) / args.num_minibatches,
-        "policy/stopped_early": float(len(actor_norms) < len(actor_rows)),
+        "policy/stopped_early": float(len(actor_norms) < len(actor_metrics)),
     }
 
 
@@ -3952,7 +3982,7 @@ def refuse_idle_flags(args: Args, argv: list[str]) -> None:
             found = getattr(args, need.flag)
             other = f"--{need.flag.replace('_', '-')}"
             text = f"has no effect while {other} is {found}; change that, or leave {flag} out"
-            require_flag(args, name, found != need.other_than, text)
+            require_flag(args, name, found != need.idle_at, text)
 
 
 def parse_args(argv: list[str]) -> Args:

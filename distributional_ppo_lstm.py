@@ -12,7 +12,7 @@ One iteration of `train` has four parts:
                          `target_kl` it stops when the policy has moved that far.
     update_obs_moments   The observation statistics take in the rollout.
 
-Four things differ from most PPO scripts:
+These things differ most from other PPO scripts:
 
     True successors      A time limit is no death. An episode that is cut there is bootstrapped from
                          the value of its own final observation (Pardo et al. 2018). The value of
@@ -24,9 +24,14 @@ Four things differ from most PPO scripts:
                          return itself. By default V is not their mean but one more output of
                          the same head, the mean output (`--value-from`). With `--cvar-weight` the
                          policy learns from the tail of the distribution.
+    Two critics          Two value heads predict the return, and V is the smaller one of theirs.
+    Normalised returns   Critics predict returns minus a running mean, divided by a running std.
+                         Advantages are normalised once for a rollout, not for each minibatch.
+    Apart                Actor and critics share no parameter. Each has its loss and its Adam.
     Stop before a step   With `--target-kl` the KL divergence from the policy that acted is measured
                          ahead of each step. The actor stops before the first step on a minibatch
-                         that exceeds it. The critics stop after as many minibatches.
+                         that exceeds it. The critics stop after as many minibatches as the
+                         actor has evaluated.
 
 Under torchrun many processes share the environments. The algorithm meets them only in `average`,
 `of_all_processes` and `own`. With one process these return what they are given.
@@ -39,6 +44,7 @@ Shapes are written with these letters:
     M   training sequences of a rollout, or of a minibatch
     B   samples of a minibatch
     D   entries of an observation; an image has three axes instead, channels first
+    F   features that an encoder gives
     A   floats of a continuous action
     P   parts of a discrete action
     H   width of an LSTM
@@ -47,8 +53,9 @@ Shapes are written with these letters:
     J   samples of a target distribution: 1 by default, K by SR(lambda)
 
 Rewards, values and returns are in the task's units, but rewards of Atari games are clipped.
-Networks see normalised observations and predict normalised returns. These are what a `Batch`
-holds; its advantages are not normalised yet.
+Networks see normalised observations and predict normalised returns. A `Batch` holds normalised
+observations, targets and returns. Its advantages are in the task's units until `update` normalises
+them.
 Papers are cited where their formulas are. The sibling, distributional_ppo_categorical.py, is
 feed-forward and has categorical critics.
 """
@@ -57,8 +64,8 @@ from __future__ import annotations
 
 import os
 
-# The actor acts in NumPy, on few rows at a time. More threads make such products slower. NumPy
-# reads this when it is imported.
+# The actor multiplies small matrices in NumPy. OpenBLAS does that more slowly with several threads.
+# NumPy reads this variable when it is imported.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import argparse
@@ -80,7 +87,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, make_dataclass
 from datetime import timedelta
@@ -118,7 +125,6 @@ from torch import Tensor, distributed, nn, optim
 from torch.optim.adam import adam
 from torch.utils.tensorboard import SummaryWriter, summary
 
-Tensors = tuple[Tensor, ...]
 SCRIPT = "distributional_ppo_lstm"  # checkpoints remember it
 
 
@@ -155,10 +161,10 @@ def bounded(kind: Any, *bounds: Any) -> Any:
 
 @dataclass(frozen=True)
 class Needs:
-    """A flag has no effect while `flag` is `other_than`. Typing it then is a mistake."""
+    """A flag has no effect while the one named `flag` is `idle_at`. Typing it then is a mistake."""
 
     flag: str
-    other_than: Any
+    idle_at: Any
 
 
 LOG_STD_RANGE = (-5.0, 2.0)  # of Gaussian actions: a std from 0.0067 to 7.4
@@ -420,7 +426,7 @@ class Rollout(NamedTuple):
     episode_start: Tensor  # (T, N) bool, whether s_t opens an episode
     actions: Tensor  # (T, N, P) indices or (T, N, A) floats, as they were sampled
     params: Tensor  # (T, N, P, largest part) or (T, N, 2, A), the action distribution
-    rewards: Tensor  # (T, N) float64, in the task's units
+    rewards: Tensor  # (T, N) float64, in the task's units; those of Atari games are clipped
     terminated: Tensor  # (T, N) bool: s'_t is terminal and nothing follows
     truncated: Tensor  # (T, N) bool: a time limit cut the episode, and s'_t has a value
     actor_state: Tensor  # (T / L, 2, N, H) ahead of each training sequence
@@ -430,7 +436,7 @@ class Rollout(NamedTuple):
 class Batch(NamedTuple):
     """It holds M training sequences of a rollout, of L steps each. No tensor has a graph.
 
-    The actor's loss and the critics' read different fields. A field that is not read is None.
+    `for_actor` and `for_critics` keep the fields that one loss reads. The others are None there.
     """
 
     obs: Tensor  # (L, M, D) normalised
@@ -442,12 +448,12 @@ class Batch(NamedTuple):
     log_probs: Tensor  # (L, M) of the actions under that policy, nats
     advantages: Tensor  # (L, M) in the task's units, which `update` normalises
     targets: Tensor  # (L, M, J) what the value distributions learn, normalised returns
-    returns: Tensor  # (L, M) lambda-returns, normalised: what V learns
-    old_values: Tensor  # (L, M, C, K or K + 1) outputs before the update, for value clipping
+    returns: Tensor  # (L, M) lambda-returns, normalised: what the mean output learns
+    old_predictions: Tensor  # (L, M, C, K or K + 1) before the update, for value clipping
 
     def for_actor(self) -> Batch:
         """Return what the actor's loss reads. The other fields are None."""
-        return self._replace(critic_state=None, targets=None, returns=None, old_values=None)
+        return self._replace(critic_state=None, targets=None, returns=None, old_predictions=None)
 
     def for_critics(self) -> Batch:
         """Return what the critics' loss reads. The other fields are None."""
@@ -473,7 +479,7 @@ def train(args: Args) -> dict[str, Any]:
             batch, critic_state, metrics = prepare_batch(agent, rollout, critic_state, args)
             run.lap("values")
             metrics |= update(agent, optimizers, batch, args, progress)
-            agent.update_obs_moments(rollout.obs)  # last: acting and training saw the same inputs
+            agent.update_obs_moments(rollout.obs)  # last: acting and training see the same inputs
             run.lap("update")
             run.end_iteration(rollout, metrics, (*carry, critic_state.cpu()))
     return run.results
@@ -498,32 +504,32 @@ def collect_rollout(
     terminated = np.empty((T, N), bool)
     truncated = np.empty((T, N), bool)
     episode_start = np.empty((T, N), bool)
-    outputs = []  # of the actor
-    actions = []
-    actor_states = []
+    outputs = []  # of the actor, (N, num_outputs) a step
+    actions = []  # (N, P) or (N, A) a step
+    actor_states = []  # (2, N, H) a training sequence
     episodes = []
 
-    current_obs, opens, state = carry
+    current_obs, starts, state = carry
     policy = agent.numpy_policy()
     noise = own(agent.action_dist.noise(T, args.num_envs)).numpy()
     for t in range(T):
         if t % args.sequence_length == 0:
             actor_states.append(state)
         obs[t] = current_obs
-        episode_start[t] = opens
+        episode_start[t] = starts
         output, state = policy(obs[t], state)
         outputs.append(output)
         actions.append(agent.action_dist.sample(output, noise[t]))
 
         result = envs.step(agent.action_dist.to_env(actions[t]))
         current_obs, rewards[t], terminated[t], truncated[t], info = result
-        next_obs[t] = current_obs
+        next_obs[t] = current_obs  # replaced below where an episode ended
         ended = terminated[t] | truncated[t]
         if ended.any():  # `make_envs` asks for SAME_STEP: the next episode is open already
             next_obs[t, ended] = np.stack(info["final_obs"][ended])
             state = state * ~ended[:, None]
             episodes += finished_episodes(info, ended, t)
-        opens = ended
+        starts = ended
         check_finite(next_obs[t], current_obs, rewards[t], f"step {t} of the rollout")
 
     if args.is_atari:
@@ -546,27 +552,27 @@ def collect_rollout(
         actor_state=to_device(np.stack(actor_states)),
         episodes=episodes,
     )
-    return rollout, Carry(current_obs.copy(), opens, state)
+    return rollout, Carry(current_obs.copy(), starts, state)
 
 
 def run_critics(
     agent: Agent, rollout: Rollout, obs: Tensor, next_obs: Tensor, state: Tensor, args: Args
-) -> Tensors:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Predict the return distribution of every state s_t and of every true successor s'_t.
 
     obs and next_obs are (T, N, D), normalised; state is (2, N, H), that of the critics' LSTM ahead
     of step 0. Returns the outputs of all critics for both, each (C, T, N, K or K + 1), the states
     (T / L, 2, N, H) ahead of each training sequence, and the state after the last step.
 
-    V(s'_t) needs a state of the LSTM where it is not V of the next step, and nn.LSTM returns only
-    its last state. So the pass is cut where some environment meets a time limit, and
-    also at the end of each training sequence. Inside a stretch s'_t is the next step of the pass,
-    except after a termination, where `gae` ignores the outputs for s'_t. At a cut the LSTM takes
-    one more step, to the true successor, and the state after that step is thrown away (Pardo et
-    al. 2018).
+    Inside an episode V(s'_t) is V(s_{t+1}), which the pass gives anyway. Where a time limit cuts an
+    episode, s'_t is another observation, and the LSTM must see it from the state after step t
+    (Pardo et al. 2018). nn.LSTM returns only its last state. So the pass is cut there, and also at
+    the end of each training sequence, whose state is kept. At a cut the LSTM takes one extra step,
+    to s'_t, and the state after that is dropped. After a termination the outputs for s'_t are those
+    of the next episode. They have no effect: `gae` and `sr_lambda_targets` multiply them by 0.
 
-    The states of training sequences come from the weights before the update. The epochs do not
-    compute them anew.
+    The epochs do not compute the states of training sequences anew. They come from the weights of
+    this pass, and the one ahead of step 0 from earlier passes.
     """
     body = agent.critic_body
     time_limit = (rollout.truncated & ~rollout.terminated).any(1).tolist()
@@ -580,8 +586,8 @@ def run_critics(
     for first, end in pairwise([0, *ends]):
         if first % args.sequence_length == 0:
             states.append(state)
-        opens = rollout.episode_start[first:end]
-        stretch, after = unroll_lstm(body.lstm, inputs[first:end], state.split(1), opens)
+        starts = rollout.episode_start[first:end]
+        stretch, after = unroll_lstm(body.lstm, inputs[first:end], state.split(1), starts)
         state = torch.cat(after)
         successor, _ = body.step(next_obs[end - 1], state)
         features.append(stretch)
@@ -601,16 +607,16 @@ def gae(
     truncated: Tensor,
     gamma: float,
     gae_lambda: float,
-) -> Tensors:
-    """Estimate advantages by GAE with correct time limits. Returns advantages A and returns A + V.
+) -> tuple[Tensor, Tensor]:
+    """Estimate advantages A by GAE with correct time limits. Returns A, and A + V.
 
         delta_t = r_t + gamma * (1 - terminated_t) * V(s'_t) - V(s_t)
         A_t     = delta_t + gamma * lambda * (1 - (terminated_t or truncated_t)) * A_{t+1}
 
-    All tensors are (T, N), or (T, N, R) for R reward terms with masks (T, N). s'_t is the true
-    successor: the final observation where an episode ended. A step that is terminated and truncated
-    counts as terminated. A + V is the lambda-return where next_values[t] is values[t + 1] inside
-    episodes.
+    All tensors are (T, N). s'_t is the true successor: the final observation where an episode
+    ended. A step that is terminated and truncated counts as terminated. A + V is the lambda-return
+    where next_values[t] is values[t + 1] inside episodes. Rewards of several terms have one more
+    axis, (T, N, terms), and so have values; the masks stay (T, N).
 
     The two masks differ. Termination cuts the bootstrap, since nothing follows. Either end cuts the
     recursion, since the rewards of the next episode must not leak into this one.
@@ -631,8 +637,8 @@ def gae(
 
     advantage = torch.zeros_like(delta[0])
     advantages = []  # from the last step to the first
-    for d, c in zip(delta.flip(0), decay.flip(0)):
-        advantage = torch.addcmul(d, c, advantage)
+    for delta_t, decay_t in zip(delta.flip(0), decay.flip(0)):
+        advantage = torch.addcmul(delta_t, decay_t, advantage)
         advantages.append(advantage)
     advantages = torch.stack(advantages).flip(0)
     return advantages, advantages + values
@@ -663,7 +669,7 @@ def prepare_batch(
     reduced = dist.reduce_twins(outputs)  # (T, N, K or K + 1)
     next_reduced = dist.reduce_twins(next_outputs)
 
-    # 2. They give advantages and targets, in the task's units.
+    # 2. The values give advantages and targets, in the task's units.
     advantages, returns = gae(
         rollout.rewards,
         dist.value(reduced),
@@ -683,40 +689,44 @@ def prepare_batch(
     metrics = describe_critics(dist, rollout, outputs, reduced, next_reduced, returns)
 
     # 3. The return statistics move, and the value heads with them.
-    old_values, moved = dist.move_statistics(agent.critic_heads, outputs, targets)
-    metrics |= moved
+    old_predictions, moments_metrics = dist.move_statistics(agent.critic_heads, outputs, targets)
+    metrics |= moments_metrics
 
     # 4. Time is cut into training sequences.
-    def cut(x: Tensor) -> Tensor:  # (T, N, ...) -> (L, M, ...)
-        stretches = x.unflatten(0, (-1, args.sequence_length))  # (T / L, L, N, ...)
-        return stretches.transpose(0, 1).flatten(1, 2)
-
-    def ahead(states: Tensor) -> Tensor:  # (T / L, 2, N, H) -> (2, M, H)
-        return states.transpose(0, 1).flatten(1, 2)
-
+    cut = partial(cut_time, length=args.sequence_length)
     batch = Batch(
         obs=cut(obs),
         episode_start=cut(rollout.episode_start),
-        actor_state=ahead(rollout.actor_state),
-        critic_state=ahead(critic_states),
+        actor_state=join_sequences(rollout.actor_state),
+        critic_state=join_sequences(critic_states),
         actions=cut(rollout.actions),
         params=cut(rollout.params),
         log_probs=cut(agent.action_dist.log_prob(rollout.params, rollout.actions)),
         advantages=cut(advantages),
         targets=cut(dist.encode_targets(targets)),
         returns=cut(dist.moments.normalize(returns).float()),
-        old_values=cut(old_values.movedim(0, 2).float()),
+        old_predictions=cut(old_predictions.movedim(0, 2).float()),
     )
     return batch, critic_state, metrics
 
 
-def batch_moments(x: Tensor) -> Tensors:
+def cut_time(x: Tensor, length: int) -> Tensor:
+    """Cut (T, N, ...) into training sequences of so many steps, (L, M, ...)."""
+    return join_sequences(x.unflatten(0, (-1, length)))
+
+
+def join_sequences(x: Tensor) -> Tensor:
+    """Put the sequences of all environments side by side: (T / L, ., N, ...) to (., M, ...)."""
+    return x.transpose(0, 1).flatten(1, 2)
+
+
+def batch_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and population variance over the first axis, over the rows of all processes."""
     mean = average(x.mean(0))
     return mean, average((x - mean).square().mean(0))
 
 
-def first_return_moments(rollout: Rollout, args: Args) -> Tensors:
+def first_return_moments(rollout: Rollout, args: Args) -> tuple[Tensor, Tensor]:
     """Return mean and variance of the discounted sums of rewards of the first rollout.
 
     The return statistics start from them, since untrained critics know nothing of the task's units.
@@ -733,10 +743,10 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
 
         A' = (A - mean) / max(std, running std)
 
-    The running std of `agent.adv_moments` takes in this rollout first. Where all returns are alike,
-    the std is the noise of rounding and of the critics. Dividing by it would turn that noise into a
-    gradient of full size. Once an earlier rollout has varied, the running std prevents that. It is
-    our addition.
+    The running std of `agent.adv_moments` includes this rollout. Where all returns are alike, the
+    std is the noise of rounding and of the critics. Dividing by it would turn that noise into a
+    gradient of full size. Once an earlier rollout has varied, the running std prevents that. Adam
+    undoes it in the long run, since it divides by the size of the gradients. It is our addition.
     """
     if not args.norm_adv:
         return advantages
@@ -765,16 +775,20 @@ def normalize_advantages(
 
 
 def minibatches(batch: Batch, args: Args) -> Iterator[Batch]:
-    """In every epoch, shuffle the training sequences (axis 1) and give each of them once.
+    """Give the minibatches of all epochs. Each epoch shuffles the training sequences (axis 1).
 
     The number of minibatches divides that of the sequences; `check_sizes` requires it. The orders
-    are drawn at once, so that random numbers do not depend on which of two threads is ahead. Fields
-    that are None stay None.
+    are drawn at once, so that random numbers do not depend on which of two threads is ahead.
     """
     orders = [torch.randperm(batch.obs.shape[1]) for _ in range(args.update_epochs)]
     orders = torch.stack(orders).to(batch.obs.device)
-    chosen = (part for order in orders for part in order.chunk(args.num_minibatches))
-    return (Batch(*(x if x is None else x.index_select(1, part) for x in batch)) for part in chosen)
+    parts = (part for order in orders for part in order.chunk(args.num_minibatches))
+    return (some_sequences(batch, part) for part in parts)
+
+
+def some_sequences(batch: Batch, indices: Tensor) -> Batch:
+    """Return some training sequences of a batch. Fields that are None stay None."""
+    return Batch(*(None if x is None else x.index_select(1, indices) for x in batch))
 
 
 def policy_loss(
@@ -783,8 +797,10 @@ def policy_loss(
     """Compute the actor's loss on a minibatch: clipped surrogate and entropy.
 
     Returns the loss, a scalar with its graph, the mean KL(old || new) in nats, and metrics. A
-    metric is a scalar, or has one number for each row. This is a pure function of the parameters
-    and the minibatch. Source: Schulman et al. 2017, eq. 9, without the critics' part.
+    metric is a scalar, or has one number for each sample. With one process this is a pure function
+    of the parameters and the minibatch.
+
+    Source: Schulman et al. 2017, eq. 9, without the critics' part.
     """
     features = agent.actor_body(mb.obs, mb.actor_state, mb.episode_start)
     params = agent.policy_params(features)
@@ -796,8 +812,9 @@ def policy_loss(
     entropy = agent.action_dist.entropy(params)
     loss = pg_loss
     if args.uses_entropy:
-        whole = of_all_processes(entropy)
-        loss = loss + entropy_loss(whole, ent_coef, args.min_entropy, args.min_entropy_penalty)
+        # The floor applies to the mean entropy of all processes, not to that of each.
+        everywhere = of_all_processes(entropy)
+        loss = loss + entropy_loss(everywhere, ent_coef, args.min_entropy, args.min_entropy_penalty)
 
     kl = agent.action_dist.kl(mb.params, params.detach()).mean()
     metrics = {
@@ -812,15 +829,15 @@ def policy_loss(
 
 
 def value_loss(agent: Agent, mb: Batch, args: Args) -> tuple[Tensor, dict]:
-    """Compute the critics' loss on a minibatch: the mean over rows, then over critics.
+    """Compute the critics' loss on a minibatch: the mean over samples, then over critics.
 
     Returns the loss, a scalar with its graph, and metrics, which are scalars. This is a pure
     function of the parameters and the minibatch.
     """
     features = agent.critic_body(mb.obs, mb.critic_state, mb.episode_start)
     outputs = agent.value_outputs(features)  # (C, L, M, K or K + 1)
-    old_values = mb.old_values.movedim(2, 0)
-    losses, clipped = agent.value_dist.loss(outputs, mb.targets, mb.returns, old_values)
+    old_predictions = mb.old_predictions.movedim(2, 0)
+    losses, clipped = agent.value_dist.loss(outputs, mb.targets, mb.returns, old_predictions)
     means = losses.flatten(1).mean(1)  # (C,)
     loss = means.mean()
     metrics = {
@@ -841,9 +858,19 @@ def update(
     rollout for `update_epochs` epochs of shuffled minibatches. With `target_kl` the actor may stop
     early. The critics then stop after as many minibatches as it has evaluated.
 
-    The two loops may run at the same time (`run_both`). They draw no random numbers, and neither
-    writes what the other reads. The critics do not know when the actor will stop, so they wait for
-    a ticket ahead of each step.
+    The result is that of two loops, one after the other:
+
+        for mb in actor_batches:
+            loss, kl, _ = policy_loss(agent, mb, args, ent_coef)
+            if kl > target_kl: break
+            take a step of the actor
+        for mb in as many of critic_batches:
+            loss, _ = value_loss(agent, mb, args)
+            take a step of the critics
+
+    They may run at the same time (`run_both`). They draw no random numbers, and neither writes what
+    the other reads. The critics do not know when the actor will stop, so they wait for a ticket
+    ahead of each step. The actor puts one into a queue for each minibatch that it has evaluated.
 
     Returns metrics: means over the minibatches that were evaluated, and norms of the gradients of
     the steps that were taken. Raises RuntimeError for a loss or a gradient that is not finite.
@@ -858,12 +885,12 @@ def update(
     actor_batches = minibatches(batch.for_actor(), args)
     critic_batches = minibatches(batch.for_critics(), args)
     tickets = SimpleQueue()  # one for each minibatch that the actor has evaluated, and None at last
-    (actor_rows, actor_norms), (critic_rows, critic_norms) = run_both(
+    (actor_metrics, actor_norms), (critic_metrics, critic_norms) = run_both(
         partial(train_actor, agent, optimizers.actor, actor_batches, args, ent_coef, tickets),
         partial(train_critics, agent, optimizers.critics, critic_batches, args, tickets),
         agent,
     )
-    described |= describe_update(actor_rows, critic_rows, actor_norms, critic_norms, args)
+    described |= describe_update(actor_metrics, critic_metrics, actor_norms, critic_norms, args)
     return described | {
         "charts/learning_rate": learning_rate,
         "charts/critic_learning_rate": critic_learning_rate,
@@ -885,7 +912,7 @@ def train_actor(
     `target_kl` ends the loop. Returns metrics of each minibatch that was evaluated, and the norm of
     the gradient of each step that was taken.
     """
-    rows = []
+    evaluated = []  # metrics of each minibatch
     norms = []
     try:
         parameters, _ = agent.parts()
@@ -897,7 +924,7 @@ def train_actor(
             norm = float(gradient.norm())
             check_step(mean_loss, norm, f"minibatch {i} of the actor's update", "--learning-rate")
 
-            rows.append(metrics)
+            evaluated.append(metrics)
             tickets.put(i)
             if args.target_kl is not None and mean_kl > args.target_kl:
                 break
@@ -907,7 +934,7 @@ def train_actor(
             agent.action_dist.clamp_parameters()
     finally:
         tickets.put(None)  # also after a fault, or the critics would wait for ever
-    return rows, norms
+    return evaluated, norms
 
 
 def train_critics(
@@ -922,20 +949,22 @@ def train_critics(
     A ticket permits one step, and None ends the loop. Returns metrics of each minibatch, and the
     norm of each gradient.
     """
-    rows = []
+    evaluated = []
     norms = []
     _, parameters = agent.parts()
-    for i, mb in zip(iter(tickets.get, None), batches):  # in this order: a ticket comes first
+    for i, mb in enumerate(batches):
+        if tickets.get() is None:  # the actor has stopped
+            break
         gradient, loss, metrics = with_gradient(value_loss, parameters, agent, mb, args)
         mean_loss = float(average(loss))
         gradient = average(gradient)
         norm = float(gradient.norm())
         name = f"minibatch {i} of the critics' update"
         check_step(mean_loss, norm, name, "--critic-learning-rate")
-        rows.append(metrics)
+        evaluated.append(metrics)
         norms.append(norm)
         take_step(optimizer, gradient, norm, args.max_grad_norm)
-    return rows, norms
+    return evaluated, norms
 
 
 def with_gradient(compute_loss: Callable, parameters: list[nn.Parameter], *inputs: Any) -> tuple:
@@ -1060,7 +1089,7 @@ PRESETS = {
         },
     ),
     "calibrated": Preset(
-        "Predicts distributions of returns, not of lambda-returns. Goes behind a task's.",
+        "Predicts distributions of returns, not of lambda-returns. Name a task's preset first.",
         {
             "value_target": "sr_lambda",
             "twin_reduce": "mean",
@@ -1068,7 +1097,7 @@ PRESETS = {
         },
     ),
     "averse": Preset(
-        "Learns from the worst tenth of the returns. Goes behind a task's.",
+        "Learns from the worst tenth of the returns. Name a task's preset first.",
         {
             "value_target": "sr_lambda",
             "twin_reduce": "mean",
@@ -1078,7 +1107,7 @@ PRESETS = {
         },
     ),
     "critics": Preset(
-        "Trains the critics alone, after --init-from. Goes behind those of that run.",
+        "Trains the critics alone, after --init-from. Name that run's presets first.",
         {
             "total_timesteps": 200_000,
             "learning_rate": 0.0,
@@ -1109,7 +1138,9 @@ def linear_schedule(start: float, end: float, progress: float) -> float:
     return start + (end - start) * min(max(progress, 0.0), 1.0)
 
 
-def clipped_policy_loss(log_ratio: Tensor, advantages: Tensor, clip_coef: float) -> Tensors:
+def clipped_policy_loss(
+    log_ratio: Tensor, advantages: Tensor, clip_coef: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute PPO's clipped surrogate. Returns loss, approx_kl and clip fraction, all scalars.
 
         r = exp(clamp(log_ratio, -20, 20)),  log_ratio = log pi_new(a|s) - log pi_old(a|s)
@@ -1171,7 +1202,7 @@ class RunningMoments(nn.Module):
 
     @property
     def floor(self) -> Tensor:
-        """Return a variance that is added for data that do not vary.
+        """Return a small variance that `std` adds to `var`. It matters where data hardly vary.
 
         It is the square of a ten-millionth of the mean, which is what float32 resolves. It scales
         with the data, so their unit does not matter. 1e-60 serves data that are all 0.
@@ -1190,7 +1221,10 @@ class RunningMoments(nn.Module):
 
     @torch.no_grad()
     def update(self, x: Tensor) -> None:
-        """Take in a batch. All axes ahead of the shape of the moments are samples."""
+        """Take in a batch. Training does not call this; it uses `merge`.
+
+        All axes ahead of the shape of the moments are samples.
+        """
         x = x.double().reshape(-1, *self.mean.shape)
         mean = x.mean(0)
         self.merge(mean, (x - mean).square().mean(0), len(x))
@@ -1235,7 +1269,7 @@ def quantile_huber_loss(quantiles: Tensor, targets: Tensor, taus: Tensor, kappa:
     is a mean over i, where QR-DQN sums, so that its size does not depend on K.
     Source: Dabney et al. 2018a (QR-DQN), eq. 8 to 10; 2018b (IQN), eq. 3.
     """
-    u = targets[..., None, :] - quantiles[..., None]  # (B, K, J)
+    u = targets[..., None, :] - quantiles[..., None]  # (..., K, J)
     size = u.abs()
     if kappa > 0:
         size = torch.where(size < kappa, 0.5 * u.square() / kappa, size - 0.5 * kappa)
@@ -1295,12 +1329,15 @@ def cvar_weights(num_quantiles: int, alpha: float, dtype: torch.dtype | None = N
     K - 0.5. F^-1 is taken as linear between neighbouring quantiles; the first and the last segment
     reach on to the ends of the axis. So a CVaR may lie below the smallest quantile.
 
-    Let [a, b] be the part of the segment from k to k + 1 that lies below alpha, and let
-    m = (a + b) / 2 - k be its middle. A linear function has its mean in the middle, which is
+    Segment k runs from k to k + 1; the first begins at -0.5, and the last ends at K - 0.5. Let
+    [a, b] be the part of it that lies below x = alpha K - 0.5, and let m = (a + b) / 2 - k be the
+    middle of that part. A linear function has its mean in the middle, which is
     (1 - m) q_k + m q_{k+1}. The part's share of the integral is (b - a) / (alpha K).
 
-    alpha = 1 gives the plain mean, which is exact without the extension. Just below it the weights
-    of the first and the last quantile are larger. Raises ValueError for alpha outside [1e-3, 1].
+    For alpha = 1 all weights are 1 / K, which is the mean of the quantiles. The extension gives
+    more to the first and the last one, so the weights jump there.
+
+    Raises ValueError for alpha outside [1e-3, 1].
     Source: Rockafellar & Uryasev 2000; the interpolation is ours.
     """
     if not 1e-3 <= alpha <= 1:
@@ -1380,7 +1417,8 @@ def cvar_advantages(targets: Tensor, quantiles: Tensor, alpha: float) -> Tensor:
         nu  = VaR_alpha(Z(s_t)),  u(x) = nu + min(x - nu, 0) / alpha
         A_t = mean_j u(X_t,j) - CVaR_alpha(Z(s_t))
 
-    targets X are (T, N, J), quantiles of Z are (T, N, K). Every state is averse to the
+    targets X are (T, N, J), quantiles of Z are (T, N, K). For alpha = 1 nu is the largest target,
+    so that u(x) = x. Every state is averse to the
     tail of its own return from there on, whatever was earned before. That is not the policy
     gradient of the start state's CVaR (Tamar et al. 2015).
     Source of u: Rockafellar & Uryasev 2000. Its use state by state is ours.
@@ -1413,9 +1451,9 @@ class ValueDistribution(nn.Module):
     """The critics predict this value distribution: K quantiles at the levels `support`.
 
     A critic's outputs are K quantiles and, with `value_from` mean_head, the mean output, which is
-    V: (..., K or K + 1). They are normalised by `moments`. Values, targets and advantages are in
-    the task's units. The targets of a rollout are J equally likely samples of the return for each
-    step, (T, N, J).
+    V: (..., K or K + 1). They are normalised by `moments`, and so are the arguments of `loss`. All
+    other values, targets and advantages are in the task's units. The targets of a rollout are J
+    equally likely samples of the return for each step, (T, N, J).
     """
 
     def __init__(self, args: Args) -> None:
@@ -1425,7 +1463,7 @@ class ValueDistribution(nn.Module):
         self.register_buffer("support", quantile_midpoints(args.num_quantiles), persistent=False)
         self.num_outputs = args.num_quantiles + (args.value_from == "mean_head")
 
-    def split(self, outputs: Tensor) -> Tensors:
+    def split(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the quantiles (..., K) and the mean output (..., 0 or 1)."""
         K = len(self.support)
         return outputs.split([K, outputs.shape[-1] - K], -1)
@@ -1459,10 +1497,10 @@ class ValueDistribution(nn.Module):
         if self.args.twin_reduce == "min":
             values = self.value(outputs)
             return torch.where((values[0] <= values[1])[..., None], outputs[0], outputs[1])
-        quantiles, values = self.split(outputs)
+        quantiles, mean_outputs = self.split(outputs)
         pooled = torch.cat((*quantiles,), -1).sort(-1).values  # (..., 2 K)
         averaged = pooled.unflatten(-1, (-1, 2)).mean(-1)
-        return torch.cat((averaged, values.mean(0)), -1)
+        return torch.cat((averaged, mean_outputs.mean(0)), -1)
 
     def point_targets(self, returns: Tensor) -> Tensor:
         """Make targets that are one number for each step, from lambda-returns (T, N)."""
@@ -1491,12 +1529,13 @@ class ValueDistribution(nn.Module):
         """Take the targets into the return statistics and rescale the heads in the same moment.
 
         The running moments take in the mean of the targets. Their variance is the larger
-        one of the targets' variance and the mean of (V - mean)^2. The targets' alone would go to 0
-        where all returns are equal. Errors of V would then count as thousands of deviations.
+        one of the targets' variance and the mean of (V - mean)^2. Where all returns are equal, the
+        targets' alone would go to 0, and a small error of V would be divided by almost nothing.
 
         Decoded predictions stay what they were (PopArt, van Hasselt et al. 2016). There is one
-        exception. A std at its floor means that nothing has varied yet, as where all rewards were
-        0. Heads rescaled from there would vanish, so they stay as they are.
+        exception. Where the std is within 100 times its floor, hardly anything has varied yet, as
+        where all rewards were 0. Heads rescaled from there would vanish, so they and `outputs` stay
+        as they are.
 
         The last layers of the heads change in place. Returns `outputs` (C, T, N, K or K + 1) in
         the new units, and metrics.
@@ -1511,48 +1550,52 @@ class ValueDistribution(nn.Module):
             variance = average((targets - mean).square().mean())
             error = average((values - mean).square().mean())
             self.moments.merge(mean, torch.maximum(variance, error), weight=1)
-        moved = outputs
+        new_outputs = outputs
         if rescales:
-            moved = self.moments.normalize(decoded).to(outputs)
+            new_outputs = self.moments.normalize(decoded).to(outputs)
             for head in heads:
                 rescale_head(head[-1], old_mean, old_std, self.moments.mean, self.moments.std)
 
-        crossing = self.split(moved)[0].diff(dim=-1) < 0
-        return moved, {
+        crossing = self.split(new_outputs)[0].diff(dim=-1) < 0
+        shift = self.value(new_outputs) - values
+        return new_outputs, {
             "value/crossing_fraction": crossing.float().mean().nan_to_num(),  # 0 for K = 1
             "norm/return_mean": self.moments.mean,
             "norm/return_std": self.moments.std,
-            "norm/value_shift": (self.value(moved) - values).abs().mean(),  # 0 but for rounding
+            "norm/value_shift": shift.abs().mean(),  # rounding alone, where heads were rescaled
         }
 
     def encode_targets(self, targets: Tensor) -> Tensor:
         """Return what the loss regresses on, the samples (T, N, J), normalised."""
         return self.moments.normalize(targets).float()
 
-    def loss(self, outputs: Tensor, targets: Tensor, returns: Tensor, old: Tensor) -> Tensors:
+    def loss(
+        self, outputs: Tensor, targets: Tensor, returns: Tensor, old: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return losses of C critics, (C, ...), and 1 where value clipping moves the prediction.
 
             quantile regression on targets (..., J)  +  0.5 (V - returns)^2 with a mean output
 
-        All arguments are normalised. outputs and old are (C, ..., K or K + 1). With value clipping
+        returns are lambda-returns whatever the targets are, since V has to see what the quantiles
+        miss. All arguments are normalised. outputs and old are (C, ..., K or K + 1). With clipping
         each of the two terms is the larger one of its plain and its clipped form. Each critic is
         clipped around its own old outputs. Targets are never clipped.
         """
         args = self.args
-        quantiles, values = self.split(outputs)
+        quantiles, mean_outputs = self.split(outputs)
         loss = quantile_huber_loss(quantiles, targets, self.support, args.kappa)
-        v_loss = squared_error(values, returns)
+        v_loss = squared_error(mean_outputs, returns)
         if args.vf_clip == "none":
             return loss + v_loss, torch.zeros_like(loss)
 
-        old_quantiles, old_values = self.split(old)
+        old_quantiles, old_mean_outputs = self.split(old)
         clipped = clip_quantiles(quantiles, old_quantiles, args.vf_clip_coef, args.vf_clip)
         loss_clipped = quantile_huber_loss(clipped, targets, self.support, args.kappa)
         loss = clipped_value_loss(loss, loss_clipped)
-        clipped_values = clip_values(values, old_values, args.vf_clip_coef)
-        v_loss = clipped_value_loss(v_loss, squared_error(clipped_values, returns))
-        moved = torch.cat((clipped - quantiles, clipped_values - values), -1)
-        return loss + v_loss, (moved.abs() > 1e-6).any(-1).float()
+        clipped_means = clip_values(mean_outputs, old_mean_outputs, args.vf_clip_coef)
+        v_loss = clipped_value_loss(v_loss, squared_error(clipped_means, returns))
+        changes = torch.cat((clipped - quantiles, clipped_means - mean_outputs), -1)
+        return loss + v_loss, (changes.abs() > 1e-6).any(-1).float()
 
     def describe(self, outputs: Tensor, samples: Tensor) -> dict:
         """Describe the outputs (T, N, K or K + 1) for s_t, beside samples of the return."""
@@ -1582,8 +1625,8 @@ HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 
 def unroll_lstm(
-    lstm: nn.LSTM, inputs: Tensor, state: Tensors, episode_start: Tensor
-) -> tuple[Tensor, Tensors]:
+    lstm: nn.LSTM, inputs: Tensor, state: Sequence[Tensor], episode_start: Tensor
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Run a one-layer LSTM over a rollout whose episodes begin anywhere. This slow loop is equal:
 
         for t in range(T):
@@ -1635,11 +1678,7 @@ def unroll_lstm(
 
 
 def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias_const: float = 0.0) -> nn.Module:
-    """Give a layer orthogonal weights of gain `std` and constant biases.
-
-    The first convolution and the hidden layers of value heads get biases of 0.1. Where all inputs
-    are 0, as in a black image or in observations that never change, ReLU units would else be dead.
-    """
+    """Give a layer orthogonal weights of gain `std` and constant biases."""
     for name, parameter in layer.named_parameters():  # an LSTM has four
         if "bias" in name:
             nn.init.constant_(parameter, bias_const)
@@ -1669,7 +1708,7 @@ class Convolutions(nn.Module):
             self.layers.append(layer_init(nn.Conv2d(channels, size, kernel, stride)))
             self.layers.append(activation())
             channels = size
-        nn.init.constant_(self.layers[0].bias, 0.1)
+        nn.init.constant_(self.layers[0].bias, 0.1)  # else a black image would leave ReLUs dead
         self.num_features = self.layers(torch.zeros(1, *space.shape)).numel()
 
     def forward(self, images: Tensor) -> Tensor:
@@ -1678,7 +1717,7 @@ class Convolutions(nn.Module):
         return features.unflatten(0, images.shape[:-3])
 
     def encode(self, images: Tensor) -> Tensor:
-        """Encode (B, C, H, W) as (B, F)."""
+        """Encode (images, channels, height, width) as (images, F)."""
         pixels = images.contiguous(memory_format=self.memory_format) * self.scale  # float32
         return self.layers(pixels).flatten(1)
 
@@ -1901,7 +1940,7 @@ class Body(nn.Module):
         features, _ = unroll_lstm(self.lstm, self.encoder(obs), state.split(1), episode_start)
         return features
 
-    def step(self, obs: Tensor, state: Tensor) -> Tensors:
+    def step(self, obs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return features (N, H) of one step (N, D), and the next state.
 
         torch.lstm_cell is what nn.LSTMCell calls, here with the weights of the nn.LSTM.
@@ -1935,7 +1974,7 @@ class Agent(nn.Module):
         self.critic_heads = nn.ModuleList()
         for _ in range(args.num_critics):
             hidden = nn.Linear(args.lstm_hidden_size, args.hidden_size)
-            hidden = layer_init(hidden, bias_const=0.1)
+            hidden = layer_init(hidden, bias_const=0.1)  # else ReLUs of zeros would be dead
             output = layer_init(nn.Linear(args.hidden_size, self.value_dist.num_outputs), 0.1)
             self.critic_heads.append(nn.Sequential(hidden, ACTIVATIONS[args.activation](), output))
         self.to("cuda" if args.cuda else "cpu")
@@ -1948,7 +1987,7 @@ class Agent(nn.Module):
 
     @property
     def second_thread_pays(self) -> bool:
-        """Tell whether actor and critics train faster at once. Operations of LSTMs are long."""
+        """Tell whether training in two threads is faster. On CPUs, with an LSTM, it is."""
         return not self.args.cuda
 
     def parts(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -1957,7 +1996,7 @@ class Agent(nn.Module):
         critics = nn.ModuleList((self.critic_body, self.critic_heads))
         return [*actor.parameters()], [*critics.parameters()]
 
-    def obs_scaling(self) -> Tensors:
+    def obs_scaling(self) -> tuple[Tensor, Tensor]:
         """Return the mean that is subtracted from observations, and the factor that follows."""
         return self.obs_moments.mean.float(), (1 / self.obs_moments.std).float()
 
@@ -1994,7 +2033,7 @@ class Agent(nn.Module):
         """Return a function for acting: raw observations (N, D), state -> outputs, next state.
 
         It does what `normalize_obs` and the networks of `policy_params` do, without `action_dist`.
-        A state is (2, N, H). It serves until weights or statistics change.
+        A state is (2, N, H). Make a new policy when weights or statistics change.
         """
         encoder = in_numpy(self.actor_body.encoder)
         lstm = lstm_in_numpy(self.actor_body.lstm)
@@ -2021,7 +2060,7 @@ class Agent(nn.Module):
 
         obs are (D,) or (N, D), as `make_env` gives them. State None opens an episode. The policy's
         mode is taken if `deterministic`, otherwise a sample. Raises ValueError for observations
-        of other shapes, for those that are not finite, and for a state of another number of rows.
+        of other shapes, for those that are not finite, and for a state of the wrong shape.
         """
         rows, alone = as_rows(obs, self.observation_space)
         state = self.initial_state(len(rows)).cpu().numpy() if state is None else state
@@ -2046,10 +2085,12 @@ class Agent(nn.Module):
     ) -> tuple[np.ndarray, Tensor]:
         """Predict quantiles of the discounted return, (len(levels),) or (N, len(levels)).
 
-        Returns them and the critics' state, to hand back with the next observation. `act`
-        has a state of its own. State None opens an episode. obs are those of `act`, levels lie in
-        [0.001, 1]. The quantiles are in the task's units, but rewards of Atari games count as
-        clipped. By default they are those of lambda-returns, which vary less than returns do.
+        Returns them and the critics' state, to hand back with the next observation: a tensor
+        (2, N, H) on the agent's device. `act` has a state of its own, an array. State None opens an
+        episode. obs are those of `act`, levels lie in [0.001, 1]. The quantiles are in the task's
+        units, but rewards of Atari games count as clipped. By default they are those of
+        lambda-returns, which vary less than returns do.
+
         Raises ValueError like `act`.
         """
         check_levels(levels)
@@ -2630,8 +2671,8 @@ def describe_advantages(raw: Tensor, scaled: Tensor) -> dict[str, float]:
 
 
 def describe_update(
-    actor_rows: list[dict],
-    critic_rows: list[dict],
+    actor_metrics: list[dict],
+    critic_metrics: list[dict],
     actor_norms: list[float],
     critic_norms: list[float],
     args: Args,
@@ -2641,8 +2682,8 @@ def describe_update(
     Four are no means: the largest KL, the error of the first minibatch, and what tells of the stop.
     """
     columns = {}
-    for rows in (actor_rows, critic_rows):
-        columns |= {tag: torch.stack([row[tag] for row in rows]) for tag in rows[0]}
+    for evaluated in (actor_metrics, critic_metrics):
+        columns |= {tag: torch.stack([one[tag] for one in evaluated]) for tag in evaluated[0]}
     ratio = gather(columns.pop("policy/log_ratio").exp())  # (minibatches, B)
     kl = average(columns["policy/kl_exact"])  # (minibatches,)
     columns |= {
@@ -2655,7 +2696,7 @@ def describe_update(
     }
     return {tag: float(x.mean()) for tag, x in columns.items()} | {
         "policy/epochs_done": len(actor_norms) / args.num_minibatches,
-        "policy/stopped_early": float(len(actor_norms) < len(actor_rows)),
+        "policy/stopped_early": float(len(actor_norms) < len(actor_metrics)),
     }
 
 
@@ -4043,7 +4084,7 @@ def refuse_idle_flags(args: Args, argv: list[str]) -> None:
             found = getattr(args, need.flag)
             other = f"--{need.flag.replace('_', '-')}"
             text = f"has no effect while {other} is {found}; change that, or leave {flag} out"
-            require_flag(args, name, found != need.other_than, text)
+            require_flag(args, name, found != need.idle_at, text)
 
 
 def parse_args(argv: list[str]) -> Args:

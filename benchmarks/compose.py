@@ -34,7 +34,7 @@ QUANTILES = {  # sentences of the kind, by what they are about
     "J": "J   samples of a target distribution: 1 by default, K by SR(lambda)",
     "normalised": '"""Critics predict normalised returns (PopArt)."""',
     "targets": "J) what the value distributions learn, normalised returns",
-    "old": "K or K + 1) outputs before the update, for value clipping",
+    "old": "K or K + 1) before the update, for value clipping",
     "moving": "# 3. The return statistics move, and the value heads with them.",
 }
 ATOMS = {

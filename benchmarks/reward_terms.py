@@ -134,14 +134,14 @@ def prepare_batch(agent: TermsAgent, rollout: Any, terms: Tensor, weights: Tenso
     )
 
     targets = []
-    old_values = []
+    old_predictions = []
     normalized = []
     for r, dist in enumerate(agent.dists):
         target = dist.point_targets(returns[..., r])
         head = agent.critic_heads[r : r + 1]
         old, _ = dist.move_statistics(head, outputs[r : r + 1], target)
         targets.append(dist.encode_targets(target))
-        old_values.append(old[0])
+        old_predictions.append(old[0])
         normalized.append(dist.moments.normalize(returns[..., r]))
     batch = script.Batch(  # (T, N, ...)
         obs=obs,
@@ -151,7 +151,7 @@ def prepare_batch(agent: TermsAgent, rollout: Any, terms: Tensor, weights: Tenso
         advantages=(weights * advantages).sum(-1),
         targets=torch.stack(targets, 2),
         returns=torch.stack(normalized, 2).float(),
-        old_values=torch.stack(old_values, 2).float(),
+        old_predictions=torch.stack(old_predictions, 2).float(),
     )
     return script.Batch(*(x.flatten(0, 1) for x in batch))
 
@@ -161,7 +161,7 @@ def terms_loss(agent: TermsAgent, mb: Any, args: Any) -> tuple[Tensor, dict]:
     outputs = agent.value_outputs(mb.obs)  # (R, B, K + 1)
     losses = []
     for r, dist in enumerate(agent.dists):
-        old = mb.old_values[None, :, r]
+        old = mb.old_predictions[None, :, r]
         loss, _ = dist.loss(outputs[r : r + 1], mb.targets[:, r], mb.returns[:, r], old)
         losses.append(loss.mean())
     loss = torch.stack(losses).mean()

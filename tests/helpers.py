@@ -125,7 +125,7 @@ def value_outputs(agent: Any, mb: tuple) -> Tensor:
 
 def old_of_critics(mb: tuple) -> Tensor:
     """What to clip around with the critics' axis in front, (C, ..., one's own)."""
-    return mb.old_values.movedim(-2, 0)
+    return mb.old_predictions.movedim(-2, 0)
 
 
 def predicted_std(dist: Any, outputs: Tensor) -> float:

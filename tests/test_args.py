@@ -426,8 +426,8 @@ def test_flags_that_need_another_one(script):
     own = {"hl_gauss_sigma"} & script.Args.__dataclass_fields__.keys()
     assert needs.keys() == (NEEDED.keys() - {"hl_gauss_sigma"}) | own
     for name, need in needs.items():
-        idle = script.Args(**{need.flag: need.other_than})
-        assert getattr(idle, need.flag) == need.other_than, name  # a value that the flag can have
+        idle = script.Args(**{need.flag: need.idle_at})
+        assert getattr(idle, need.flag) == need.idle_at, name  # a value that the flag can have
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -442,7 +442,7 @@ def test_a_typed_flag_without_effect_is_refused(script, capsys, tmp_path, name, 
     flag, other = name.replace("_", "-"), need.flag.replace("_", "-")
     parts = [
         f"error: --{flag} ",
-        f": has no effect while --{other} is {need.other_than}; change that, or leave --{flag} out",
+        f": has no effect while --{other} is {need.idle_at}; change that, or leave --{flag} out",
     ]
     check_bad(script, capsys, tmp_path, " ".join(line).split(), parts)
 
@@ -472,10 +472,10 @@ def test_a_typed_flag_with_an_effect_is_taken(script, monkeypatch, name, form):
     need = extras_of(script, script.Needs)[name]
     word, value = typed(script, name, form)
     args = script.parse_args(f"{NEEDED[name][1]} {word}".split())
-    assert getattr(args, need.flag) != need.other_than
+    assert getattr(args, need.flag) != need.idle_at
     assert getattr(args, name) == value
-    idle = script.Args(**{need.flag: need.other_than, name: value})
-    assert (getattr(idle, need.flag), getattr(idle, name)) == (need.other_than, value)
+    idle = script.Args(**{need.flag: need.idle_at, name: value})
+    assert (getattr(idle, need.flag), getattr(idle, name)) == (need.idle_at, value)
 
 
 def test_a_flag_that_is_not_typed_may_be_without_effect(script):

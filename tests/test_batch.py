@@ -509,7 +509,7 @@ def test_rewards_times_ten_leave_the_normalised_problem_as_it_is(script):
         rollout = roll(run)
         run.rollout = rollout._replace(rewards=scale * rollout.rewards)
         batches.append(prepare_rollout(run)[0])
-    for name in ("targets", "old_values"):
+    for name in ("targets", "old_predictions"):
         one, two = (getattr(batch, name) for batch in batches)
         assert_close(one, two, rtol=1e-4, atol=1e-4)
     one, two = (batch.advantages for batch in batches)  # these are in the task's units
@@ -541,7 +541,7 @@ def test_the_first_rollouts_know_no_units(script, monkeypatch, value_from, scale
     batches = [first_batches(script, monkeypatch, s, value_from) for s in (1.0, scale)]
     for one, two in zip(*batches):
         assert_close(two.advantages / scale, one.advantages, rtol=1e-3, atol=1e-4)
-        for name in ("targets", "old_values", "returns"):
+        for name in ("targets", "old_predictions", "returns"):
             expected = getattr(one, name)
             assert_close(getattr(two, name), expected, rtol=1e-3, atol=1e-4, msg=name)
             assert expected.std() > 0.01
@@ -790,7 +790,7 @@ def test_the_risk_term_reaches_the_policy_and_not_the_critics(script):
     assert (neutral - careful).abs().max() > 1
     for weight in (0.4, 1.0):
         assert torch.equal(batches[weight].targets, batches[0.0].targets)
-        assert torch.equal(batches[weight].old_values, batches[0.0].old_values)
+        assert torch.equal(batches[weight].old_predictions, batches[0.0].old_predictions)
 
 
 def test_sr_lambda_trains_on_its_samples(script):

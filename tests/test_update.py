@@ -179,8 +179,8 @@ def run(script, value_from):
     run = make_run(script, "VectorMultiDiscrete", learning_rate=1e-2, value_from=value_from)
     prepare(run)
     prepare(run)
-    old = run.batch.old_values
-    run.batch = run.batch._replace(old_values=old + 0.3 * torch.randn_like(old))
+    old = run.batch.old_predictions
+    run.batch = run.batch._replace(old_predictions=old + 0.3 * torch.randn_like(old))
     return run
 
 
@@ -449,10 +449,10 @@ def test_each_critic_is_clipped_around_its_own_old_values(run):
     """Other old values of critic 2: its loss changes, that of critic 1 does not by a bit."""
     run.args.vf_clip = "mean_only"
     mb, agent = moved(run)
-    old = mb.old_values.clone()
+    old = mb.old_predictions.clone()
     old[..., 1, :] += 2
     _, one = run.script.value_loss(agent, mb, run.args)
-    _, two = run.script.value_loss(agent, mb._replace(old_values=old), run.args)
+    _, two = run.script.value_loss(agent, mb._replace(old_predictions=old), run.args)
     assert torch.equal(one["twin/loss_1"], two["twin/loss_1"])
     assert not torch.equal(one["twin/loss_2"], two["twin/loss_2"])
 
@@ -981,7 +981,7 @@ def test_no_output_is_left_behind_by_the_scale(script, value_from):
     roll(run)
     for _ in range(150):
         batch, _, _ = prepare_rollout(run)
-    assert batch.old_values.abs().max() < 20
+    assert batch.old_predictions.abs().max() < 20
 
 
 def test_what_is_not_finite_is_raised_ahead_of_the_kl_stop(script, monkeypatch):
