@@ -57,8 +57,10 @@ LOST = THRESHOLDS | {"PendulumNoVel-v1": -300}  # an evaluation below this is a 
 # Texts that --variant exchanges, for what no flag can turn.
 VARIANTS = {
     "critics_run_on": (  # the KL stop ends the actor's loop alone
-        "zip(iter(tickets.get, None), batches)",
-        "enumerate(batches)",
+        """        if tickets.get() is None:  # the actor has stopped
+            break
+""",
+        "",
     ),
     "soft_rate": (  # the actor's rate falls only where the std is below a third of the running one
         "sqrt().nan_to_num(1.0).clamp(max=1)",
