@@ -359,7 +359,7 @@ class MachineArgs:
     """Use deterministic cuDNN kernels. Runs on the CPU repeat exactly in any case."""
     async_envs: bool = False
     """Step environments in other processes, in equal shares and at most one process for each core.
-    It pays for slow simulators."""
+    It pays for slow simulators. A program of your own needs its main guard (__name__)."""
     torch_threads: Count = 1
     """CPU threads of torch. One is the fastest for small networks."""
     compile: bool = False
@@ -2153,7 +2153,7 @@ def misfit_of_one(space: gym.Space, value: Any) -> str:
         return "" if value in space else f"is {value!r:.100}"
     try:
         array = np.asarray(value)
-    except (ValueError, RuntimeError) as error:  # of parts that differ in length, or a torch tensor
+    except (ValueError, RuntimeError, TypeError) as error:  # ragged parts, tensors of a GPU
         return f"is no array ({error})"
     if array.shape != space.shape:
         return f"has the shape {array.shape}"
@@ -2318,6 +2318,15 @@ def refuse_old_atari(env: gym.Env, args: Args) -> None:
     raise UsageError(f"--env-id {args.env_id}: {text}; use ale_py:ALE/{game}-v5")
 
 
+def check_spaces(env: gym.Env, args: Args) -> None:
+    """Raise `UsageError` for a task that has no spaces, or has those of old gym."""
+    for name in ("observation_space", "action_space"):
+        found = getattr(env, name, None)
+        if not isinstance(found, gym.Space):
+            text = f"its {name} is {found!s:.100} of {type(found).__module__}"
+            raise UsageError(f"--env-id {args.env_id}: {text}; it must be of gymnasium.spaces")
+
+
 def make_env(args: Args, **options: Any) -> gym.Env:
     """Make one environment that shows images, channels first, or float32 vectors.
 
@@ -2352,6 +2361,7 @@ def make_env(args: Args, **options: Any) -> gym.Env:
             text += " A task of your own is named module:id"
         raise UsageError(f"--env-id {args.env_id}: {text}") from error
 
+    check_spaces(env, args)
     space = env.observation_space
     if channel_axis(space) is None:
         see, seen = vector_view(space, args, hidden)
@@ -2388,7 +2398,7 @@ class EnvsInProcesses(gym.vector.VectorEnv):
         self.num_envs = num_envs
         self.single_observation_space = observation_space
         self.single_action_space = action_space
-        most = max(1, usable_cores() // WORLD_SIZE)
+        most = max(1, usable_cores() // processes_here())
         processes = max(n for n in range(1, most + 1) if num_envs % n == 0)
         self.size = num_envs // processes  # of a group
         firsts = range(RANK * num_envs, (RANK + 1) * num_envs, self.size)
@@ -2724,9 +2734,16 @@ def start(args: Args) -> tuple[Run, Agent, Optimizers, gym.vector.VectorEnv]:
     check_compiler(args)
     here = Path.cwd()  # a task may change the working directory
     envs, eval_env = open_environments(args)
-    agent = make_agent(envs, args, here)
-    optimizers = make_optimizers(agent, args)
-    return Run(args, agent, optimizers, envs, eval_env, here), agent, optimizers, envs
+    try:
+        agent = make_agent(envs, args, here)
+        optimizers = make_optimizers(agent, args)
+        run = Run(args, agent, optimizers, envs, eval_env, here)
+    except BaseException:
+        for env in (envs, eval_env):
+            if env is not None:
+                close_quietly(env)
+        raise
+    return run, agent, optimizers, envs
 
 
 def check_compiler(args: Args) -> None:
@@ -2736,7 +2753,8 @@ def check_compiler(args: Args) -> None:
     try:
         compiled(torch.neg)(torch.ones(1, device="cuda" if args.cuda else "cpu"))
     except Exception as error:  # torch raises it from many layers
-        text = "it needs g++ and the torch of requirements.txt; install them or leave it out"
+        needed = "g++, Python.h (of python3-dev) and the torch of requirements.txt"
+        text = f"it needs {needed}; install them or leave it out"
         raise UsageError(f"--compile: {text}") from error
 
 
@@ -2777,6 +2795,7 @@ def open_environments(args: Args) -> tuple[gym.vector.VectorEnv, gym.Env | None]
     except UsageError as error:
         if eval_env is None:
             raise
+        close_quietly(eval_env)
         text = "evaluations have one environment more; --eval-episodes 0 does without"
         raise UsageError(f"{error}; {text}") from error
 
@@ -3008,28 +3027,35 @@ class Run:
         self.status = StatusLine()
         self.warned = False
 
+        self.writer: SummaryWriter | None = None  # of the first process
         if args.resume:
             self.directory = (here / expanded(args.resume)).resolve()
-            self.keep_others_out()
-            self.take_up()
-            if RANK == 0:
-                rewrite_origin(self.directory, args)
         else:
             self.directory = gather_objects(make_run_dir(args, here) if RANK == 0 else None)[0]
-            self.keep_others_out()
+        self.keep_others_out()
+        try:
+            self.begin()
+        except BaseException:
+            self.let_others_in()
+            raise
 
-        size = " x ".join(map(str, agent.obs_shape))
-        seen = f"images, {size}" if agent.sees_images else f"vectors of {size}"
-        facts = [f"{args.env_id}: networks see {seen}", f"actions {agent.action_dist.space!s:.100}"]
+    def begin(self) -> None:
+        """Take up the run to resume, say what is run, and open the log."""
+        args = self.args
+        if args.resume:
+            self.take_up()
+            if RANK == 0 and self.step < self.total_steps:  # a finished run keeps its origin
+                rewrite_origin(self.directory, args)
+
+        size = " x ".join(map(str, self.agent.obs_shape))
+        seen = f"images, {size}" if self.agent.sees_images else f"vectors of {size}"
+        actions = f"{self.agent.action_dist.space!s:.100}"
+        facts = [f"{args.env_id}: networks see {seen}", f"actions {actions}"]
         if args.preset:
             facts.append(f"preset {' '.join(args.preset)}")
         self.say("; ".join([*facts, f"logging to {self.directory}"]))
-
-        self.writer = None
-        if RANK == 0:  # what a resumed run wrote beyond its checkpoint is dropped
-            purge_step = self.step + 1 if args.resume else None
-            self.writer = SummaryWriter(str(self.directory), purge_step=purge_step)
-            self.log_flags()
+        if RANK == 0:
+            self.open_log()
 
     def __enter__(self) -> Run:
         if threading.current_thread() is threading.main_thread():
@@ -3224,6 +3250,7 @@ class Run:
     def log(self, metrics: dict, step: int, histograms: bool = True) -> None:
         """Write scalars, in one event, and tensors with axes as histograms, with descriptions."""
         if self.writer is None:
+            self.logged |= {tag: float(x) for tag, x in metrics.items() if is_scalar(x)}
             return
         entries = Summary()
         for tag, value in metrics.items():
@@ -3252,6 +3279,18 @@ class Run:
             self.log(charts, step)
             self.recent_returns.append(episode_return)
         del self.recent_returns[:-100]
+
+    def open_log(self) -> None:
+        """Open TensorBoard's log. What a resumed run wrote beyond its checkpoint is dropped.
+
+        Raises `UsageError` where nothing can be written.
+        """
+        purge_step = self.step + 1 if self.args.resume else None
+        try:
+            self.writer = SummaryWriter(str(self.directory), purge_step=purge_step)
+            self.log_flags()
+        except OSError as error:
+            raise UsageError(f"{self.directory}: {error}; no log can be written") from error
 
     def log_flags(self) -> None:
         """Write the flags for TensorBoard's table of runs."""
@@ -3323,13 +3362,13 @@ class Run:
     def keep_others_out(self) -> None:
         """Lock the directory: two processes that write one run would spoil it.
 
-        A process that dies leaves no lock. Some platforms and disks have none at all. Raises
-        `UsageError` where another process has it.
+        A process that dies leaves no lock, but for one that its forks still hold. Some platforms
+        and disks have none at all. Raises `UsageError` where another process has it.
         """
         if RANK > 0 or fcntl is None:
             return
         descriptor = os.open(self.directory, os.O_RDONLY)
-        self.let_others_in = weakref.finalize(self, os.close, descriptor)
+        self.let_others_in = weakref.finalize(self, unlock, descriptor)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -3389,6 +3428,13 @@ class Run:
         self.unused_envs = list(self.envs.envs)
         self.envs.envs = envs
         return ""
+
+
+def unlock(descriptor: int) -> None:
+    """Give a lock back, also for copies of the descriptor that a fork has made."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 class EnvPickler(cloudpickle.Pickler):
@@ -3495,10 +3541,11 @@ def make_run_dir(args: Args, here: Path = Path()) -> Path:
     name = f"{task}__{args.exp_name}__s{args.seed}__{time.strftime('%m%d-%H%M%S')}"
     top = (here / expanded(args.run_dir)).resolve()
     try:
+        top.mkdir(parents=True, exist_ok=True)
         for number in count(1):
             path = top / (name if number == 1 else f"{name}-{number}")
             with contextlib.suppress(FileExistsError):
-                path.mkdir(parents=True)
+                path.mkdir()
                 write_origin(path, args)
                 return path
     except OSError as error:
@@ -3647,7 +3694,7 @@ def expanded(path: str | Path) -> Path:
 def checkpoint_path(path: str | Path) -> Path:
     """Return the path of a checkpoint, which may be that of a run directory."""
     path = expanded(path).resolve()
-    return path / "checkpoint.pt" if path.is_dir() else path
+    return path / "checkpoint.pt" if os.path.isdir(path) else path  # which raises nothing
 
 
 # ------------------------------------------------------------------------------------- evaluation
@@ -3743,7 +3790,11 @@ def make_eval_env(args: Args) -> gym.Env:
         if frame.dtype != np.uint8:
             raise ValueError(f"frames are of {frame.dtype}, not bytes")
     except Exception as error:  # a renderer may raise anything
-        close_quietly(make_env(args))  # raises what is not the film's fault
+        unfilmed = make_env(args)
+        try:
+            unfilmed.reset(seed=0)  # making and resetting raise what is not the film's fault
+        finally:
+            close_quietly(unfilmed)
         remedy = "needs moviepy (pip install moviepy) and a task that renders rgb_array"
         raise UsageError(f"--capture-video: {str(error) or repr(error)}; {remedy}") from error
     return env
@@ -3765,6 +3816,11 @@ def follow_robot(env: gym.Env) -> None:
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE") or 1)
 RANK = int(os.environ.get("RANK") or 0) if WORLD_SIZE > 1 else 0
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK") or 0) if WORLD_SIZE > 1 else 0  # in its machine
+
+
+def processes_here() -> int:
+    """Return the number of the run's processes on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or WORLD_SIZE)
 
 
 class OtherProcessEnded(RuntimeError):
@@ -3888,13 +3944,15 @@ def check_flags(args: Args) -> None:
 
     gpu = torch.cuda.is_available() or not args.cuda
     require_flag(args, "cuda", gpu, "torch sees no GPU; leave it out")
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)  # of this machine
+    processes = processes_here()
     gpus = torch.cuda.device_count()
     enough = not args.cuda or processes <= max(gpus, 1)
     text = f"{processes} processes need a GPU each, and torch sees {gpus}; start fewer processes"
     require_flag(args, "cuda", enough, text)
 
-    found = not args.resume or expanded(args.resume).is_dir()
+    there = not args.async_envs or "forkserver" in multiprocessing.get_all_start_methods()
+    require_flag(args, "async_envs", there, "this system has no forkserver; leave it out")
+    found = not args.resume or os.path.isdir(expanded(args.resume))
     require_flag(args, "resume", found, "is not a run directory")
     alone = not (args.evaluate and args.resume)
     require_flag(args, "evaluate", alone, "excludes --resume")
@@ -4003,7 +4061,10 @@ def parse_args(argv: list[str]) -> Args:
     names = [name for names in given.preset for name in names]
     path = given.evaluate if given.resume is None else given.resume
     if path is None:
-        return parse_flags(argv, preset_flags(names))
+        args = parse_flags(argv, preset_flags(names))
+        acts = "critics" not in names or bool(args.init_from)
+        require_flag(args, "init_from", acts, "--preset critics needs the run whose policy acts")
+        return args
     if names:
         raise UsageError(f"--preset {' '.join(names)}: a stored run has flags of its own")
 
@@ -4017,16 +4078,14 @@ def parse_args(argv: list[str]) -> Args:
 
 def require_stored_flags(args: Args, stored: Args, path: str) -> None:
     """Raise `UsageError` where a flag differs from that of a stored run, and may not."""
-    free = (
-        "total_timesteps eval_episodes eval_every eval_sampled capture_video checkpoint_every "
-        "save_envs torch_threads resume evaluate"
-    )
+    free = "eval_episodes eval_sampled capture_video torch_threads"
+    if not args.evaluate:
+        free = f"total_timesteps {free} eval_every checkpoint_every save_envs"
     before = asdict(stored)
     changed = {name for name, value in asdict(args).items() if value != before[name]}
-    names = ", ".join(sorted(changed - set(free.split())))
+    names = ", ".join(sorted(changed - {*free.split(), "resume", "evaluate"}))
     if names:
-        may = free.removesuffix(" resume evaluate")
-        raise UsageError(f"{names}: not as in {path}; only these may differ: {may}")
+        raise UsageError(f"{names}: not as in {path}; only these may differ: {free}")
     least = stored.total_timesteps
     fewer = args.total_timesteps < least
     require_flag(args, "total_timesteps", not fewer, f"must not be below the run's, {least}")
@@ -4038,6 +4097,8 @@ def evaluate_stored(args: Args) -> None:
     path = checkpoint_path(args.evaluate).resolve()  # a task may change the working directory
     saved, _ = read_checkpoint(path)
     step = saved["global_step"]
+    writable = os.access(path.parent, os.W_OK) or not args.capture_video
+    require_flag(args, "capture_video", writable, f"{path.parent} cannot be written to")
     tell(f"{args.env_id}: {path} after {step:,} steps")
 
     env = make_eval_env(args)
@@ -4076,8 +4137,16 @@ def until_nobody_reads() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is not out yet
         sys.exit(0)
+
+
+def flush_output() -> None:
+    """Flush what was printed. Where nobody reads it, Python's own flush would end with code 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def main(argv: list[str]) -> None:
@@ -4115,4 +4184,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    finally:
+        flush_output()

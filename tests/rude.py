@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 import time
+from types import SimpleNamespace
 from typing import ClassVar
 
 import gymnasium as gym
@@ -208,6 +209,29 @@ class Display(Walk):
         self.shut.append(self)
 
 
+class Spaceless(gym.Env):
+    """Its author forgot the spaces."""
+
+    def reset(self, *, seed=None, options=None):
+        """Open an episode."""
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), {}
+
+
+class Foreign(Spaceless):
+    """Its spaces are of another library, and look alike."""
+
+    observation_space = action_space = SimpleNamespace(shape=(4,), dtype=np.float32)
+
+
+class Lost(Rude):
+    """It renders, but it cannot be reset."""
+
+    def reset(self, *, seed=None, options=None):
+        """Fail."""
+        raise RuntimeError("the map is lost")
+
+
 class Mover(Walk):
     """It works in another directory from the moment it is made."""
 
@@ -239,7 +263,10 @@ class Sleeper(Walk):
 
 
 gym.register("Rude-v0", Rude)
-for probe in (OldStep, OldReset, OldSeed, Exit, Torch, Single, Display, Sleeper, Mover, Dier):
+for probe in (
+    OldStep, OldReset, OldSeed, Exit, Torch, Single, Display, Sleeper, Mover, Dier, Spaceless,
+    Foreign, Lost,
+):  # fmt: skip
     gym.register(f"{probe.__name__}-v0", probe)
 for kind in MISFITS:
     gym.register(f"{kind}-v0", Misfit, kwargs={"kind": kind})

@@ -447,6 +447,19 @@ def test_a_typed_flag_without_effect_is_refused(script, capsys, tmp_path, name, 
     check_bad(script, capsys, tmp_path, " ".join(line).split(), parts)
 
 
+def test_a_system_without_forkserver_steps_in_one_process(script, monkeypatch, capsys, tmp_path):
+    """As Windows is."""
+    monkeypatch.setattr(script.multiprocessing, "get_all_start_methods", lambda: ["spawn"])
+    parts = ["error: --async-envs True: this system has no forkserver; leave it out"]
+    check_bad(script, capsys, tmp_path, ["--async-envs"], parts)
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--evaluate", "--init-from"])
+def test_a_path_that_no_disk_can_have_costs_one_line(script, capsys, tmp_path, flag):
+    """Longer than names may be: the system raises even when it is asked whether it is there."""
+    check_bad(script, capsys, tmp_path, [flag, "a" * 300], ["error: ", "aaa"])
+
+
 def test_processes_of_a_machine_need_a_gpu_each(script, monkeypatch, capsys, tmp_path):
     """Two processes with one GPU are refused, and with two GPUs, or without --cuda, they are not.
 
@@ -812,6 +825,7 @@ def test_a_preset_is_its_long_line(script, tmp_path, name):
         ("--preset averse averse", "--preset averse: is given twice"),
         ("--preset critics atari", "--preset atari: stands behind critics, whose flags it would"),
         ("--preset averse --preset calibrated", "is given twice; name all after one --preset"),
+        ("--preset critics", "--init-from : --preset critics needs the run whose policy acts"),
         ("--preset averse --resume RUN", "--preset averse: a stored run has flags of its own"),
         ("--preset averse --evaluate RUN", "--preset averse: a stored run has flags of its own"),
     ],

@@ -131,6 +131,31 @@ def test_a_mistake_of_the_task_is_not_the_films(script, capsys):
     code, _, err = run_main(script, capsys, line)
     assert code == 2
     assert err.startswith("error: --env-id probes:Nothing-v0: ")
+    code, _, err = run_main(script, capsys, ["--env-id", "rude:Lost-v0", "--capture-video"])
+    assert code == 1
+    assert "RuntimeError: the map is lost" in err
+    assert "moviepy" not in err.splitlines()[-1]
+
+
+def test_a_film_needs_a_place(script, tmp_path, capsys, monkeypatch):
+    """Someone else's run is evaluated, but not filmed into its folder."""
+    directory = script.train(small_args(script, "Walk", run_dir=str(tmp_path)))["run_dir"]
+    monkeypatch.setattr(script.os, "access", lambda path, mode: False)
+    line = ["--evaluate", directory]
+    code, _, err = run_main(script, capsys, [*line, "--capture-video"])
+    assert code == 2
+    assert err == f"error: --capture-video True: {directory} cannot be written to\n"
+    assert run_main(script, capsys, line)[0] == 0
+
+
+def test_flags_without_effect_on_an_evaluation_are_refused(script, tmp_path, capsys):
+    """They would change training alone, and none takes place."""
+    directory = script.train(small_args(script, "Walk", run_dir=str(tmp_path)))["run_dir"]
+    more = "--total-timesteps 960 --eval-every 3 --checkpoint-every 7 --save-envs never"
+    code, _, err = run_main(script, capsys, ["--evaluate", directory, *more.split()])
+    assert code == 2
+    assert err.startswith("error: checkpoint_every, eval_every, save_envs, total_timesteps: not as")
+    assert run_main(script, capsys, ["--evaluate", directory, "--eval-sampled"])[0] == 0
 
 
 def test_a_renderer_that_breaks_later(script, capsys, tmp_path, monkeypatch):

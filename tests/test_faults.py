@@ -256,7 +256,7 @@ def test_an_unwritable_run_dir_costs_one_line(script, monkeypatch, capsys, tmp_p
     line = ["--run-dir", str(tmp_path / "file")]
     code, _, err = run_main(script, capsys, words(args) + line)
     assert code == 2
-    for part in ("--run-dir", str(tmp_path / "file"), "Not a directory", "choose another"):
+    for part in ("--run-dir", str(tmp_path / "file"), "File exists", "choose another"):
         assert part in err
 
     def refuse(path, *args, **kwargs):
@@ -290,18 +290,41 @@ def test_a_full_disk_at_the_start_costs_one_line(script, monkeypatch, capsys, tm
 
 def test_a_run_that_cannot_be_written_to_is_not_resumed(script, monkeypatch, capsys, tmp_path):
     """One line; flags and source of the old start stay as they were."""
-    directory = Path(script.train(flags_for(script, tmp_path, "VectorBox"))["run_dir"])
+    args = flags_for(script, tmp_path, "VectorBox")
+    directory = Path(script.train(args)["run_dir"])
     before = {path: path.read_bytes() for path in directory.iterdir()}
+    line = ["--resume", str(directory), "--total-timesteps", str(2 * args.total_timesteps)]
 
     def refuse(path, content):
         raise OSError(30, "Read-only file system", str(path))
 
-    monkeypatch.setattr(Path, "write_bytes", refuse)
-    code, _, err = run_main(script, capsys, ["--resume", str(directory)])
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", refuse)
+        code, _, err = run_main(script, capsys, line)
     assert code == 2
     assert err.startswith(f"error: --resume {directory}: [Errno 30] Read-only file system")
     assert err.endswith("the run was not resumed\n")
     assert {path: path.read_bytes() for path in directory.iterdir()} == before
+
+    def refuse_log(path, **options):
+        raise OSError(30, "Read-only file system", path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "SummaryWriter", refuse_log)
+        code, _, err = run_main(script, capsys, line[:2])
+    assert code == 2
+    assert err.startswith(f"error: {directory}: [Errno 30] Read-only file system")
+    assert err.endswith("no log can be written\n")
+    assert run_main(script, capsys, line)[0] == 0  # neither start has left its lock
+
+
+def test_a_finished_run_keeps_its_origin(script, monkeypatch, capsys, tmp_path):
+    """A later commit that only looks at it did not make its numbers."""
+    directory = Path(script.train(flags_for(script, tmp_path, "VectorBox"))["run_dir"])
+    before = (directory / "args.json").read_bytes()
+    monkeypatch.setattr(script, "commit_of", lambda folder: "another")
+    assert run_main(script, capsys, ["--resume", str(directory)])[0] == 0
+    assert (directory / "args.json").read_bytes() == before
 
 
 def test_a_log_that_cannot_be_closed_hides_no_fault(script, monkeypatch, tmp_path):

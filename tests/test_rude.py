@@ -197,6 +197,31 @@ def test_the_interface_of_old_gym_is_named(script, capsys, name, named):
     assert f"--env-id rude:{name}-v0: {named}, as gymnasium asks" in err
 
 
+@pytest.mark.parametrize(
+    ("name", "found"), [("Spaceless", "None of builtins"), ("Foreign", "dtype=<class")]
+)
+def test_spaces_are_of_gymnasium(script, capsys, name, found):
+    """A task without any, or with those of old gym, is told so."""
+    code, _, err = run_main(script, capsys, words(task(script, name)))
+    assert code == 2
+    assert err.count("\n") == 1
+    assert f"--env-id rude:{name}-v0: its observation_space is " in err
+    assert found in err
+    assert err.endswith("it must be of gymnasium.spaces\n")
+
+
+def test_a_part_that_is_no_array_is_not_lacking(script):
+    """A tensor of a GPU in a dictionary cannot be turned into an array."""
+
+    class Far:
+        def __array__(self, *inputs, **options):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    space = gym.spaces.Dict({"place": gym.spaces.Box(-1, 1, (2,))})
+    found = script.misfit(space, {"place": Far()})
+    assert found.startswith("observation['place'] is no array (can't convert cuda:0")
+
+
 def test_a_task_that_exits_ends_no_run_well(script, capsys):
     """It is a fault like others: exit code 1, not the task's 0."""
     code, _, err = run_main(script, capsys, words(task(script, "Exit")))
@@ -215,8 +240,7 @@ def test_a_simulator_that_exists_once(script, capsys, monkeypatch):
     assert err.count("\n") == 1
     assert "the licence is for one simulator; evaluations have one environment more" in err
     assert "--eval-episodes 0" in err
-    monkeypatch.setattr(Single, "alive", [])
-    code, out, err = run_main(script, capsys, [*line, "--eval-episodes", "0"])
+    code, out, err = run_main(script, capsys, [*line, "--eval-episodes", "0"])  # none is left open
     assert code == 0, err
     assert "evaluation" not in out
     assert "96 of 96 steps" in out
@@ -499,6 +523,31 @@ def test_a_closed_terminal_ends_the_run_with_a_checkpoint(tmp_path):
     assert asked.rstrip() == "stopping after this iteration; press again to kill"
     assert stopped_at.startswith("stopped after ")
     assert f"--resume {path.parent}" in err
+
+
+@pytest.mark.slow
+def test_a_run_whose_output_nobody_reads_ends_well(somewhere):
+    """As in `| head -1`: the exit code is that of the run, not Python's 120."""
+    import distributional_ppo_categorical as script
+
+    flags = "--total-timesteps 512 --eval-episodes 1 --save-envs never"
+    program = [sys.executable, script.__file__, *flags.split()]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(program, cwd=somewhere, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_nobody_reads_is_dropped(script, monkeypatch):
+    """A stream that cannot be flushed leads to nowhere from then on."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stream:
+        stream.write("more")
+        monkeypatch.setattr(sys, "stdout", stream)
+        script.flush_output()
+        monkeypatch.undo()  # closing the stream flushes it again
 
 
 def test_nohup_is_respected(script, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import random
 import signal
@@ -191,6 +192,28 @@ def test_scalars_are_written_and_remembered_tensors_with_axes_are_histograms(beg
     assert all(type(value) is float for value in run.logged.values())
     run.log({"a": 1.0, "c": metrics["c"]}, 8, histograms=False)
     assert (len(writer.histograms), run.logged["a"]) == (1, 1.0)
+
+
+def test_all_processes_know_the_metrics(begin):
+    """Those without a log remember them as well: `train` returns them."""
+    run = begin()
+    writer, run.writer = run.writer, None
+    run.log({"a": torch.tensor(2.0), "b": 3, "many": torch.zeros(4)}, 1)
+    run.writer = writer
+    assert run.logged == {"a": 2.0, "b": 3.0}
+
+
+def test_a_lock_ends_with_its_run_whatever_was_forked(script, tmp_path):
+    """A copy of the descriptor, as a fork of the task has it, holds nothing back."""
+    fcntl = pytest.importorskip("fcntl")
+    first = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(first, fcntl.LOCK_EX)
+    copy = os.dup(first)
+    script.unlock(first)
+    other = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(other)
+    os.close(copy)
 
 
 def test_an_episode_is_written_at_the_step_it_ended(begin):

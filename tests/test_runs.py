@@ -314,6 +314,18 @@ def test_there_are_no_more_processes_than_cores(script, monkeypatch, cores, size
     assert {size for *_, size in made} == {sizes}
 
 
+def test_processes_of_other_machines_take_no_cores(script, monkeypatch):
+    """Four processes on two machines of four cores: two of them share these, so each has two."""
+    made = []
+    monkeypatch.setattr(gym.vector, "AsyncVectorEnv", lambda makers, **options: made.extend(makers))
+    monkeypatch.setattr(script, "usable_cores", lambda: 4)
+    args = small_args(script, "Counter", async_envs=True, num_envs=8, num_minibatches=1)
+    monkeypatch.setattr(script, "WORLD_SIZE", 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    script.make_envs(args)
+    assert len(made) == 2
+
+
 @with_one_script
 def test_groups_draw_numbers_of_their_own(script, monkeypatch):
     """For tasks that draw from the generators of Python, NumPy and torch, in other processes."""
