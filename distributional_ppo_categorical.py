@@ -24,7 +24,7 @@ These things differ most from other PPO scripts:
                          and `averse` learn the distribution of the return itself. By default V
                          is its mean plus a correction, the mean output (`--value-from`). With
                          `--cvar-weight` the policy learns from the tail of the distribution.
-    Two critics          Two value heads predict the return, and V is the smaller one of theirs.
+    Two critics          Two value heads predict the return. V is the smaller of their values.
     Normalised returns   Critics predict returns minus a running mean, divided by a running std.
                          Advantages are normalised once for a rollout, not for each minibatch.
     Apart                Actor and critics share no parameter. Each has its loss and its Adam.
