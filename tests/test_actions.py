@@ -253,3 +253,9 @@ def test_actions_in_two_dimensions_have_their_place_and_start(script):
     actions = dist.to_env(dist.sample(np.zeros((300, dist.num_outputs), np.float32), noise))
     assert all(space.contains(action) for action in actions)
     assert (actions.min(0) == space.start).all()
+
+
+def test_a_box_of_whole_numbers_is_refused(script):
+    """Samples of a Gaussian are none."""
+    with pytest.raises(script.UsageError, match="its actions are Box"):
+        script.make_action_dist(gym.spaces.Box(0, 9, (2,), np.int64), script.Args())

@@ -345,6 +345,7 @@ def test_sizes_follow_a_changed_field(script):
     assert args.is_atari
 
 
+@with_both_scripts
 def test_a_changed_field_is_looked_at_when_the_run_starts(script, tmp_path):
     """Ours: a value that cannot work is refused then, ahead of anything written."""
     for name, value in (("gamma", 2.0), ("num_minibatches", 5), ("norm_obs", 1)):
@@ -353,6 +354,51 @@ def test_a_changed_field_is_looked_at_when_the_run_starts(script, tmp_path):
         with pytest.raises(script.UsageError, match=f"^--{name.replace('_', '-')} {value}: "):
             script.train(args)
     assert not (tmp_path / "runs").exists()
+
+
+@with_both_scripts
+@pytest.mark.parametrize(
+    ("flags", "processes", "said"),
+    [
+        ({"num_envs": 1, "num_steps": 1, "num_minibatches": 1}, 1, "--num-steps 1: a rollout"),
+        ({"total_timesteps": 47}, 1, "--total-timesteps 47: must be at least one rollout"),
+        ({}, 3, "--num-envs 4: must be a multiple of the 3 processes"),
+        ({"num_minibatches": "all"}, 2, "--num-minibatches"),
+    ],
+)
+def test_sizes_that_do_not_fit(script, monkeypatch, flags, processes, said):
+    """Steps of a rollout, rollouts of a run, environments and minibatches of each process."""
+    if flags.get("num_minibatches") == "all":  # which would fit one process, but not two
+        flags = {"num_minibatches": 4 if "lstm" in script.__name__ else 16}
+        small_args(script, "Counter", **flags)
+    monkeypatch.setattr(script, "WORLD_SIZE", processes)
+    with pytest.raises(script.UsageError) as found:
+        small_args(script, "Counter", **flags)
+    assert str(found.value).startswith(said)
+
+
+@with_both_scripts
+def test_the_defaults_are_those_that_were_tuned(script):
+    """Those of the algorithm. Rows and tables are of these."""
+    recurrent = "lstm" in script.__name__
+    expected = {
+        "num_envs": 8, "num_steps": 64, "hidden_size": 64, "activation": "relu", "norm_obs": True,
+        "log_std_init": 0.0, "learning_rate": 1e-3 if recurrent else 1.5e-3, "anneal_lr": True,
+        "gamma": 0.99, "gae_lambda": 0.9 if recurrent else 0.95, "num_minibatches": 2,
+        "update_epochs": 8, "norm_adv": True, "norm_adv_memory": 100, "clip_coef": 0.2,
+        "ent_coef": 0.0, "ent_coef_final": None, "min_entropy_penalty": 0.0, "max_grad_norm": 0.5,
+        "target_kl": None, "critic_learning_rate": None, "num_critics": 2,
+        "value_from": "mean_head", "twin_reduce": "min", "norm_returns": True,
+        "norm_returns_memory": 10 if recurrent else 100, "vf_clip": "none", "vf_clip_coef": 0.2,
+        "value_target": "lambda_return", "cvar_alpha": 0.05, "cvar_weight": 0.0,
+        "eval_episodes": 50,
+    }  # fmt: skip
+    if recurrent:
+        expected |= {"lstm_hidden_size": 64, "seq_len": 0, "num_quantiles": 32, "kappa": 0.05}
+    else:
+        expected |= {"num_atoms": 51, "v_min": -5.0, "v_max": 5.0, "hl_gauss_sigma": 0.75}
+        expected |= {"target_encoding": "hl_gauss"}
+    assert {name: getattr(script.Args(), name) for name in expected} == expected
 
 
 def test_sequence_sizes():

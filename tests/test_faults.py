@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import os
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -427,3 +431,65 @@ def test_an_opening_observation_is_looked_at_before_anyone_acts_on_it(script):
     with pytest.raises(RuntimeError, match=r"not finite.*environment 1"):
         roll(run)
     assert seen == [False] * 27 + [True]  # found in the step that brought it
+
+
+# ----------------------------------------------------------------------------- who speaks, and when
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kind", ["NotFinite", "OtherProcessEnded"])
+def test_one_process_tells_what_all_have_found(script, monkeypatch, capsys, kind, rank):
+    """All end with exit code 1."""
+
+    def fail(args):
+        raise getattr(script, kind)("it is lost")
+
+    for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("train", fail)):
+        monkeypatch.setattr(script, name, value)
+    code, _, err = run_main(script, capsys, [])
+    assert code == 1
+    assert ("it is lost" in err) == (rank == 0)
+
+
+def test_only_the_first_process_answers(script, monkeypatch, capsys):
+    """Help and wrong flags are alike in all of them."""
+    monkeypatch.setattr(script, "RANK", 1)
+    assert run_main(script, capsys, ["--help"]) == (0, "", "")
+    assert run_main(script, capsys, ["--nonsense"]) == (2, "", "")
+
+
+def test_help_that_nobody_reads(script, monkeypatch, capsys):
+    """It ends well."""
+
+    def fail(argv):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(script, "parse_args", fail)
+    assert run_main(script, capsys, ["--help"]) == (0, "", "")
+
+
+def test_modules_are_looked_for_in_the_working_directory(script, monkeypatch):
+    """Python itself looks beside the script."""
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != os.getcwd()])
+    monkeypatch.setattr(script, "train", lambda args: None)
+    script.main([])
+    assert os.getcwd() in sys.path
+
+
+@pytest.mark.parametrize(
+    ("environ", "found"),
+    [
+        ({"RANK": "1", "LOCAL_RANK": "1"}, [1, 0, 0]),
+        ({"RANK": "", "WORLD_SIZE": ""}, [1, 0, 0]),
+        ({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1"}, [4, 3, 1]),
+    ],
+)
+def test_a_rank_counts_under_a_launcher_alone(script, environ, found):
+    """Some schedulers set RANK for one process."""
+    names = ["WORLD_SIZE", "RANK", "LOCAL_RANK"]
+    lines = [
+        node
+        for node in ast.parse(Path(script.__file__).read_text()).body
+        if isinstance(node, ast.Assign) and node.targets[0].id in names
+    ]
+    scope = {"os": SimpleNamespace(environ=environ)}
+    exec(compile(ast.Module(lines, []), "", "exec"), scope)
+    assert [scope[name] for name in names] == found

@@ -191,6 +191,7 @@ def test_an_episode_goes_on_where_it_stopped(script, tmp_path, monkeypatch, caps
     assert AFRESH not in capsys.readouterr().out
 
 
+@with_both_scripts
 def test_a_resumed_run_keeps_its_flags_from_python_too(script, tmp_path, monkeypatch):
     """Two sets would mix: the agent has the flags of the run, the loop those that are given."""
     args = flags_for(script, tmp_path, 2, env_id="CartPole-v1")
@@ -264,7 +265,7 @@ def test_parts_of_other_processes_resume_afresh(script, tmp_path, monkeypatch, c
     assert contents(directory)["run"]["step"] == 3 * args.batch_size
 
 
-@pytest.mark.parametrize("name", ["recent_returns", "best_step", "optimizers"])
+@pytest.mark.parametrize("name", ["recent_returns", "best_step", "seconds", "optimizers"])
 def test_a_run_of_another_version_is_refused(script, tmp_path, monkeypatch, capsys, name):
     """One line where a name is missing; the checkpoint stays, and can still be evaluated."""
     args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0")
@@ -621,3 +622,20 @@ def test_a_run_directory_may_contain_an_equals_sign(script, tmp_path, monkeypatc
         script.main([f"--resume={directory}"])
         script.main(["--evaluate", directory])
     assert [args.resume for args in seen] == [directory, directory]
+
+
+def test_the_generator_of_python_goes_on(script, tmp_path, monkeypatch):
+    """Tasks may draw from it: a resume sets it to what the checkpoint holds."""
+    args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0")
+    directory = stopped(script, monkeypatch, args, 1)
+    random.seed(123)
+    state = random.getstate()
+
+    def exchange(kept):
+        [part] = kept["parts"]
+        return kept | {"parts": [part | {"rngs": (state, part["rngs"][1])}]}
+
+    change_run(directory / "checkpoint.pt", exchange)
+    run, *_ = script.start(replace(args, resume=str(directory)))
+    with run:
+        assert random.getstate() == state

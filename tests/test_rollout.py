@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -336,3 +338,23 @@ def test_a_task_may_have_an_episode_of_its_own(script):
     sums = rollout.rewards[:9].sum(0).tolist()
     assert [(t, length) for t, _, length in rollout.episodes] == [(8, 9)] * 4
     assert [total for _, total, _ in rollout.episodes] == pytest.approx(sums, rel=1e-5)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_acts_with_its_part_of_the_noise(script, monkeypatch, rank):
+    """Actions of two processes are those of one: noise is drawn for all environments."""
+    run = make_run(script, "VectorBox")
+    with torch.no_grad():
+        run.agent.actor_head.weight.zero_()
+        run.agent.actor_head.bias.zero_()
+    torch.manual_seed(7)
+    whole = roll(run).actions
+    monkeypatch.setattr(script, "WORLD_SIZE", 2)
+    monkeypatch.setattr(script, "RANK", rank)
+    run.envs = script.make_envs(run.args)
+    fresh = SimpleNamespace(carried=None, env_seeds=[1, 2])
+    recurrent = is_recurrent(script)
+    opened = script.open_episodes(run.envs, *([run.agent] if recurrent else []), fresh)
+    run.carry = opened[0] if recurrent else opened
+    torch.manual_seed(7)
+    assert torch.equal(roll(run).actions, whole[:, 2 * rank : 2 * rank + 2])

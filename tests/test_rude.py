@@ -19,6 +19,7 @@ import torch
 from command import await_end, await_file, run_main, start, undisturbed, words
 from conftest import ONE_SCRIPT, each_of, with_both_scripts
 from helpers import act, make_agent, make_run, roll, small_args
+from probes import Walk
 from rude import MISFITS, Display, Single
 from test_resume import (
     AFRESH,
@@ -222,6 +223,40 @@ def test_a_part_that_is_no_array_is_not_lacking(script):
     assert found.startswith("observation['place'] is no array (can't convert cuda:0")
 
 
+@pytest.mark.parametrize(("call", "kind"), [("reset", TypeError), ("step", ValueError)])
+def test_a_fault_of_the_task_is_none_of_its_interface(script, monkeypatch, call, kind):
+    """Only what unpacking and old signatures raise is told in other words."""
+    env = script.make_env(small_args(script, "Walk"))
+    env.reset(seed=0)
+
+    def fail(self, *inputs, **options):
+        raise kind("the map is lost")
+
+    monkeypatch.setattr(Walk, call, fail)
+    again = {"reset": lambda: env.reset(seed=0), "step": lambda: env.step(0)}[call]
+    with pytest.raises(kind, match=r"^the map is lost$"):
+        again()
+
+
+def test_a_task_may_give_torch_back(script):
+    """It finds float64 while it wants that, and float32 once it has set that again."""
+    ask = script.Checked.ask
+    ask("it", torch.set_default_dtype, torch.float64)
+    assert torch.get_default_dtype() == torch.float32
+    assert ask("it", torch.get_default_dtype) == torch.float64
+    ask("it", torch.set_default_dtype, torch.float32)
+    assert ask("it", torch.get_default_dtype) == torch.float32
+    assert "it" not in script.Checked.tasks_settings
+
+
+def test_tensors_with_a_graph_are_observations(script, monkeypatch):
+    """As a task that learns by itself may show them."""
+    shown = torch.tensor([3.0], requires_grad=True)
+    monkeypatch.setattr(Walk, "observe", lambda env: shown)
+    obs, _ = script.make_env(small_args(script, "Walk")).reset(seed=0)
+    assert obs.tolist() == [3]
+
+
 def test_a_task_that_exits_ends_no_run_well(script, capsys):
     """It is a fault like others: exit code 1, not the task's 0."""
     code, _, err = run_main(script, capsys, words(task(script, "Exit")))
@@ -397,7 +432,15 @@ class Gone(Mute):
         raise OSError(5, "Input/output error")
 
 
-@pytest.mark.parametrize("kind", [Mute, Gone])
+class Closed(Mute):
+    """A file that was closed."""
+
+    def write(self, text):
+        """Fail as Python does."""
+        raise ValueError("I/O operation on closed file")
+
+
+@pytest.mark.parametrize("kind", [Mute, Gone, Closed])
 def test_stdout_may_be_anything(script, somewhere, monkeypatch, kind):
     """The run ends well, with a checkpoint."""
     with monkeypatch.context() as patch:
@@ -550,6 +593,25 @@ def test_what_nobody_reads_is_dropped(script, monkeypatch):
         monkeypatch.undo()  # closing the stream flushes it again
 
 
+def test_a_signal_in_an_evaluation_on_the_way_waits_for_it(script, somewhere, monkeypatch, capsys):
+    """All three episodes are played, and the iteration is saved."""
+    play, episodes = script.run_episode, []
+
+    def interrupt(*inputs):
+        episodes.append(inputs)
+        if len(episodes) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return play(*inputs)
+
+    monkeypatch.setattr(script, "run_episode", interrupt)
+    args = small_args(script, "Walk", run_dir=str(somewhere / "here"), eval_every=1)
+    code, _, err = run_main(script, capsys, words(args))
+    assert (code, len(episodes)) == (130, 3)
+    assert "stopped after 48 steps; --resume" in err
+    [directory] = (somewhere / "here").iterdir()
+    assert contents(directory)["step"] == 48
+
+
 def test_nohup_is_respected(script, tmp_path):
     """A signal that is ignored stays ignored."""
     handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -589,6 +651,7 @@ def test_a_signal_ends_the_last_evaluation(script, somewhere, monkeypatch, capsy
     assert "the run has all of its 96 steps behind it; a larger --total-timesteps goes on" in out
 
 
+@with_both_scripts
 def test_a_task_without_end_is_evaluated_with_words(script, monkeypatch, capsys):
     """A line of progress, and one that says that it is cut; the second episode says no more."""
     args = small_args(script, "Endless", eval_episodes=2, num_envs=1, num_minibatches=1)

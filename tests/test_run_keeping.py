@@ -9,6 +9,7 @@ import random
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -505,3 +506,134 @@ def test_the_run_directory_is_made_with_its_parents_or_refused_in_one_line(scrip
     args.run_dir = str(tmp_path / "file")
     with pytest.raises(script.UsageError, match=r"--run-dir .*file.*choose another directory"):
         script.make_run_dir(args)
+
+
+# ------------------------------------------------------------------------------ starts, ends, files
+def test_paths_are_relative_to_where_the_run_began(script, tmp_path, monkeypatch):
+    """Also where a task moves when it is made."""
+    monkeypatch.chdir(tmp_path)
+    opened = script.open_environments
+
+    def open_and_move(args):
+        found = opened(args)
+        os.chdir("/")
+        return found
+
+    monkeypatch.setattr(script, "open_environments", open_and_move)
+    run, *_ = script.start(small_args(script, "Walk", run_dir="here"))
+    with undisturbed(), run:
+        assert run.directory.parent == tmp_path / "here"
+
+
+def test_a_run_closes_all_that_it_opened(script, begin, monkeypatch):
+    """At its end, and where it could not start."""
+    run, closed = begin(), []
+    run.unused_envs = [object()]
+    monkeypatch.setattr(script, "close_quietly", closed.append)
+    with undisturbed(), run:
+        pass
+    assert closed == [run.envs, run.eval_env, *run.unused_envs]
+    closed.clear()
+    with pytest.raises(script.UsageError):
+        script.start(small_args(script, "Walk", init_from="nowhere"))
+    assert len(closed) == 2
+
+
+def test_no_environment_is_saved_without_a_proof(script, begin, monkeypatch):
+    """A run that was done when it was resumed tries them out as well."""
+    run = begin(save_envs="proven")
+    monkeypatch.setattr(script, "ReadBack", lambda envs: SimpleNamespace(fault=lambda: "gone"))
+    assert run.pickled_envs() is None
+
+
+def test_events_are_written_ahead_of_the_checkpoint(begin, monkeypatch):
+    """Or a kill in between would leave a gap in TensorBoard behind it."""
+    run, done, rename = begin(), [], Path.replace
+
+    def note(path, target):
+        done.append(path.name)
+        return rename(path, target)
+
+    monkeypatch.setattr(run.writer, "flush", lambda: done.append("events"))
+    monkeypatch.setattr(Path, "replace", note)
+    run.save()
+    assert done == ["events", "checkpoint.tmp"]
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(script, tmp_path, monkeypatch):
+    """A disk that is full after the first byte leaves the old one."""
+    file = tmp_path / "args.json"
+    file.write_text("old")
+
+    def write_half(path, content):
+        with path.open("wb") as opened:
+            opened.write(content[:1])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", write_half)
+    with pytest.raises(OSError, match="No space"):
+        script.replace_file(file, b"new")
+    assert file.read_text() == "old"
+
+
+def test_the_evaluation_s_task_draws_no_number_of_the_run(script, monkeypatch):
+    """What it draws when it is made changes nothing: with and without it the next numbers agree."""
+    make = script.make_eval_env
+
+    def draw_and_make(args):
+        random.random(), np.random.rand(), torch.rand(())
+        return make(args)
+
+    monkeypatch.setattr(script, "make_eval_env", draw_and_make)
+    drawn = []
+    for episodes in (0, 3):
+        args = small_args(script, "Walk", eval_episodes=episodes)
+        script.set_up_process(args)
+        opened = script.open_environments(args)
+        drawn.append((random.random(), np.random.rand(), float(torch.rand(()))))
+        for env in filter(None, opened):
+            script.close_quietly(env)
+    assert drawn[0] == drawn[1]
+
+
+def test_what_lies_between_iterations_takes_none_of_their_time(begin):
+    """Evaluations and checkpoints, for instance."""
+    run = begin(save_envs="never", eval_episodes=0)
+    rounds = run.iterations()
+    next(rounds)
+    run.lap_start, run.step = 0.0, 48
+    next(rounds)
+    assert time.time() - run.lap_start < 60
+
+
+def test_a_signal_is_confirmed(begin, capsys):
+    """With what it waits for."""
+    run = begin()
+    capsys.readouterr()
+    for step, part in ((0, "iteration"), (run.total_steps, "episode")):
+        run.step = step
+        run.request_stop(signal.SIGTERM, None)
+        said = capsys.readouterr().err.strip()
+        assert said == f"stopping after this {part}; press again to kill"
+
+
+def test_a_run_says_what_it_sees_and_which_preset_it_has(script, capsys, tmp_path):
+    """In its first line."""
+    flags = {"preset": ("averse",), "run_dir": str(tmp_path)}
+    run, *_ = script.start(small_args(script, "QuadrantUint8First", **flags))
+    with undisturbed(), run:
+        said = capsys.readouterr().out
+    assert "networks see images, 2 x 12 x 12" in said
+    assert "; preset averse; " in said
+
+
+def test_images_are_divided_by_their_largest_bound(script):
+    """Whichever end it is at."""
+    box = gym.spaces.Box(-9, 3, (1, 5, 5), np.float32)
+    assert script.Convolutions(box, torch.nn.ReLU).scale == pytest.approx(1 / 9)
+
+
+def test_velocities_of_lunar_lander(script):
+    """Entries 2, 3 and 5 of gymnasium's documentation: both speeds and the angular one."""
+    for name in ("LunarLanderNoVel-v3", "LunarLanderContinuousNoVel-v3"):
+        assert script.velocities(name) == (2, 3, 5)

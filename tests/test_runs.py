@@ -389,7 +389,6 @@ def test_evaluation_counts_every_episode_once(script, tmp_path):
     assert result["eval/length_mean"] == pytest.approx((3 + 5 + 2 + 3 + 5) / 5)
 
 
-@with_one_script
 def test_evaluation_cuts_a_task_without_end(script, monkeypatch):
     """An episode that never ends is cut, at 10,000 steps; a longer one fails here, not hangs."""
     assert script.LONGEST_EPISODE == 10_000
@@ -655,3 +654,48 @@ def test_weight_0_and_alpha_1_are_the_neutral_run_bit_for_bit(script, tmp_path):
     assert neutral_metrics(script, tmp_path, cvar_alpha=0.3) == neutral
     assert neutral_metrics(script, tmp_path, cvar_alpha=1.0, cvar_weight=0.7) == neutral
     assert neutral_metrics(script, tmp_path, cvar_alpha=0.3, cvar_weight=0.7) != neutral
+
+
+@with_one_script
+def test_signals_to_the_run_are_not_for_its_groups(script, monkeypatch):
+    """In processes of their own they ignore Ctrl-C and leave the group. AsyncVectorEnv makes one in
+    the run's process too, which stays as it is."""
+    asked = []
+    monkeypatch.setattr(signal, "signal", lambda *given: asked.append(given))
+    monkeypatch.setattr(os, "setpgrp", lambda: asked.append("apart"))
+    args = small_args(script, "Walk")
+    with torch.random.fork_rng():
+        script.Group(args, os.getpid(), 1, 1).close()
+        assert not asked
+        script.Group(args, -1, 1, 1).close()
+    assert asked == [(signal.SIGINT, signal.SIG_IGN), "apart"]
+
+
+@with_one_script
+def test_closing_waits_for_no_process_for_ever(script, monkeypatch):
+    """After a fault one of them may never answer."""
+    closed = []
+    groups = SimpleNamespace(close=lambda **options: closed.append(options))
+    monkeypatch.setattr(gym.vector, "AsyncVectorEnv", lambda makers, **options: groups)
+    script.make_envs(small_args(script, "Counter", async_envs=True, num_envs=2)).close()
+    assert closed == [{"timeout": 10}]
+
+
+def test_processes_seed_their_tasks_apart_and_their_weights_alike(script, monkeypatch):
+    """Generators of Python and NumPy differ by process, torch's does not. Groups of environments
+    are numbered through all processes."""
+    drawn, made = [], []
+    for rank in (0, 1):
+        monkeypatch.setattr(script, "RANK", rank)
+        script.set_up_process(small_args(script, "Walk"))
+        drawn.append((random.random(), np.random.rand(), float(torch.rand(()))))
+    one, two = drawn
+    assert one[0] != two[0]
+    assert one[1] != two[1]
+    assert one[2] == two[2]
+    monkeypatch.setattr(gym.vector, "AsyncVectorEnv", lambda makers, **options: made.extend(makers))
+    monkeypatch.setattr(script, "usable_cores", lambda: 64)
+    args = small_args(script, "Counter", async_envs=True, num_envs=6, num_minibatches=1)
+    monkeypatch.setattr(script, "WORLD_SIZE", 2)
+    script.make_envs(args)
+    assert [maker.args[2] for maker in made] == [4, 5, 6]

@@ -21,6 +21,7 @@ from helpers import (
     policy_params,
     prepare_rollout,
     roll,
+    small_args,
     value_outputs,
 )
 from helpers import prepare as prepare_raw
@@ -1071,3 +1072,89 @@ def test_both_processes_end_where_one_has_no_finite_loss(run, monkeypatch, name)
 
     monkeypatch.setattr(script, name, broken)
     assert in_two_processes(monkeypatch, script, work) == [True, True]
+
+
+@pytest.mark.parametrize("scale", [0, 100])
+def test_two_processes_have_the_return_statistics_of_one(script, monkeypatch, scale):
+    """The mean and, whichever is larger, the spread of the targets (scale 0) or the error of V."""
+    returns = torch.tensor([[0.0, 1, 4, 11]], dtype=torch.float64)
+
+    def move(part):
+        dist = script.ValueDistribution(small_args(script, "Walk"))
+        outputs = torch.zeros(2, 1, 4, dist.num_outputs)
+        outputs[..., -1] = scale * torch.arange(1.0, 5)
+        targets = dist.point_targets(returns[:, part])
+        dist.move_statistics(torch.nn.ModuleList(), outputs[:, :, part], targets)
+        return float(dist.moments.mean), float(dist.moments.var)
+
+    expected = move(slice(0, 4))
+    found = in_two_processes(monkeypatch, script, lambda i: move(slice(2 * i, 2 * i + 2)))
+    assert found == [pytest.approx(expected)] * 2
+
+
+@pytest.mark.parametrize(
+    ("part", "owner", "flag"),
+    [
+        ("actor_head", "actor's", "--learning-rate"),
+        ("critic_heads.0", "critics'", "--critic-learning-rate"),
+    ],
+)
+def test_a_gradient_that_is_not_finite_is_named_ahead_of_its_step(run, part, owner, flag):
+    """With its minibatch and the rate that may be too large; the loss itself is finite."""
+    *_, p = (p for name, p in run.agent.named_parameters() if name.startswith(part))
+    p.register_hook(lambda gradient: gradient * torch.inf)
+    said = (
+        f"gradient (inf|nan) of minibatch 0 of the {owner} update: not finite; try a smaller {flag}"
+    )
+    with pytest.raises(run.script.NotFinite, match=said):
+        run.script.update(run.agent, run.optimizers, run.batch, run.args, 0.0)
+
+
+def test_encoders_have_their_layers(script):
+    """Two hidden layers, or one ahead of an LSTM; behind convolutions one."""
+    hidden = 1 if hasattr(script, "Carry") else 2
+    cases = (
+        ("VectorDiscrete", ["Linear", "Tanh"] * hidden),
+        ("QuadrantUint8First", ["Convolutions", "Linear", "Tanh"]),
+    )
+    for env, expected in cases:
+        agent = make_agent(script, small_args(script, env, activation="tanh"))
+        for body in (agent.actor_body, agent.critic_body):
+            layers = getattr(body, "encoder", body)
+            assert [type(layer).__name__ for layer in layers] == expected
+            linear = [layer for layer in layers if isinstance(layer, torch.nn.Linear)]
+            assert {layer.out_features for layer in linear} == {6}
+
+
+def test_the_entropy_coefficient_is_not_compiled_in(monkeypatch):
+    """A schedule changes it in every update; a number would be compiled anew each time."""
+    import distributional_ppo_categorical as script
+
+    run, given, policy_loss = make_run(script, "Counter"), [], script.policy_loss
+
+    def look(agent, mb, args, ent_coef):
+        given.append(ent_coef)
+        return policy_loss(agent, mb, args, ent_coef)
+
+    monkeypatch.setattr(script, "policy_loss", look)
+    script.update(run.agent, run.optimizers, prepare_raw(run), run.args, 0.5)
+    assert given
+    assert all(isinstance(coef, torch.Tensor) for coef in given)
+
+
+@pytest.mark.parametrize("flag", ["cuda", "compile"])
+def test_a_gpu_and_a_compiler_have_one_thread(script, flag):
+    """Neither gains by a second one."""
+    run = make_run(script, "ImageMultiDiscrete")
+    if not hasattr(run.args, flag):
+        pytest.skip("a flag of the other script")
+    assert run.agent.second_thread_pays
+    setattr(run.agent.args, flag, True)
+    assert not run.agent.second_thread_pays
+
+
+def test_parameters_that_a_loss_does_not_use_have_a_gradient_of_0(script):
+    """One vector for all of them, in their order."""
+    x, y = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
+    gradient, *_ = script.with_gradient(lambda: (x.sum(), {}), [x, y])
+    assert gradient.tolist() == [1, 1, 0, 0, 0]
