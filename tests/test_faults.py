@@ -6,6 +6,7 @@ import ast
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -319,7 +320,22 @@ def test_a_run_that_cannot_be_written_to_is_not_resumed(script, monkeypatch, cap
     assert code == 2
     assert err.startswith(f"error: {directory}: [Errno 30] Read-only file system")
     assert err.endswith("no log can be written\n")
-    assert run_main(script, capsys, line)[0] == 0  # neither start has left its lock
+    assert run_main(script, capsys, line)[0] == 0
+
+
+def test_a_start_that_failed_leaves_no_lock(script, monkeypatch, tmp_path):
+    """Also where its fault is kept, as a notebook does, and with it all that it refers to."""
+    args = flags_for(script, tmp_path, "VectorBox")
+    directory = script.train(args)["run_dir"]
+    longer = replace(args, resume=directory, total_timesteps=2 * args.total_timesteps)
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "SummaryWriter", None)
+        with pytest.raises(TypeError) as kept:
+            script.start(longer)
+    run, *_ = script.start(longer)
+    with undisturbed(), run:
+        assert run.step == args.total_timesteps
+    assert kept.value.__traceback__ is not None
 
 
 def test_a_finished_run_keeps_its_origin(script, monkeypatch, capsys, tmp_path):
