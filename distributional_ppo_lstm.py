@@ -146,7 +146,7 @@ class Range:
             return f"{'(' if self.above_low else '['}{self.low:g}, {self.high:g}]"
         if math.isfinite(self.low):
             return f"{'>' if self.above_low else '>='}{self.low:g}"
-        return f"<={self.high:g}" if math.isfinite(self.high) else ""
+        return ""
 
 
 def bounded(kind: Any, *bounds: Any) -> Any:
