@@ -1525,10 +1525,12 @@ class ValueDistribution(nn.Module):
         varied yet, as where all rewards were 0. A mean output rescaled from there would vanish, so
         it stays as it is.
 
-        Returns the mean, and V, as each critic now predicts them, normalised by the new statistics,
-        (C, T, N, 1 or 2), and metrics.
+        Returns the mean, and V, that each critic predicted, in the new units, (C, T, N, 1 or 2),
+        and metrics. Value clipping is around these. Where the decoded mean has jumped, it clips
+        ahead of the first step too, and so it does not hold the critics at what they never meant.
         """
-        values = self.value(outputs)  # (C, T, N), by the old statistics
+        means = self.mean(outputs)  # (C, T, N), by the old statistics
+        values = self.value(outputs)
         old_std = self.moments.std
         rescales = not self.moments.at_floor
         if self.args.norm_returns:
@@ -1544,8 +1546,7 @@ class ValueDistribution(nn.Module):
 
         logits, excess = self.split(outputs)
         excess = excess * ratio
-        moved = torch.cat((logits, excess), -1)
-        new_mean = self.normalized_mean(moved)[..., None]
+        new_outputs = torch.cat((logits, excess), -1)
         normalized = self.moments.normalize(targets.returns)
         beyond = (normalized < self.support[0]) | (normalized > self.support[-1])
         outside = (targets.probs * beyond).sum(-1).mean()
@@ -1553,12 +1554,16 @@ class ValueDistribution(nn.Module):
             "value/outside_support": outside,
             "norm/return_mean": self.moments.mean,
             "norm/return_std": self.moments.std,
-            "norm/value_shift": (self.value(moved) - values).abs().mean(),  # how far it jumps
+            "norm/value_shift": (self.value(new_outputs) - values).abs().mean(),  # how far it jumps
         }
         if outside > 0.01:
             text = "of the targets' mass is beyond the atoms; widen --v-min, --v-max"
             metrics["warning"] = f"value/outside_support: {outside:.1%} {text}"
-        return torch.cat((new_mean, new_mean + self.gain * excess), -1), metrics
+        if not rescales:  # what they meant while nothing varied is not to be held on to
+            means = self.mean(new_outputs)
+            values = self.value(new_outputs)
+        predicted = self.moments.normalize(torch.stack((means, values), -1))
+        return predicted[..., : 1 + excess.shape[-1]], metrics
 
     def encode_targets(self, targets: WeightedReturns) -> Tensor:
         """Return what the loss regresses on, probabilities of the atoms (T, N, K)."""

@@ -686,7 +686,7 @@ def test_v_is_clipped_around_its_own_old_value(script):
 @pytest.mark.parametrize(("move", "expected"), [(0.1, 0), (0.3, 1)])
 def test_a_moved_v_alone_counts_as_clipped(script, move, expected):
     """Ours: with the distribution where it was, by V's move against d = 0.2."""
-    own = of(script, vf_clip="mean_only", vf_clip_coef=0.2, **MEAN_HEAD)
+    own = of(script, vf_clip="mean_only", vf_clip_coef=0.2, norm_returns=False, **MEAN_HEAD)
     heads = nn.ModuleList(nn.Sequential(nn.Linear(FEATURES, own.num_outputs)) for _ in range(2))
     outputs = outputs_of(heads, torch.randn(3, 4, FEATURES))
     old, _ = move_to(own, heads, outputs, torch.tensor([[-1.0], [1.0]]))
@@ -853,25 +853,53 @@ def test_quantiles_are_decoded_as_before_when_statistics_move(value_from):
 def test_outputs_of_atoms_stay_when_statistics_move(value_from):
     """Van Hasselt et al. 2016, as far as fixed atoms allow: what V exceeds their mean by stays.
 
-    Old means are those that these atoms give from now on: in normalised returns, they stay.
+    Old means, for value clipping, are what was predicted, in the new units: z' = (std z + mean -
+    mean') / std'. They are not what these atoms say now, which is something else.
     """
     dist = atoms(value_from=value_from)
     heads, features = twin_heads(dist.num_outputs)
     set_units(dist, 10, 4)
     outputs = outputs_of(heads, features)
     before = 4 * outputs[..., 5:]
+    mean = 10 + 4 * (outputs[..., :5].softmax(-1) @ torch.linspace(-1, 3, 5)).double()
     old, _ = move_to(dist, heads, outputs, 300 * torch.randn(7, 4) - 50)
     carried = outputs_of(heads, features)
     assert torch.equal(carried[..., :5], outputs[..., :5])
     assert_close(dist.moments.std.float() * carried[..., 5:], before, rtol=0, atol=3e-3)
-    mean = outputs[..., :5].softmax(-1) @ torch.linspace(-1, 3, 5)
-    assert_close(old[..., 0], mean)
-    assert_close(old[..., 1:], mean[..., None] + 0.1 * carried[..., 5:].to(old))
+    moments = dist.moments
+    assert_close(old[..., 0], (mean - moments.mean) / moments.std, rtol=1e-5, atol=1e-6)
+    assert_close(old[..., 1:], old[..., :1] + 0.1 * carried[..., 5:].to(old), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("value_from", VALUE_FROM)
-def test_nothing_is_clipped_ahead_of_the_first_step(script, value_from):
-    """Reference code of Schulman et al. 2017: V_old is V itself there, however units moved."""
+def test_a_jump_of_atoms_may_be_repaired_in_one_update(value_from):
+    """From units (0, 10) to (5, 20) the normalised mean 1, which meant 10, means 25. The old mean
+    is (10 - 5) / 20 = 0.25, and a return of 10 pulls the prediction all the way back to it, since
+    the plain loss is the larger one. Around 1, with a range of 0.2, it would stop at 0.8, at 21."""
+    dist = atoms(value_from=value_from, vf_clip="mean_only", vf_clip_coef=0.2)
+    set_units(dist, 0, 10)
+    dist.moments.merge = lambda *found, weight: set_units(dist, 5, 20)
+    outputs = torch.full((1, 1, 1, dist.num_outputs), -30.0)
+    outputs[..., 2] = 30  # the atoms are -1, 0, 1, 2 and 3
+    outputs[..., 5:] = 0
+    old, _ = move_to(dist, nn.ModuleList(), outputs, torch.full((1, 1), 10.0).double())
+    assert_close(old, torch.full_like(old, 0.25))
+    wanted = torch.tensor([[[0.0, 0.75, 0.25, 0, 0]]])  # two-hot of (10 - 5) / 20
+    for mean in (0.9, 0.7, 0.5, 0.3):
+        logits = torch.tensor([1e-30, 1 - mean, mean, 1e-30, 1e-30]).log().requires_grad_()
+        excess = torch.zeros(dist.num_outputs - 5)
+        said = torch.cat((logits, excess))[None, None, None]
+        loss, _ = dist.loss(said, wanted, torch.full((1, 1), 0.25), old.float())
+        [gradient] = torch.autograd.grad(loss.sum(), logits)
+        assert gradient[2] > 0 > gradient[1], mean  # down from 1, towards 0
+
+
+@pytest.mark.parametrize("value_from", VALUE_FROM)
+def test_nothing_is_clipped_ahead_of_the_first_step(value_from):
+    """Reference code of Schulman et al. 2017: V_old is V itself there, however units moved. Of
+    quantiles this holds, since they are rescaled."""
+    import distributional_ppo_lstm as script
+
     flags = {"num_quantiles": 5, "vf_clip": "mean_only", "vf_clip_coef": 0.01}
     dist = of(script, value_from=value_from, **flags)
     heads, features = twin_heads(dist.num_outputs)
