@@ -1562,7 +1562,7 @@ class ValueDistribution(nn.Module):
         if not rescales:  # what they meant while nothing varied is not to be held on to
             means = self.mean(new_outputs)
             values = self.value(new_outputs)
-        predicted = self.moments.normalize(torch.stack((means, values), -1))
+        predicted = self.moments.normalize(torch.stack((means, values), -1)).to(outputs)
         return predicted[..., : 1 + excess.shape[-1]], metrics
 
     def encode_targets(self, targets: WeightedReturns) -> Tensor:
