@@ -867,7 +867,8 @@ def test_outputs_of_atoms_stay_when_statistics_move(value_from):
     assert torch.equal(carried[..., :5], outputs[..., :5])
     assert_close(dist.moments.std.float() * carried[..., 5:], before, rtol=0, atol=3e-3)
     moments = dist.moments
-    assert_close(old[..., 0], (mean - moments.mean) / moments.std, rtol=1e-5, atol=1e-6)
+    expected = (mean - moments.mean) / moments.std
+    assert_close(old[..., 0], expected.to(old), rtol=1e-5, atol=1e-6)
     assert_close(old[..., 1:], old[..., :1] + 0.1 * carried[..., 5:].to(old), rtol=1e-4, atol=1e-6)
 
 
