@@ -160,11 +160,11 @@ def bounded(kind: Any, *bounds: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Needs:
-    """A flag has no effect while the one named `flag` is `idle_at`. Typing it then is a mistake."""
+class IdleWhile:
+    """A flag has no effect while another one, `flag`, is `value`. Typing it then is refused."""
 
     flag: str
-    idle_at: Any
+    value: Any
 
 
 LOG_STD_RANGE = (-5.0, 2.0)  # of Gaussian actions: a std from 0.0067 to 7.4
@@ -237,7 +237,7 @@ class PPOArgs:
     """Passes over each rollout."""
     norm_adv: bool = True
     """Normalise the advantages of each rollout."""
-    norm_adv_memory: Annotated[CountOrZero, Needs("norm_adv", False)] = 100
+    norm_adv_memory: Annotated[CountOrZero, IdleWhile("norm_adv", False)] = 100
     """Rollouts over which the running std of advantages fades. Advantages are divided by their own
     std or by this one, whichever is larger. 0: always by their own."""
     clip_coef: Positive = 0.2
@@ -246,7 +246,7 @@ class PPOArgs:
     """Weight of the entropy bonus, per nat."""
     ent_coef_final: NonNegativeOrNone = None
     """Weight of the entropy bonus at the end of the run, reached linearly. None: constant."""
-    min_entropy: Annotated[Number, Needs("min_entropy_penalty", 0.0)] = 0.0
+    min_entropy: Annotated[Number, IdleWhile("min_entropy_penalty", 0.0)] = 0.0
     """Mean entropy below which a penalty applies, in nats. Needs --min-entropy-penalty."""
     min_entropy_penalty: NonNegative = 0.0
     """Weight of the mean entropy's distance below --min-entropy, per nat."""
@@ -266,19 +266,20 @@ class CriticArgs:
     num_critics: Literal[1, 2] = 2
     """Value heads, each with a hidden layer of its own. They share the layers ahead of it."""
     value_from: Literal["distribution", "mean_head"] = "mean_head"
-    """V is the mean of the predicted distribution, or comes from the mean output beside it.
-    The mean output also learns from rewards that are too rare for the distribution."""
-    twin_reduce: Annotated[Literal["min", "mean"], Needs("num_critics", 1)] = "min"
-    """How two critics give one prediction: the one with the smaller V, or their mean."""
+    """Where V comes from. distribution: its mean. mean_head: the mean output beside it, which also
+    learns from rewards that are too rare for the distribution."""
+    twin_reduce: Annotated[Literal["min", "mean"], IdleWhile("num_critics", 1)] = "min"
+    """How two critics give one prediction. min: that of the critic with the smaller V. mean: their
+    mean."""
     norm_returns: bool = True
     """Critics predict normalised returns (PopArt)."""
-    norm_returns_memory: Annotated[Count, Needs("norm_returns", False)] = 10
+    norm_returns_memory: Annotated[Count, IdleWhile("norm_returns", False)] = 10
     """Rollouts over which the return statistics fade."""
-    vf_clip_coef: Annotated[Positive, Needs("vf_clip", "none")] = 0.2
+    vf_clip_coef: Annotated[Positive, IdleWhile("vf_clip", "none")] = 0.2
     """Range of value clipping, in normalised returns. Needs --vf-clip."""
     value_target: Literal["lambda_return", "sr_lambda"] = "lambda_return"
-    """What the distribution learns: lambda-returns, or samples of the return by SR(lambda).
-    The spread of lambda-returns is smaller than that of returns, and so is the predicted risk."""
+    """What the distribution learns. lambda_return: lambda-returns, whose spread is smaller than
+    that of returns, and so is the predicted risk. sr_lambda: samples of the return."""
 
 
 # ---- value distribution: quantiles (flags) -------------------------------------------------------
@@ -294,8 +295,8 @@ class ValueDistributionArgs:
     kappa: NonNegative = 0.05
     """Huber threshold of the quantile loss, in normalised returns. 0 gives the pinball loss."""
     vf_clip: Literal["none", "per_quantile", "mean_only", "mean_and_variance"] = "none"
-    """What value clipping keeps near its old value: nothing, each quantile by itself,
-    the mean of the quantiles, or their mean and their spread."""
+    """What value clipping keeps near its old value. per_quantile: each quantile by itself.
+    mean_only: their mean. mean_and_variance: their mean and their spread."""
 
 
 CALIBRATED = {"kappa": 0.0, "num_quantiles": 51}  # what calibrated and averse set of these
@@ -310,8 +311,8 @@ class RiskArgs:
 
     cvar_alpha: TailMass = 0.05
     """Share of the worst returns that CVaR averages. 1 gives the mean."""
-    cvar_weight: Annotated[Fraction, Needs("cvar_alpha", 1.0)] = 0.0
-    """Weight of the CVaR advantage. 0 learns from the mean alone."""
+    cvar_weight: Annotated[Fraction, IdleWhile("cvar_alpha", 1.0)] = 0.0
+    """Weight of the CVaR advantage. 0 learns from the mean alone, 1 from CVaR alone."""
 
 
 @dataclass
@@ -326,16 +327,17 @@ class RunArgs:
     """Directory in which the run directory is created."""
     eval_episodes: CountOrZero = 50
     """Episodes of an evaluation. 0 evaluates nothing, and opens no environment for it."""
-    eval_every: Annotated[CountOrZero, Needs("eval_episodes", 0)] = 0
+    eval_every: Annotated[CountOrZero, IdleWhile("eval_episodes", 0)] = 0
     """Iterations between evaluations. 0 evaluates only at the end."""
-    eval_sampled: Annotated[bool, Needs("eval_episodes", 0)] = False
+    eval_sampled: Annotated[bool, IdleWhile("eval_episodes", 0)] = False
     """Evaluate actions that the policy samples. The default evaluates the policy's mode."""
     checkpoint_every: CountOrZero = 100
     """Iterations between checkpoints. 0: at the end, and with each new best evaluation."""
     save_envs: Literal["proven", "always", "never"] = "proven"
-    """Save the environments as well, for an exact resume. The default does so where another process
-    has read them back and stepped them."""
-    capture_video: Annotated[bool, Needs("eval_episodes", 0)] = False
+    """Save the environments as well, for an exact resume. proven: where another process could read
+    copies back and step them. always: where they can be pickled. never: a resume opens new
+    episodes."""
+    capture_video: Annotated[bool, IdleWhile("eval_episodes", 0)] = False
     """Film the first 3 episodes of every evaluation. Needs moviepy."""
     resume: str = ""
     """Run directory to continue with its own flags. --total-timesteps may grow; schedules then go
@@ -352,11 +354,11 @@ class MachineArgs:
 
     cuda: bool = False
     """Run the networks on the GPU, but not to act on vectors. Small ones are faster on the CPU."""
-    torch_deterministic: Annotated[bool, Needs("cuda", False)] = True
+    torch_deterministic: Annotated[bool, IdleWhile("cuda", False)] = True
     """Use deterministic cuDNN kernels. Runs on the CPU repeat exactly in any case."""
     async_envs: bool = False
     """Step environments in other processes, in equal shares and at most one process for each core.
-    It pays for slow simulators. A program of your own needs its main guard (__name__)."""
+    It pays for slow simulators. A program of your own has to call train under its main guard."""
     torch_threads: Count = 1
     """CPU threads of torch. One is the fastest for small networks."""
 
@@ -530,7 +532,7 @@ def collect_rollout(
             state = state * ~ended[:, None]
             episodes += finished_episodes(info, ended, t)
         starts = ended
-        check_finite(next_obs[t], current_obs, rewards[t], f"step {t} of the rollout")
+        check_finite(f"step {t} of the rollout", next_obs[t], current_obs, rewards=rewards[t])
 
     if args.is_atari:
         rewards = rewards.clip(-1, 1)  # the episodes' returns keep what was paid
@@ -989,6 +991,27 @@ def take_step(optimizer: optim.Adam, gradient: Tensor, norm: float, max_norm: fl
     [vector] = optimizer.param_groups[0]["params"]
     vector.grad = gradient * min(1.0, max_norm / (norm + 1e-6))
     optimizer.step()
+
+
+class Optimizers(NamedTuple):
+    """The actor and the critics have an Adam each. They share no parameter with each other."""
+
+    actor: optim.Adam
+    critics: optim.Adam
+
+
+def make_optimizers(agent: Agent, args: Args) -> Optimizers:
+    """Make Adam for the actor and for the critics, each for one vector of all their parameters.
+
+    A step costs time for each tensor, however small. The parameters therefore become parts of the
+    vector. A later `agent.to(...)` would cut them off from it. `update` sets the learning rates.
+    """
+    adams = []
+    for parameters in agent.parts():
+        vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
+        nn.utils.vector_to_parameters(vector, parameters)
+        adams.append(VectorAdam([vector], args.learning_rate, eps=1e-5, fused=True))
+    return Optimizers(*adams)
 
 
 # ------------------------------------------------------------------------------------------ presets
@@ -2118,11 +2141,18 @@ class Agent(nn.Module):
 
 # ==================================================================================================
 # Nothing below is about the algorithm.
-# The algorithm uses these parts of it. `Run.iterations` seeds torch ahead of every iteration.
-# `make_envs` sets the autoreset mode that `collect_rollout` relies on. `make_optimizers` sets the
-# constants of Adam, and makes the vectors that it moves; `VectorAdam` takes its steps. `run_both`
-# calls two functions. With one process `average`, `of_all_processes` and `own` return what they are
-# given. `check_finite` and `check_step` raise, and the `describe_` functions give metrics alone.
+# The algorithm calls these functions from below:
+#
+#     start, open_episodes               begin a run, anew or resumed
+#     finished_episodes                  reads returns and lengths from gymnasium's info
+#     check_finite, check_step           raise where a number is not finite
+#     describe_...                       compute metrics and change nothing
+#     run_both, VectorAdam               make the update faster
+#     average, of_all_processes, own     return their argument where there is one process
+#     as_rows, check_levels, one_or_all  check what users give to `Agent`, and shape the answer
+#
+# It relies on two settings made below. `Run.iterations` seeds torch ahead of every iteration, and
+# `make_envs` asks for the autoreset mode of `collect_rollout`.
 # ==================================================================================================
 
 
@@ -2442,6 +2472,20 @@ def check_spaces(env: gym.Env, args: Args) -> None:
             raise UsageError(f"--env-id {args.env_id}: {text}; it must be of gymnasium.spaces")
 
 
+def advice(error: Exception, args: Args) -> str:
+    """Return what may help where a task could not be made, or ""."""
+    packages = "pip install ale-py opencv-python-headless"
+    if args.is_atari and args.env_id.startswith("ale_py:"):
+        return f" Needed: {packages}"
+    if args.is_atari:
+        return f" Use ale_py:{args.env_id.split(':')[-1]}, after {packages}"
+    if ".py:" in args.env_id:
+        return f" Leave out .py: {args.env_id.replace('.py:', ':', 1)}"
+    if isinstance(error, gym.error.NameNotFound) and ":" not in args.env_id:
+        return " A task of your own is named module:id"
+    return ""
+
+
 def make_env(args: Args, **options: Any) -> gym.Env:
     """Make one environment that shows images, channels first, or float32 vectors.
 
@@ -2463,17 +2507,7 @@ def make_env(args: Args, **options: Any) -> gym.Env:
     except UsageError:
         raise
     except Exception as error:  # from gymnasium, from a missing package, from the task itself
-        text = str(error) or repr(error)
-        if args.is_atari:
-            name = args.env_id.split(":")[-1]
-            text += (
-                " Needed:" if args.env_id.startswith("ale_py:") else f" Use ale_py:{name}, after"
-            )
-            text += " pip install ale-py opencv-python-headless"
-        elif ".py:" in args.env_id:
-            text += f" Leave out .py: {args.env_id.replace('.py:', ':', 1)}"
-        elif isinstance(error, gym.error.NameNotFound) and ":" not in args.env_id:
-            text += " A task of your own is named module:id"
+        text = f"{str(error) or repr(error)}{advice(error, args)}"
         raise UsageError(f"--env-id {args.env_id}: {text}") from error
 
     check_spaces(env, args)
@@ -2553,7 +2587,7 @@ class EnvsInProcesses(gym.vector.VectorEnv):
 
 @contextlib.contextmanager
 def faults_that_travel() -> Iterator[None]:
-    """Tell the run's process of an exception that cannot be sent to it by one that can."""
+    """Replace an exception that cannot be pickled by a RuntimeError with its text."""
     try:
         yield
     except Exception as error:
@@ -2567,11 +2601,11 @@ def faults_that_travel() -> Iterator[None]:
 class Group(gym.Env):
     """Environments that share a process, which has generators of its own."""
 
-    def __init__(self, args: Args, run: int, index: int, size: int) -> None:
-        if os.getpid() != run:  # AsyncVectorEnv also makes one in the process of the run
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends it
+    def __init__(self, args: Args, main_pid: int, index: int, size: int) -> None:
+        if os.getpid() != main_pid:  # AsyncVectorEnv also makes one in the main process
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process
             if hasattr(os, "setpgrp"):
-                os.setpgrp()  # and so are signals to the whole group, as of a closed terminal
+                os.setpgrp()  # and so is what a closing terminal sends
             torch.set_num_threads(1)
             seed_generators(args, WORLD_SIZE + index)
             torch.manual_seed(derived_seed(args.seed, "tasks", WORLD_SIZE + index))
@@ -2613,7 +2647,7 @@ def open_episodes(envs: gym.vector.VectorEnv, agent: Agent, run: Run) -> tuple[C
         *acting, critic_state = run.carried
         return Carry(*acting), critic_state.to(agent.device)
     obs, _ = envs.reset(seed=run.env_seeds)
-    check_finite(obs, obs, np.zeros(len(obs)), "the first reset")
+    check_finite("the first reset", obs)
     state = agent.initial_state(len(obs))
     return Carry(obs.copy(), np.ones(len(obs), bool), state.cpu().numpy()), state
 
@@ -2624,18 +2658,17 @@ def finished_episodes(info: dict, ended: np.ndarray, t: int) -> list[tuple[int, 
     return [(t, float(stats["r"][i]), int(stats["l"][i])) for i in ended.nonzero()[0]]
 
 
-def check_finite(
-    next_obs: np.ndarray, current_obs: np.ndarray, rewards: np.ndarray, when: str
-) -> None:
+def check_finite(when: str, *observations: np.ndarray, rewards: np.ndarray | None = None) -> None:
     """Raise RuntimeError that names environment and moment unless all, (N, ...), are finite."""
-    finite = np.isfinite(rewards)
-    for x in (current_obs, next_obs):
+    finite = np.ones(len(observations[0]), bool) if rewards is None else np.isfinite(rewards)
+    for x in observations:
         finite &= np.isfinite(x).reshape(len(x), -1).all(1)
     if finite.all():
         return
     i = int(finite.argmin())
-    then = "" if current_obs is next_obs else f", then {current_obs[i]}"
-    found = f"observation {next_obs[i]}{then}, reward {rewards[i]}"
+    found = "observation " + ", then ".join(str(x[i]) for x in observations)
+    if rewards is not None:
+        found += f", reward {rewards[i]}"
     raise RuntimeError(f"not finite: {found}, environment {i}, {when}; check the task")
 
 
@@ -2689,7 +2722,8 @@ def describe_update(
 ) -> dict[str, float]:
     """Average metrics over the minibatches that were evaluated, and norms over the steps taken.
 
-    Four are no means: the largest KL, the error of the first minibatch, and what tells of the stop.
+    Four are no means: policy/kl_max, policy/ratio_first_minibatch_error, policy/epochs_done and
+    policy/stopped_early.
     """
     columns = {}
     for evaluated in (actor_metrics, critic_metrics):
@@ -2829,6 +2863,7 @@ def check_step(loss: float, norm: float, name: str, flag: str) -> None:
         raise NotFinite(f"{found}: not finite; try a smaller {flag}")
 
 
+# ---------------------------------------------------------------------------------- start of a run
 STREAMS = ("environments", "weights", "iterations", "evaluations", "tasks")  # of random numbers
 
 
@@ -2933,12 +2968,14 @@ def take_weights(agent: Agent, args: Args, here: Path) -> None:
     theirs = shapes(saved["agent"], stored) | {name: getattr(stored, name) for name in meaning}
     ours = shapes(agent.state_dict(), args) | {name: getattr(args, name) for name in meaning}
     for name in theirs | ours:
-        differ = f"{name} is {theirs.get(name)} there, {ours.get(name)} by these flags"
-        require_flag(args, "init_from", theirs.get(name) == ours.get(name), differ)
+        if theirs.get(name) != ours.get(name):
+            differ = f"{name} is {theirs.get(name)} there, {ours.get(name)} by these flags"
+            raise flag_error(args, "init_from", f"{differ}; give the flags in its args.json")
 
     unknown = sorted(hidden_entries(stored) - hidden_entries(args))
-    text = f"has no statistics of entries {unknown}, which it did not see; hide them as well"
-    require_flag(args, "init_from", not (unknown and args.norm_obs), text)
+    if unknown and args.norm_obs:
+        text = f"has no statistics of entries {unknown}, which it did not see; hide them as well"
+        raise flag_error(args, "init_from", f"{text} by --masked-obs")
 
     agent.load_state_dict(saved["agent"])
     for index in hidden_entries(args):  # 0 is what the networks see of them
@@ -2952,6 +2989,7 @@ def shapes(held: dict[str, Tensor], args: Args | SimpleNamespace) -> dict[str, t
     return found | {"value_dist.support": tuple(ends.tolist())}
 
 
+# ---------------------------------------------------------------------- threads and optimizers
 def run_both(first: Callable, second: Callable, agent: Agent) -> tuple:
     """Call two functions, at once where that pays. Returns what both return.
 
@@ -3013,29 +3051,9 @@ class VectorAdam(optim.Adam):
     step.hooked = True  # or torch would put its hooks around this one too
 
 
-class Optimizers(NamedTuple):
-    """The actor and the critics have an Adam each. They share no parameter with each other."""
-
-    actor: optim.Adam
-    critics: optim.Adam
-
-
-def make_optimizers(agent: Agent, args: Args) -> Optimizers:
-    """Make Adam for the actor and for the critics, each for one vector of all their parameters.
-
-    A step costs time for each tensor, however small. The parameters therefore become parts of the
-    vector. A later `agent.to(...)` would cut them off from it. `update` sets the learning rates.
-    """
-    adams = []
-    for parameters in agent.parts():
-        vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
-        nn.utils.vector_to_parameters(vector, parameters)
-        adams.append(VectorAdam([vector], args.learning_rate, eps=1e-5, fused=True))
-    return Optimizers(*adams)
-
-
+# --------------------------------------------------------------------------- what a run keeps
 def close_quietly(env: gym.Env | gym.vector.VectorEnv) -> None:
-    """Close environments. A fault of theirs costs a line, not what was done with them."""
+    """Close environments. A fault becomes a warning, so that no result is lost."""
     try:
         env.close()
     except Exception as error:  # from the task, of any kind
@@ -3048,8 +3066,13 @@ def tell(line: str, end: str = "\n", file: Any = None) -> None:
         print(line, end=end, file=file, flush=True)
 
 
+def tell_over(line: str, file: Any = None) -> None:
+    """Print a line that hides a status line in its place."""
+    tell(f"{line:<90}", file=file)
+
+
 class StatusLine:
-    """A terminal rewrites it in place. A file gets one every five seconds."""
+    """A line that tells of progress. A terminal shows it in place, a file gets one every 5 s."""
 
     def __init__(self) -> None:
         self.shown_at = time.time()
@@ -3074,7 +3097,7 @@ class StatusLine:
         """Print a line, but never the same one twice."""
         if line not in self.notices:
             self.notices.add(line)
-            tell(f"{line:<70}")  # hides a line in its place
+            tell_over(line)
 
 
 class Run:
@@ -3115,7 +3138,7 @@ class Run:
         self.best_return = -math.inf  # of the evaluation that `best.pt` is of
         self.best_step = 0  # step of that evaluation; 0 means that there is none
         self.carried: tuple | None = None  # what the next iteration goes on from
-        self.let_others_in: Callable = lambda: None  # into the run's directory
+        self.release_lock: Callable = lambda: None  # of the directory
 
         self.signals: list[int] = []  # received: they end the run after its iteration
         self.handlers: dict[int, Any] = {}  # of signals, as they were before
@@ -3129,11 +3152,11 @@ class Run:
             self.directory = (here / expanded(args.resume)).resolve()
         else:
             self.directory = gather_objects(make_run_dir(args, here) if RANK == 0 else None)[0]
-        self.keep_others_out()
+        self.lock_directory()
         try:
             self.begin()
         except BaseException:
-            self.let_others_in()
+            self.release_lock()
             raise
 
     def begin(self) -> None:
@@ -3182,7 +3205,7 @@ class Run:
                 if error is None:
                     raise
             finally:
-                self.let_others_in()
+                self.release_lock()
 
         foreign = isinstance(error, ValueError) and not isinstance(error, UsageError)
         if foreign and str(error).startswith("--env-id"):  # see `Checked`
@@ -3202,9 +3225,9 @@ class Run:
             signal.signal(handled, signal.SIG_IGN if hangs_up else signal.SIG_DFL)
         if RANK == 0:
             part = "episode" if self.step == self.total_steps else "iteration"
-            line = f"stopping after this {part}; press again to kill"
+            line = f"stopping after this {part}; a second signal kills"
             with contextlib.suppress(RuntimeError):  # the signal came while a line was printed
-                tell(f"{line:<90}", file=sys.stderr)  # hides a line in its place
+                tell_over(line, file=sys.stderr)
 
     def stops(self) -> bool:
         """Tell whether any process has received a signal. All of them ask at once."""
@@ -3243,15 +3266,15 @@ class Run:
             self.evaluate()
             self.save()
         elif finished_before:
-            text = "a larger --total-timesteps goes on"
-            self.say(f"the run has all of its {self.step:,} steps behind it; {text}")
+            text = "a larger --total-timesteps continues it"
+            self.say(f"the run has taken all of its {self.step:,} steps; {text}")
             return
         if self.best_step:
             best = f"return {self.best_return:.1f} after {self.best_step:,} steps"
             self.say(f"best evaluation: {best}, {self.directory / 'best.pt'}")
-        self.say(f"watch it by tensorboard --logdir {shlex.quote(str(self.directory.parent))}")
+        self.say(f"to watch: tensorboard --logdir {shlex.quote(str(self.directory.parent))}")
         longer = f"--resume {self.quoted} --total-timesteps {2 * self.step}"
-        self.say(f"go on by python {SCRIPT}.py {longer}")
+        self.say(f"to continue: python {SCRIPT}.py {longer}")
 
     def lap(self, part: str) -> None:
         """Take the time of a part of the iteration, which ends here."""
@@ -3288,15 +3311,15 @@ class Run:
         if last or stop or is_due(iteration, args.checkpoint_every):
             self.save()
         if stop:
-            where = f"stopped after {self.step:,} steps; --resume {self.quoted}"
+            where = f"stopped after {self.step:,} steps; continue with --resume {self.quoted}"
             raise KeyboardInterrupt(where)
 
     def evaluate(self) -> None:
         """Evaluate and log. With `eval_every` the best agent so far is kept in `best.pt`.
 
-        The first process plays. The others meet it after each episode, since a collective call
-        gives up after half an hour. A signal ends the last evaluation after its episode, since
-        training is saved; the others are part of an iteration.
+        The first process plays. After each episode all processes ask whether one of them was told
+        to stop. The last evaluation ends there, since training is saved. Earlier evaluations are
+        parts of an iteration, and the run ends after it.
         """
         args = self.args
         episodes = []
@@ -3307,7 +3330,7 @@ class Run:
         for rewards in playing:
             episodes.append(rewards)
             if self.stops() and self.step == self.total_steps:
-                where = f"stopped in the last evaluation; --resume {self.quoted}"
+                where = f"stopped in the last evaluation; continue with --resume {self.quoted}"
                 raise KeyboardInterrupt(where)
         metrics = gather_objects(summarise(episodes, args) if RANK == 0 else None)[0]
 
@@ -3403,7 +3426,7 @@ class Run:
 
     # ---- checkpoints ----
     def save(self, name: str = "checkpoint") -> None:
-        """Write `checkpoint.pt`, or one of another name, after all events.
+        """Write all events, and then `checkpoint.pt`, or one of another name.
 
         Flags, weights and statistics are readable without pickle. What else an exact resume needs
         is pickled and serves --resume alone; no other checkpoint has it. The file is written beside
@@ -3456,23 +3479,23 @@ class Run:
             self.status.notice(f"{text}; a resume would open new episodes")
         return pickled
 
-    def keep_others_out(self) -> None:
+    def lock_directory(self) -> None:
         """Lock the directory: two processes that write one run would spoil it.
 
-        A process that dies leaves no lock, but for one that its forks still hold. Some platforms
-        and disks have none at all. Raises `UsageError` where another process has it.
+        The lock ends with the process, unless a fork of it lives on. Some platforms and disks have
+        no locks. Raises `UsageError` where another process has it.
         """
         if RANK > 0 or fcntl is None:
             return
         descriptor = os.open(self.directory, os.O_RDONLY)
-        self.let_others_in = weakref.finalize(self, unlock, descriptor)
+        self.release_lock = weakref.finalize(self, unlock, descriptor)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             text = "another process is writing this run; stop it first"
             raise UsageError(f"--resume {self.args.resume}: {text}") from error
         except OSError:
-            self.let_others_in()
+            self.release_lock()
 
     def take_up(self) -> None:
         """Go on where the checkpoint of the run to resume stands.
@@ -3482,8 +3505,9 @@ class Run:
         """
         args = self.args
         content = torch.load(self.directory / "checkpoint.pt", "cpu", weights_only=True)
-        gpu_fits = args.cuda or not content["args"]["cuda"]
-        require_flag(args, "resume", gpu_fits, "needs the GPU it was run on")
+        if content["args"]["cuda"] and not args.cuda:
+            text = "was run with --cuda, and torch sees no GPU; start anew with --init-from"
+            raise flag_error(args, "resume", text)
         try:
             kept = pickle.loads(content["run"])
             parts = kept["parts"]
@@ -3527,6 +3551,7 @@ class Run:
         return ""
 
 
+# ------------------------------------------------------------------ environments in checkpoints
 def unlock(descriptor: int) -> None:
     """Give a lock back, also for copies of the descriptor that a fork has made."""
     with contextlib.suppress(OSError):
@@ -3628,6 +3653,7 @@ for env in pickle.load(sys.stdin.buffer):
         return self.found
 
 
+# -------------------------------------------------------------------------------- files of a run
 def make_run_dir(args: Args, here: Path = Path()) -> Path:
     """Create <run_dir>/<task>__<exp_name>__s<seed>__<MMDD-HHMMSS>, and write the run's origin.
 
@@ -3771,13 +3797,14 @@ def not_of_this_script(path: str | Path, error: Exception) -> UsageError:
 
 
 def check_version(flags: dict[str, Any]) -> None:
-    """Raise ValueError that names the flags which another version of the script had, or had not."""
+    """Raise ValueError unless the flags are those of this version of the script."""
     known = {one.name for one in fields(Args)}
     lacking = ", ".join(sorted(known - flags.keys()))
     unknown = ", ".join(sorted(flags.keys() - known))
     if lacking or unknown:
         found = f"it lacks {lacking or 'none'} of the flags, and {unknown or 'none'} is unknown"
-        raise ValueError(f"another version of the script wrote it: {found}")
+        text = "another version of the script wrote it, and lies in the run's directory"
+        raise ValueError(f"{text}: {found}")
 
 
 def expanded(path: str | Path) -> Path:
@@ -3791,7 +3818,7 @@ def expanded(path: str | Path) -> Path:
 def checkpoint_path(path: str | Path) -> Path:
     """Return the path of a checkpoint, which may be that of a run directory."""
     path = expanded(path).resolve()
-    return path / "checkpoint.pt" if os.path.isdir(path) else path  # which raises nothing
+    return path / "checkpoint.pt" if os.path.isdir(path) else path  # never raises
 
 
 # ------------------------------------------------------------------------------------- evaluation
@@ -3834,7 +3861,7 @@ def run_episode(
 ) -> list[float]:
     """Play one episode of an evaluation. Returns its rewards."""
     obs, _ = env.reset(seed=derived_seed(args.seed, "evaluations", episode, bits=31))
-    check_finite(obs[None], obs[None], np.zeros(1), f"reset of evaluation episode {episode}")
+    check_finite(f"reset of evaluation episode {episode}", obs[None])
     limit = env.spec.max_episode_steps or LONGEST_EPISODE
     state = None
     rewards = []
@@ -3843,7 +3870,7 @@ def run_episode(
         action, state = agent.act(obs, state, deterministic=not args.eval_sampled)
         obs, reward, terminated, truncated, _ = env.step(action)
         when = f"step {len(rewards)} of evaluation episode {episode}"
-        check_finite(obs[None], obs[None], np.array([reward]), when)
+        check_finite(when, obs[None], rewards=np.array([reward]))
         rewards.append(reward)
         ended = terminated or truncated
         if status.due:
@@ -3935,7 +3962,7 @@ def average(x: Tensor) -> Tensor:
 
 
 def of_all_processes(x: Tensor) -> Tensor:
-    """Return x, moved to the mean that it has over all processes. Its gradient stays that of x."""
+    """Shift x so that its mean is the mean over all processes. Its gradient does not change."""
     if WORLD_SIZE == 1:
         return x
     mean = x.detach().mean()
@@ -3943,7 +3970,7 @@ def of_all_processes(x: Tensor) -> Tensor:
 
 
 def own(x: Tensor) -> Tensor:
-    """Return what is this process's, on axis 1, of what was drawn for all environments."""
+    """Return this process's share of what was drawn for all environments, which axis 1 counts."""
     return x.chunk(WORLD_SIZE, 1)[RANK]
 
 
@@ -3995,10 +4022,9 @@ class UsageError(ValueError):
     """The user made a mistake. It costs one line without a traceback, and exit code 2."""
 
 
-def require_flag(args: Args, name: str, holds: bool, text: str) -> None:
-    """Raise `UsageError` that names flag, value and remedy unless the condition holds."""
-    if not holds:
-        raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: {text}")
+def flag_error(args: Args, name: str, text: str) -> UsageError:
+    """Return an error that names a flag and its value. `text` tells the bound or the remedy."""
+    return UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: {text}")
 
 
 def check_flags(args: Args) -> None:
@@ -4009,51 +4035,60 @@ def check_flags(args: Args) -> None:
     """
     for name, hint in get_type_hints(type(args), include_extras=True).items():
         kind, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-        value = plain(getattr(args, name), kind)
-        setattr(args, name, value)
-
-        if get_origin(kind) is Literal:
-            choices = get_args(kind)
-            known = any(value == choice and type(value) is type(choice) for choice in choices)
-            require_flag(args, name, known, f"must be one of {', '.join(map(str, choices))}")
-        elif get_origin(kind) is tuple:
-            entry_kind, _ = get_args(kind)
-            fits = isinstance(value, tuple) and all(type(entry) is entry_kind for entry in value)
-            entries = "integers" if entry_kind is int else "words"
-            require_flag(args, name, fits, f"must be a tuple of {entries}")
-        else:
-            fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
-            require_flag(args, name, fits, f"must be {getattr(kind, '__name__', kind)}")
-
-        for allowed in extras:
-            if isinstance(allowed, Range) and value is not None:
-                bound = f"in {allowed}" if "," in str(allowed) else str(allowed)
-                text = f"must be finite and {bound}" if bound else "must be finite"
-                require_flag(args, name, value in allowed, text)
-
+        setattr(args, name, plain(getattr(args, name), kind))
+        check_kind(args, name, kind)
+        check_range(args, name, extras)
     check_sizes(args)
-    trains = args.learning_rate > 0 or args.critic_learning_rate is not None
-    require_flag(args, "learning_rate", trains, "trains nothing without --critic-learning-rate")
+    check_machine(args)
 
-    launched = WORLD_SIZE == 1 or "MASTER_ADDR" in os.environ
-    if not launched:
+    if args.learning_rate == 0 and args.critic_learning_rate is None:
+        raise flag_error(args, "learning_rate", "trains nothing without --critic-learning-rate")
+    if args.resume and not os.path.isdir(expanded(args.resume)):
+        raise flag_error(args, "resume", "is not a run directory")
+    if args.resume and args.evaluate:
+        raise flag_error(args, "evaluate", "excludes --resume; give one of them")
+
+
+def check_kind(args: Args, name: str, kind: Any) -> None:
+    """Require that a flag is one of its choices, a tuple of the right entries, or of its type."""
+    value = getattr(args, name)
+    if get_origin(kind) is Literal:
+        choices = get_args(kind)
+        if not any(value == choice and type(value) is type(choice) for choice in choices):
+            raise flag_error(args, name, f"must be one of {', '.join(map(str, choices))}")
+    elif get_origin(kind) is tuple:
+        entry_kind, _ = get_args(kind)
+        if not isinstance(value, tuple) or any(type(entry) is not entry_kind for entry in value):
+            entries = "integers" if entry_kind is int else "words"
+            raise flag_error(args, name, f"must be a tuple of {entries}")
+    elif not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
+        raise flag_error(args, name, f"must be {getattr(kind, '__name__', kind)}")
+
+
+def check_range(args: Args, name: str, extras: list) -> None:
+    """Require that a flag is within the `Range` of its annotation, if there is one."""
+    value = getattr(args, name)
+    for allowed in extras:
+        if isinstance(allowed, Range) and value is not None and value not in allowed:
+            bound = f"in {allowed}" if "," in str(allowed) else str(allowed)
+            raise flag_error(
+                args, name, f"must be finite and {bound}" if bound else "must be finite"
+            )
+
+
+def check_machine(args: Args) -> None:
+    """Require the launcher, the GPUs and the system that the flags need."""
+    if WORLD_SIZE > 1 and "MASTER_ADDR" not in os.environ:
         text = "is set without a launcher; start by torchrun, or unset it"
         raise UsageError(f"WORLD_SIZE={WORLD_SIZE}: {text}")
-
-    gpu = torch.cuda.is_available() or not args.cuda
-    require_flag(args, "cuda", gpu, "torch sees no GPU; leave it out")
-    processes = processes_here()
+    if args.cuda and not torch.cuda.is_available():
+        raise flag_error(args, "cuda", "torch sees no GPU; leave it out")
     gpus = torch.cuda.device_count()
-    enough = not args.cuda or processes <= max(gpus, 1)
-    text = f"{processes} processes need a GPU each, and torch sees {gpus}; start fewer processes"
-    require_flag(args, "cuda", enough, text)
-
-    there = not args.async_envs or "forkserver" in multiprocessing.get_all_start_methods()
-    require_flag(args, "async_envs", there, "this system has no forkserver; leave it out")
-    found = not args.resume or os.path.isdir(expanded(args.resume))
-    require_flag(args, "resume", found, "is not a run directory")
-    alone = not (args.evaluate and args.resume)
-    require_flag(args, "evaluate", alone, "excludes --resume")
+    if args.cuda and processes_here() > max(gpus, 1):
+        text = f"{processes_here()} processes need a GPU each, and torch sees {gpus}"
+        raise flag_error(args, "cuda", f"{text}; start fewer processes")
+    if args.async_envs and "forkserver" not in multiprocessing.get_all_start_methods():
+        raise flag_error(args, "async_envs", "this system has no forkserver; leave it out")
 
 
 def plain(value: Any, kind: Any) -> Any:
@@ -4071,19 +4106,20 @@ def plain(value: Any, kind: Any) -> Any:
 
 def check_sizes(args: Args) -> None:
     """Require that rollouts, training sequences, minibatches and processes fit together."""
-    shared = args.num_envs % WORLD_SIZE == 0
-    require_flag(args, "num_envs", shared, f"must be a multiple of the {WORLD_SIZE} processes")
     size = "num_envs * num_steps"
-    enough = args.batch_size > 1
-    require_flag(args, "num_steps", enough, f"a rollout, {size}, needs 2 steps")
-    enough = args.num_iterations > 0
-    rollout = f"{size}, {args.num_envs} * {args.num_steps} = {args.batch_size}"
-    require_flag(args, "total_timesteps", enough, f"must be at least one rollout, {rollout}")
-    whole = args.num_steps % args.sequence_length == 0
-    require_flag(args, "seq_len", whole, "must divide num_steps (0 takes all of them)")
+    if args.num_envs % WORLD_SIZE:
+        raise flag_error(args, "num_envs", f"must be a multiple of the {WORLD_SIZE} processes")
+    if args.batch_size < 2:
+        raise flag_error(args, "num_steps", f"a rollout, {size}, needs 2 steps")
+    if args.num_iterations < 1:
+        rollout = f"{size}, {args.num_envs} * {args.num_steps} = {args.batch_size}"
+        raise flag_error(args, "total_timesteps", f"must be at least one rollout, {rollout}")
+    if args.num_steps % args.sequence_length:
+        raise flag_error(args, "seq_len", "must divide num_steps (0 takes all of them)")
     sequences = args.batch_size // args.sequence_length // WORLD_SIZE
-    text = f"must divide the {sequences} training sequences, {size} / seq_len / processes"
-    require_flag(args, "num_minibatches", sequences % args.num_minibatches == 0, text)
+    if sequences % args.num_minibatches:
+        text = f"must divide the {sequences} training sequences, {size} / seq_len / processes"
+        raise flag_error(args, "num_minibatches", text)
 
 
 def preset_flags(names: Iterable[str]) -> dict[str, Any]:
@@ -4135,26 +4171,27 @@ def refuse_idle_flags(args: Args, argv: list[str]) -> None:
     for name, hint in get_type_hints(Args, include_extras=True).items():
         flag = f"--{name.replace('_', '-')}"
         typed = flag in words or flag.replace("--", "--no-", 1) in words
-        for need in get_args(hint) if get_origin(hint) is Annotated else ():
-            if not typed or not isinstance(need, Needs):
+        for idle in get_args(hint) if get_origin(hint) is Annotated else ():
+            if not typed or not isinstance(idle, IdleWhile):
                 continue
-            found = getattr(args, need.flag)
-            other = f"--{need.flag.replace('_', '-')}"
-            text = f"has no effect while {other} is {found}; change that, or leave {flag} out"
-            require_flag(args, name, found != need.idle_at, text)
+            found = getattr(args, idle.flag)
+            if found == idle.value:
+                other = f"--{idle.flag.replace('_', '-')}"
+                text = f"has no effect while {other} is {found}; change that, or leave {flag} out"
+                raise flag_error(args, name, text)
 
 
 def parse_args(argv: list[str]) -> Args:
     """Return the flags of the command line.
 
     With --resume and --evaluate the flags of the stored run are the defaults. Raises `UsageError`
-    where one changes that may not.
+    for a flag that has to be as in the stored run.
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--resume", nargs="?")
     finder.add_argument("--evaluate", nargs="?")
     finder.add_argument("--preset", nargs="*", action="append", default=[])
-    # as tyro reads it, which takes further values behind an equals sign as well
+    # tyro reads --preset=a b as two names, and argparse does so if the word is split
     apart = [word.split("=", 1) if word.startswith("--preset=") else [word] for word in argv]
     given, _ = finder.parse_known_args([part for parts in apart for part in parts])
     if len(given.preset) > 1:
@@ -4163,8 +4200,8 @@ def parse_args(argv: list[str]) -> Args:
     path = given.evaluate if given.resume is None else given.resume
     if path is None:
         args = parse_flags(argv, preset_flags(names))
-        acts = "critics" not in names or bool(args.init_from)
-        require_flag(args, "init_from", acts, "--preset critics needs the run whose policy acts")
+        if "critics" in names and not args.init_from:
+            raise UsageError("--preset critics: needs --init-from, the run whose policy acts")
         return args
     if names:
         raise UsageError(f"--preset {' '.join(names)}: a stored run has flags of its own")
@@ -4172,8 +4209,8 @@ def parse_args(argv: list[str]) -> Args:
     _, stored = read_checkpoint(path)
     args = parse_flags(argv, asdict(stored))
     require_stored_flags(args, stored, path)
-    none = bool(args.evaluate) and args.eval_episodes == 0
-    require_flag(args, "eval_episodes", not none, "must be at least 1 with --evaluate")
+    if args.evaluate and args.eval_episodes == 0:
+        raise flag_error(args, "eval_episodes", "must be at least 1 with --evaluate")
     return args
 
 
@@ -4188,8 +4225,8 @@ def require_stored_flags(args: Args, stored: Args, path: str) -> None:
     if names:
         raise UsageError(f"{names}: not as in {path}; only these may differ: {free}")
     least = stored.total_timesteps
-    fewer = args.total_timesteps < least
-    require_flag(args, "total_timesteps", not fewer, f"must not be below the run's, {least}")
+    if args.total_timesteps < least:
+        raise flag_error(args, "total_timesteps", f"must not be below the run's, {least}")
 
 
 def evaluate_stored(args: Args) -> None:
@@ -4198,8 +4235,9 @@ def evaluate_stored(args: Args) -> None:
     path = checkpoint_path(args.evaluate).resolve()  # a task may change the working directory
     saved, _ = read_checkpoint(path)
     step = saved["global_step"]
-    writable = os.access(path.parent, os.W_OK) or not args.capture_video
-    require_flag(args, "capture_video", writable, f"{path.parent} cannot be written to")
+    if args.capture_video and not os.access(path.parent, os.W_OK):
+        text = f"films go to {path.parent}, which cannot be written to; copy the run elsewhere"
+        raise flag_error(args, "capture_video", text)
     tell(f"{args.env_id}: {path} after {step:,} steps")
 
     env = make_eval_env(args)
@@ -4254,8 +4292,10 @@ def main(argv: list[str]) -> None:
     """Run the command line. Modules of tasks are also looked for in the working directory.
 
     A mistake of the user costs one line on stderr and exit code 2. A fault is raised. A signal ends
-    the run with a checkpoint and exit code 130. Of many processes only the first one speaks. But a
-    mistake is told by one on each machine, since machines differ, and a fault by whoever has it.
+    the run with a checkpoint and exit code 130.
+
+    Of many processes the first one prints. A mistake is printed once on each machine, since
+    machines differ, and a fault by the process that meets it.
     """
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -4271,12 +4311,12 @@ def main(argv: list[str]) -> None:
     except (UsageError, KeyboardInterrupt, OtherProcessEnded) as error:
         # A mistake of a task while it runs has a note, and may be of this process alone.
         mistake = isinstance(error, UsageError)
-        own_mistake = mistake and (LOCAL_RANK == 0 or hasattr(error, "__notes__"))
-        if RANK == 0 or own_mistake:
+        tells_mistake = mistake and (LOCAL_RANK == 0 or hasattr(error, "__notes__"))
+        if RANK == 0 or tells_mistake:
             lines = [str(error) or "interrupted", *getattr(error, "__notes__", ())]
             line = " ".join("; ".join(lines).split())  # one line
-            asked = isinstance(error, KeyboardInterrupt)
-            tell(line if asked else f"error: {line}", file=sys.stderr)
+            interrupted = isinstance(error, KeyboardInterrupt)
+            tell(line if interrupted else f"error: {line}", file=sys.stderr)
         sys.exit({UsageError: 2, OtherProcessEnded: 1}.get(type(error), 130))
     except NotFinite:
         if RANK == 0:

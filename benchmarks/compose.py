@@ -28,8 +28,8 @@ QUANTILES = {  # sentences of the kind, by what they are about
                          return itself. By default V is not their mean but one more output of
                          the same head, the mean output (`--value-from`). With `--cvar-weight` the
                          policy learns from the tail of the distribution.""",
-    "value": """or comes from the mean output beside it.
-    The mean output also learns from rewards that are too rare for the distribution.""",
+    "value": """mean_head: the mean output beside it, which also
+    learns from rewards that are too rare for the distribution.""",
     "K": "K   quantiles of a predicted distribution",
     "J": "J   samples of a target distribution: 1 by default, K by SR(lambda)",
     "normalised": '"""Critics predict normalised returns (PopArt)."""',
@@ -44,8 +44,8 @@ ATOMS = {
                          and `averse` learn the distribution of the return itself. By default V
                          is its mean plus a correction, the mean output (`--value-from`). With
                          `--cvar-weight` the policy learns from the tail of the distribution.""",
-    "value": """or that and a correction, the mean output.
-    The mean output is fitted by squared error, so it learns rare rewards, too.""",
+    "value": """mean_head: that and a correction, the mean
+    output, which is fitted by squared error, and so learns rare rewards, too.""",
     "K": "K   atoms of a predicted distribution",
     "J": "J   weighted returns of a target distribution",
     "normalised": '"""Critics predict normalised returns."""',

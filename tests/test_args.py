@@ -468,12 +468,12 @@ def extras_of(script, kind):
 @with_both_scripts
 def test_flags_that_need_another_one(script):
     """Each of them is typed in these tests; the flag it needs is one of the script's."""
-    needs = extras_of(script, script.Needs)
+    needs = extras_of(script, script.IdleWhile)
     own = {"hl_gauss_sigma"} & script.Args.__dataclass_fields__.keys()
     assert needs.keys() == (NEEDED.keys() - {"hl_gauss_sigma"}) | own
     for name, need in needs.items():
-        idle = script.Args(**{need.flag: need.idle_at})
-        assert getattr(idle, need.flag) == need.idle_at, name  # a value that the flag can have
+        idle = script.Args(**{need.flag: need.value})
+        assert getattr(idle, need.flag) == need.value, name  # a value that the flag can have
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -483,12 +483,12 @@ def test_a_typed_flag_without_effect_is_refused(script, capsys, tmp_path, name, 
     """In any form and order, its default too: one line with both flags and the remedy."""
     if name not in script.Args.__dataclass_fields__:
         pytest.skip("a flag of the other script")
-    need = extras_of(script, script.Needs)[name]
+    need = extras_of(script, script.IdleWhile)[name]
     line = [NEEDED[name][0], typed(script, name, form)[0]][::order]
     flag, other = name.replace("_", "-"), need.flag.replace("_", "-")
     parts = [
         f"error: --{flag} ",
-        f": has no effect while --{other} is {need.idle_at}; change that, or leave --{flag} out",
+        f": has no effect while --{other} is {need.value}; change that, or leave --{flag} out",
     ]
     check_bad(script, capsys, tmp_path, " ".join(line).split(), parts)
 
@@ -528,18 +528,18 @@ def test_a_typed_flag_with_an_effect_is_taken(script, monkeypatch, name, form):
     if name not in script.Args.__dataclass_fields__:
         pytest.skip("a flag of the other script")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    need = extras_of(script, script.Needs)[name]
+    need = extras_of(script, script.IdleWhile)[name]
     word, value = typed(script, name, form)
     args = script.parse_args(f"{NEEDED[name][1]} {word}".split())
-    assert getattr(args, need.flag) != need.idle_at
+    assert getattr(args, need.flag) != need.value
     assert getattr(args, name) == value
-    idle = script.Args(**{need.flag: need.idle_at, name: value})
-    assert (getattr(idle, need.flag), getattr(idle, name)) == (need.idle_at, value)
+    idle = script.Args(**{need.flag: need.value, name: value})
+    assert (getattr(idle, need.flag), getattr(idle, name)) == (need.value, value)
 
 
 def test_a_flag_that_is_not_typed_may_be_without_effect(script):
     """Each needed flag alone at its idle value: the other one keeps its default."""
-    for name in extras_of(script, script.Needs):
+    for name in extras_of(script, script.IdleWhile):
         args = script.parse_args(NEEDED[name][0].split())
         assert getattr(args, name) == script.Args.__dataclass_fields__[name].default
 
@@ -871,7 +871,10 @@ def test_a_preset_is_its_long_line(script, tmp_path, name):
         ("--preset averse averse", "--preset averse: is given twice"),
         ("--preset critics atari", "--preset atari: stands behind critics, whose flags it would"),
         ("--preset averse --preset calibrated", "is given twice; name all after one --preset"),
-        ("--preset critics", "--init-from : --preset critics needs the run whose policy acts"),
+        (
+            "--preset critics",
+            "error: --preset critics: needs --init-from, the run whose policy acts",
+        ),
         ("--preset averse --resume RUN", "--preset averse: a stored run has flags of its own"),
         ("--preset averse --evaluate RUN", "--preset averse: a stored run has flags of its own"),
     ],

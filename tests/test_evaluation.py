@@ -144,7 +144,8 @@ def test_a_film_needs_a_place(script, tmp_path, capsys, monkeypatch):
     line = ["--evaluate", directory]
     code, _, err = run_main(script, capsys, [*line, "--capture-video"])
     assert code == 2
-    assert err == f"error: --capture-video True: {directory} cannot be written to\n"
+    assert err.startswith(f"error: --capture-video True: films go to {directory}, which cannot be")
+    assert err.count("\n") == 1
     assert run_main(script, capsys, line)[0] == 0
 
 
@@ -472,7 +473,8 @@ def test_weights_know_nothing_of_entries_that_were_hidden(script, tmp_path, caps
     code, _, err = run_main(script, capsys, words(replace(args, masked_obs=(3,))))
     assert code == 2
     assert err.endswith(
-        "has no statistics of entries [1], which it did not see; hide them as well\n"
+        "has no statistics of entries [1], which it did not see; hide them as well by "
+        "--masked-obs\n"
     )
     further = replace(args, masked_obs=(2,), env_id="CartPoleNoVel-v1")
     code, *_ = run_main(script, capsys, words(further))

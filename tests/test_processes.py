@@ -100,7 +100,7 @@ def test_processes_give_what_one_gives(tmp_path, name, task, processes):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_others_meet_the_first_after_each_episode(script, monkeypatch, rank):
-    """Process 0 evaluates alone; torch waits half an hour for an episode, not for all of them."""
+    """Process 0 plays alone. All of them ask after each episode whether a signal has come."""
     met = []
     monkeypatch.setattr(script, "RANK", rank)
     monkeypatch.setattr(script, "average", lambda x: met.append(x) or x)
@@ -271,7 +271,7 @@ def test_sigterm_ends_all_processes_with_a_checkpoint(tmp_path):
     assert await_end(process, 60) != 0
     text = (tmp_path / "err").read_text()
     step = torch.load(path, weights_only=True)["global_step"]
-    assert text.count(f"stopped after {step:,} steps; --resume") == 1
+    assert text.count(f"stopped after {step:,} steps; continue with --resume") == 1
 
 
 @pytest.mark.slow

@@ -563,7 +563,7 @@ def test_a_closed_terminal_ends_the_run_with_a_checkpoint(tmp_path):
     assert await_end(process) == 130
     err = (tmp_path / "err").read_text()
     asked, stopped_at = err.splitlines()
-    assert asked.rstrip() == "stopping after this iteration; press again to kill"
+    assert asked.rstrip() == "stopping after this iteration; a second signal kills"
     assert stopped_at.startswith("stopped after ")
     assert f"--resume {path.parent}" in err
 
@@ -607,7 +607,7 @@ def test_a_signal_in_an_evaluation_on_the_way_waits_for_it(script, somewhere, mo
     args = small_args(script, "Walk", run_dir=str(somewhere / "here"), eval_every=1)
     code, _, err = run_main(script, capsys, words(args))
     assert (code, len(episodes)) == (130, 3)
-    assert "stopped after 48 steps; --resume" in err
+    assert "stopped after 48 steps; continue with --resume" in err
     [directory] = (somewhere / "here").iterdir()
     assert contents(directory)["step"] == 48
 
@@ -640,7 +640,7 @@ def test_a_signal_ends_the_last_evaluation(script, somewhere, monkeypatch, capsy
         code, _, err = run_main(script, capsys, words(args))
     assert code == 130
     assert len(episodes) == 1
-    assert "stopped in the last evaluation; --resume" in err
+    assert "stopped in the last evaluation; continue with --resume" in err
     [directory] = (somewhere / "here").iterdir()
     before = contents(directory)
     code, out, _ = run_main(script, capsys, ["--resume", str(directory)])
@@ -648,7 +648,7 @@ def test_a_signal_ends_the_last_evaluation(script, somewhere, monkeypatch, capsy
     assert "evaluation of 3 episodes" in out
     assert_same(contents(directory)["agent"], before["agent"])
     code, out, _ = run_main(script, capsys, ["--resume", str(directory)])
-    assert "the run has all of its 96 steps behind it; a larger --total-timesteps goes on" in out
+    assert "the run has taken all of its 96 steps; a larger --total-timesteps continues it" in out
 
 
 @with_both_scripts

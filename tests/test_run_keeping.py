@@ -280,10 +280,11 @@ def test_what_is_not_finite_is_named_with_environment_and_moment(script, place, 
     """One bad number anywhere is enough; the values shown are those of its environment."""
     arrays = {"next_obs": np.full((3, 2), 2.0), "current": np.full((3, 2), 1.0)}
     arrays["rewards"] = np.array([5.0, 6.0, 7.0])
-    assert script.check_finite(*arrays.values(), "step 4") is None
+    rewards = arrays["rewards"]
+    script.check_finite("step 4", arrays["next_obs"], arrays["current"], rewards=rewards)
     arrays[place][(1, 1) if arrays[place].ndim == 2 else 1] = bad
     with pytest.raises(RuntimeError, match="environment 1, step 4; check the task") as error:
-        script.check_finite(*arrays.values(), "step 4")
+        script.check_finite("step 4", arrays["next_obs"], arrays["current"], rewards=rewards)
     shown = [str(arrays["next_obs"][1]), str(arrays["current"][1]), f"{arrays['rewards'][1]}"]
     assert str(error.value).startswith(
         f"not finite: observation {shown[0]}, then {shown[1]}, reward {shown[2]}"
@@ -293,8 +294,8 @@ def test_what_is_not_finite_is_named_with_environment_and_moment(script, place, 
 def test_an_observation_that_opens_an_episode_is_told_once(script):
     """Nothing came after it."""
     obs = np.full((1, 2), np.nan)
-    with pytest.raises(RuntimeError, match=r"not finite: observation \[nan nan\], reward 0"):
-        script.check_finite(obs, obs, np.zeros(1), "the first reset")
+    with pytest.raises(RuntimeError, match=r"not finite: observation \[nan nan\], environment 0"):
+        script.check_finite("the first reset", obs)
 
 
 class Spoilt(gym.Wrapper):
@@ -614,7 +615,7 @@ def test_a_signal_is_confirmed(begin, capsys):
         run.step = step
         run.request_stop(signal.SIGTERM, None)
         said = capsys.readouterr().err.strip()
-        assert said == f"stopping after this {part}; press again to kill"
+        assert said == f"stopping after this {part}; a second signal kills"
 
 
 def test_a_run_says_what_it_sees_and_which_preset_it_has(script, capsys, tmp_path):

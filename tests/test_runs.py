@@ -188,7 +188,7 @@ def test_commands_that_are_printed_can_be_pasted(script, tmp_path, capsys):
     """A folder with a space is quoted."""
     _, directory = run(script, tmp_path / "my runs", "Walk")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-2] == f"watch it by tensorboard --logdir '{tmp_path}/my runs'"
+    assert lines[-2] == f"to watch: tensorboard --logdir '{tmp_path}/my runs'"
     assert f" --resume '{directory}' --total" in lines[-1]
 
 
@@ -198,10 +198,10 @@ def test_a_run_says_where_it_stands(script, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     first = "probes:VectorDiscrete-v0: networks see vectors of 4; actions Discrete(4, start=3)"
     assert lines[0] == f"{first}; logging to {directory}"
-    assert lines[-2] == f"watch it by tensorboard --logdir {tmp_path}"
+    assert lines[-2] == f"to watch: tensorboard --logdir {tmp_path}"
     assert (
         lines[-1]
-        == f"go on by python {script.__name__}.py --resume {directory} --total-timesteps 192"
+        == f"to continue: python {script.__name__}.py --resume {directory} --total-timesteps 192"
     )
 
 
