@@ -27,7 +27,7 @@ from functools import cache, lru_cache
 from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 # The scripts set this ahead of NumPy, which reads it when it is imported. Here NumPy comes first.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -110,19 +110,33 @@ def spelt_out(script: str, flags: str) -> str:
     """Flags with those of presets ahead of them, for versions of a script that know no presets.
 
     A later preset has its way over an earlier one, and typed flags over both, wherever they stand.
+    Those of a preset that others leave without effect are left out: typed they would be refused.
     """
     typed = re.search(r"--preset((?: +(?!--)\S+)+)", flags)
     if typed is None:
         return flags
+    module = load_script(script)
     merged: dict[str, Any] = {}
     for name in typed[1].split():
-        merged |= load_script(script).PRESETS[name].flags
+        merged |= module.PRESETS[name].flags
+    idle = idle_flags(module, module.parse_args(flags.split()))
     words = []
     for flag, value in merged.items():
-        if flag != "env_id":
+        if flag != "env_id" and flag not in idle:
             name = f"--{flag.replace('_', '-')}"
             words.append(name if value is True else f"{name} {value}")
     return " ".join([*words, *flags.replace(typed[0], "").split()])
+
+
+def idle_flags(module: ModuleType, args: Any) -> set[str]:
+    """The names of flags of a script that have no effect beside the others."""
+    hints = get_type_hints(module.Args, include_extras=True)
+    return {
+        name
+        for name, hint in hints.items()
+        for extra in getattr(hint, "__metadata__", ())
+        if isinstance(extra, module.IdleWhile) and getattr(args, extra.flag) == extra.value
+    }
 
 
 def without(flags: str, name: str) -> str:
@@ -202,10 +216,19 @@ def runs_of(
     return [Run(cell, seed) for cell in chosen for seed in seeds or cell.seeds]
 
 
+def with_words(work: Work, run: Run) -> Any:
+    """The work, and its fault as words: an exception of a script cannot be sent to a process that
+    has not imported the script."""
+    try:
+        return work(run)
+    except Exception:
+        raise RuntimeError(traceback.format_exc()) from None
+
+
 def run_alone(work: Work, run: Run) -> Any:
     """The work in a fresh process: no run sees what an earlier one left, or dies with it."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(work, run).result()
+        return pool.submit(with_words, work, run).result()
 
 
 def run_all(work: Work, runs: Iterable[Run], processes: int) -> Iterator[tuple[Run, Any]]:

@@ -1,4 +1,4 @@
-"""What a distributional critic buys: critics compared on the same tasks, everything else equal.
+"""What a distributional critic buys: critics compared on the same tasks, other flags being equal.
 
     python benchmarks/critics.py      # table and figure from the committed files
 

@@ -81,9 +81,10 @@ def measure_all(name: str, repeat: int) -> None:
     import torch
 
     same = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, **common.origin()}
-    known = {(row["work"], row["program"], row["repeat"]) for row in TABLE.rows()}
+    keys = ("work", "program", "repeat", "gpu", "commit")
+    known = {tuple(row[key] for key in keys) for row in TABLE.rows()}
     for program in PROGRAMS:
-        if (name, program, str(repeat)) not in known:
+        if (name, program, str(repeat), same["gpu"], same["commit"]) not in known:
             row = {"work": name, "program": program, "repeat": repeat}
             row |= measure(WORK[name], program, SECONDS) | same
             TABLE.append(row)
@@ -92,8 +93,14 @@ def measure_all(name: str, repeat: int) -> None:
 
 # ------------------------------------------------------------------------------------------ report
 def values(rows: list[Row], name: str, program: str, column: str = "value") -> list[float]:
-    """What a program measured in the repeats that all programs have."""
-    own = {(row["program"], row["repeat"]): row for row in rows if row["work"] == name}
+    """What a program measured in the repeats that all programs have, by the newest version and on
+    the GPU that it ran on."""
+    newest = [(row["gpu"], row["commit"]) for row in rows if row["work"] == name][-1:]
+    own = {
+        (row["program"], row["repeat"]): row
+        for row in rows
+        if row["work"] == name and [(row["gpu"], row["commit"])] == newest
+    }
     repeats = [
         repeat
         for repeat in sorted({repeat for _, repeat in own})

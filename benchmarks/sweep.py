@@ -265,7 +265,7 @@ class Sample(tune.Trainable):
         self.last_step = args.num_iterations * args.batch_size
         cpus, gpus = needs(sweep)["CPU"], needs(sweep).get("GPU", 0)
         task = ray.remote(num_cpus=cpus, num_gpus=gpus, max_calls=1, max_retries=0)(train)
-        for seed in range(1, sweep.seeds + 1):
+        for seed in range(1000, 1000 + sweep.seeds):  # tuning seeds: reported ones are others
             folder = self.folder / f"seed{seed}"
             line = sweep.line(self.config, "--seed", seed, "--checkpoint-every", every)
             self.runs.append(Progress(folder))
@@ -311,7 +311,7 @@ class Member(tune.Trainable):
         """Score after the next interval, and whose weights it began with."""
         args, every = share(self.sweep, self.config)
         steps = every * args.batch_size
-        seed = 1 + number_of(self.trial_id) + 1000 * self.iteration
+        seed = 1000 + (number_of(self.trial_id) + 100 * self.iteration) % 7000  # tuning seeds
         line = self.sweep.line(self.config, "--seed", seed, "--total-timesteps", steps)
         line += ["--no-anneal-lr"]
         if self.weights:
@@ -540,12 +540,11 @@ def shown(text: str) -> str:
 
 
 def interval(returns: np.ndarray) -> str:
-    """95 % bootstrap interval of the mean over seeds; nothing for one seed."""
+    """95 % interval of the mean over seeds, by Student's t; nothing for one seed."""
     if len(returns) == 1:
         return ""
-    draws = np.random.default_rng(0).choice(returns, (10_000, len(returns))).mean(1)
-    low, high = np.percentile(draws, [2.5, 97.5])
-    return f"{low:.1f} to {high:.1f}"
+    half = common.half_width(returns)
+    return f"{returns.mean() - half:.1f} to {returns.mean() + half:.1f}"
 
 
 def report(sweep: Sweep) -> None:

@@ -1216,6 +1216,9 @@ def test_presets_are_spelt_out_as_the_script_takes_them():
     same = common.spelt_out(NAMES[1], "--preset pendulum averse --twin-reduce min")
     assert tune.parts(told) == tune.parts(f"{same} --compile --cvar-weight 0")
     assert common.spelt_out(NAMES[1], "--gamma 0.9") == "--gamma 0.9"
+    alone = common.spelt_out(NAMES[1], "--preset pendulum --num-critics 1")
+    assert "twin-reduce" not in alone  # which one critic leaves without effect
+    assert script.parse_args(alone.split()).num_critics == 1
 
 
 def test_a_flag_is_left_out():

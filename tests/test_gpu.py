@@ -48,13 +48,15 @@ def test_the_first_iteration_does_not_count(gpu, monkeypatch):
 
 def test_the_gain_is_over_the_faster_cpu(gpu):
     """Four threads are faster: medians 20 and 50, repeats 40 / 20, 50 / 10, 60 / 30. A fourth
-    repeat that the GPU lacks does not count."""
+    repeat that the GPU lacks does not count, and neither do rows of an older version."""
+    same = {"work": "CartPole-v1", "gpu": "H200", "commit": "newer"}
     speeds = {"one thread": (5, 6, 7), "four threads": (20, 10, 30), "GPU": (40, 50, 60)}
     rows = [
-        {"work": "CartPole-v1", "program": program, "repeat": str(repeat), "value": str(value)}
+        same | {"program": program, "repeat": str(repeat), "value": str(value)}
         for program, own in speeds.items()
         for repeat, value in enumerate(own)
     ]
     for program in ("one thread", "four threads"):
-        rows.append({"work": "CartPole-v1", "program": program, "repeat": "3", "value": "900"})
+        rows.append(same | {"program": program, "repeat": "3", "value": "900"})
+    rows = [row | {"commit": "older", "value": "1"} for row in rows] + rows
     assert gpu.gain_of(rows, "CartPole-v1") == (2.5, 2.0, 5.0)
