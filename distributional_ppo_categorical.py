@@ -24,7 +24,8 @@ These things differ most from other PPO scripts:
                          and `averse` learn the distribution of the return itself. By default V
                          is its mean plus a correction, the mean output (`--value-from`). With
                          `--cvar-weight` the policy learns from the tail of the distribution.
-    Two critics          Two value heads predict the return. V is the smaller of their values.
+    Two critics          Two value heads predict the return. By default V is the smaller one of
+                         their two values.
     Normalised returns   Critics predict returns minus a running mean, divided by a running std.
                          Advantages are normalised once for a rollout, not for each minibatch.
     Apart                Actor and critics share no parameter. Each has its loss and its Adam.
@@ -438,7 +439,7 @@ class Batch(NamedTuple):
     log_probs: Tensor  # (B,) of the actions under that policy, nats
     advantages: Tensor  # (B,) in the task's units, which `update` normalises
     targets: Tensor  # (B, K) what the value distributions learn
-    returns: Tensor  # (B,) lambda-returns, normalised: what the mean output learns
+    returns: Tensor  # (B,) lambda-returns, normalised: what V learns, by its mean output
     old_predictions: Tensor  # (B, C, 1 or 2) mean, and V, before the update, for value clipping
 
     def for_actor(self) -> Batch:
@@ -2034,6 +2035,8 @@ class Agent(nn.Module):
 # The algorithm calls these functions from below:
 #
 #     start, open_episodes               begin a run, anew or resumed
+#     run.iterations, lap, end_iteration keep its time, log, evaluations and checkpoints
+#     check_flags, UsageError            refuse flags that cannot work
 #     finished_episodes                  reads returns and lengths from gymnasium's info
 #     check_finite, check_step           raise where a number is not finite
 #     describe_...                       compute metrics and change nothing
@@ -2418,6 +2421,8 @@ def make_envs(args: Args) -> gym.vector.VectorEnv:
     if not args.async_envs:
         makers = [lambda: make_env(args)] * own_envs
         return gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=mode)
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        raise flag_error(args, "async_envs", "this system has no forkserver; leave it out")
     env = make_env(args)  # a mistake is told here, not by a process of many
     close_quietly(env)
     return EnvsInProcesses(args, own_envs, env.observation_space, env.action_space)
@@ -3388,19 +3393,23 @@ class Run:
         return pickled
 
     def lock_directory(self) -> None:
-        """Lock the directory: two processes that write one run would spoil it.
+        """Lock the directory: two that write one run would spoil it.
 
         The lock ends with the process, unless a fork of it lives on. Some platforms and disks have
-        no locks. Raises `UsageError` where another process has it.
+        no locks. Raises `UsageError` where the run is being written.
         """
         if RANK > 0 or fcntl is None:
             return
-        descriptor = os.open(self.directory, os.O_RDONLY)
+        try:
+            descriptor = os.open(self.directory, os.O_RDONLY)
+        except OSError:  # it may be written to and not read
+            return
         self.release_lock = weakref.finalize(self, unlock, descriptor)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            text = "another process is writing this run; stop it first"
+            self.release_lock()
+            text = "this run is being written already; stop that first"
             raise UsageError(f"--resume {self.args.resume}: {text}") from error
         except OSError:
             self.release_lock()
@@ -3416,6 +3425,7 @@ class Run:
         if content["args"]["cuda"] and not args.cuda:
             text = "was run with --cuda, and torch sees no GPU; start anew with --init-from"
             raise flag_error(args, "resume", text)
+        self.agent.load_state_dict(content["agent"])  # it may be newer than what was read unlocked
         try:
             kept = pickle.loads(content["run"])
             parts = kept["parts"]
@@ -3711,8 +3721,8 @@ def check_version(flags: dict[str, Any]) -> None:
     unknown = ", ".join(sorted(flags.keys() - known))
     if lacking or unknown:
         found = f"it lacks {lacking or 'none'} of the flags, and {unknown or 'none'} is unknown"
-        text = "another version of the script wrote it, and lies in the run's directory"
-        raise ValueError(f"{text}: {found}")
+        text = "use the copy of the script in the run's directory"
+        raise ValueError(f"another version of the script wrote it: {found}; {text}")
 
 
 def expanded(path: str | Path) -> Path:
@@ -3984,18 +3994,19 @@ def check_range(args: Args, name: str, extras: list) -> None:
 
 
 def check_machine(args: Args) -> None:
-    """Require the launcher, the GPUs and the system that the flags need."""
+    """Require the launcher and the GPUs that the flags need."""
     if WORLD_SIZE > 1 and "MASTER_ADDR" not in os.environ:
         text = "is set without a launcher; start by torchrun, or unset it"
         raise UsageError(f"WORLD_SIZE={WORLD_SIZE}: {text}")
     if args.cuda and not torch.cuda.is_available():
         raise flag_error(args, "cuda", "torch sees no GPU; leave it out")
+    if args.cuda and WORLD_SIZE > 1 and "LOCAL_RANK" not in os.environ:
+        raise flag_error(args, "cuda", "LOCAL_RANK is not set; start by torchrun")
     gpus = torch.cuda.device_count()
-    if args.cuda and processes_here() > max(gpus, 1):
-        text = f"{processes_here()} processes need a GPU each, and torch sees {gpus}"
-        raise flag_error(args, "cuda", f"{text}; start fewer processes")
-    if args.async_envs and "forkserver" not in multiprocessing.get_all_start_methods():
-        raise flag_error(args, "async_envs", "this system has no forkserver; leave it out")
+    needed = int(os.environ.get("LOCAL_WORLD_SIZE") or LOCAL_RANK + 1)  # on this machine
+    if args.cuda and needed > max(gpus, 1):
+        text = f"{needed} processes need a GPU each, and torch sees {gpus}; start fewer processes"
+        raise flag_error(args, "cuda", text)
 
 
 def plain(value: Any, kind: Any) -> Any:
@@ -4186,11 +4197,13 @@ def until_nobody_reads() -> Iterator[None]:
 
 def flush_output() -> None:
     """Flush what was printed. Where nobody reads it, Python's own flush would end with code 120."""
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # some programs have none
         try:
             stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        except ValueError:  # the task has closed it
+            pass
 
 
 def main(argv: list[str]) -> None:

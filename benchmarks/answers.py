@@ -508,7 +508,7 @@ def ages(contest: Contest) -> set[bool]:
 
 def critics_notes(verdicts: dict[Contest, Verdict]) -> list[str]:
     """The reference, the verdict, and what speaks against it."""
-    chosen, fresh = verdicts[SINGLE], verdicts[AGAIN]
+    fresh = verdicts[AGAIN]
     pendulum = critics.FAMILIES["recurrent"].low["PendulumNoVel-v1"]
     both = joined(contest.told for contest in CONTESTS if len(ages(contest)) > 1)
     caution = f" Runs from before and after separate updates are mixed in: {both}." if both else ""
@@ -528,15 +528,14 @@ def critics_notes(verdicts: dict[Contest, Verdict]) -> list[str]:
         else ""
     )
     return [
-        f"More is better in both differences. Scores are scaled for each task: 1 is the mean of a "
+        f"Scores are scaled for each task: 1 is the mean of a "
         f"scalar critic (a single one on MuJoCo, twins elsewhere), and 0 is a return of 0 "
         f"({pendulum} on PendulumNoVel-v1, about a random policy's; -1 on POPGym). Low runs end "
         f"below 0.9. The single quantile critic met a single scalar critic, not scalar twins. All "
         f"rows are from before separate updates, of commits that often differ between the two "
         f"critics; scalar critics have `--vf-coef 10`.",
-        f"One MuJoCo interval excludes 0.5: the single quantile critic has {chosen.at_the_end} on "
-        f"seeds 1 to 5. On fresh seeds, which alone were to count, it has {fresh.at_the_end}: "
-        f"{held}. {lower}{caution}",
+        f"Of the single quantile critic only the fresh seeds were to count: {held}. "
+        f"{lower}{caution}",
     ]
 
 
@@ -550,10 +549,12 @@ def bought(verdicts: dict[Contest, Verdict]) -> str:
         for column in ("cvar", "mean")
     )
     right = common.share(sum(map(calibration.reached, chains())), len(chains()))
-    chance = verdicts[DEFAULTS[0]].at_the_end
+    gain = gain_told(verdicts)
+    robots, recurrent, games = (verdicts[contest].at_the_end for contest in DEFAULTS)
     return (
-        f"**Verdict in three sentences.** *Mean:* {gain_told(verdicts).lower()[:-1]}, since the "
-        f"default critic's P at the end is {chance} on MuJoCo. *Lower tail:* where a "
+        f"**Verdict in three sentences.** *Mean:* {gain[0].lower()}{gain[1:-1]}: the default "
+        f"critic's P at the end is {robots} on MuJoCo, {recurrent} on recurrent tasks and {games} "
+        f"on MinAtar. *Lower tail:* where a "
         f"bad tail can be avoided, as on the [road](#risk), aversion moves the worst tenth by "
         f"{tail} and the mean by {mean}. *Knowledge:* the distribution of three [known "
         f"processes](#calibration) is right in {right} runs with `calibrated`, but a low first "

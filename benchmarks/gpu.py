@@ -95,18 +95,20 @@ def measure_all(name: str, repeat: int) -> None:
 def values(rows: list[Row], name: str, program: str, column: str = "value") -> list[float]:
     """What a program measured in the repeats that all programs have, by the newest version and on
     the GPU that it ran on."""
-    newest = [(row["gpu"], row["commit"]) for row in rows if row["work"] == name][-1:]
-    own = {
-        (row["program"], row["repeat"]): row
-        for row in rows
-        if row["work"] == name and [(row["gpu"], row["commit"])] == newest
-    }
-    repeats = [
-        repeat
-        for repeat in sorted({repeat for _, repeat in own})
-        if all((other, repeat) in own for other in PROGRAMS)
-    ]
-    return [float(own[program, repeat][column]) for repeat in repeats]
+    found: list[float] = []
+    for origin in dict.fromkeys((row["gpu"], row["commit"]) for row in rows if row["work"] == name):
+        own = {
+            (row["program"], row["repeat"]): row
+            for row in rows
+            if row["work"] == name and (row["gpu"], row["commit"]) == origin
+        }
+        repeats = [
+            repeat
+            for repeat in sorted({repeat for _, repeat in own})
+            if all((other, repeat) in own for other in PROGRAMS)
+        ]
+        found = [float(own[program, repeat][column]) for repeat in repeats] or found
+    return found
 
 
 class Gain(NamedTuple):

@@ -644,7 +644,10 @@ def parse() -> tuple[Sweep, argparse.Namespace]:
     parser.add_argument("--vary", nargs="+", default=[], metavar="FLAG=KIND:...")
     parser.add_argument("--samples", type=int, default=10, help="default: 10")
     parser.add_argument(
-        "--seeds", type=int, default=1, help="of every sample, 1 and up; default: 1"
+        "--seeds",
+        type=int,
+        default=1,
+        help="number of them for every sample, from 1000 up; default: 1",
     )
     reports = "scores told by a run; default: 10, or one for each of fewer rollouts"
     parser.add_argument("--reports", type=int, help=reports)

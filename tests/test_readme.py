@@ -94,6 +94,12 @@ def test_the_defaults_learn_the_environment_of_the_readme(monkeypatch, tmp_path)
     assert train_recall(monkeypatch, tmp_path) == 1.0
 
 
+def test_the_torch_of_the_requirements_is_named():
+    """For those who install it first."""
+    pinned = (ROOT / "requirements.txt").read_text().split("torch==")[1].split()[0]
+    assert f"install torch {pinned} from" in README
+
+
 def test_python_of_the_readme_runs(monkeypatch, tmp_path):
     """Training, loading and acting, with fewer steps; the fan along an episode; the atoms."""
     pytest.importorskip("matplotlib").use("Agg")

@@ -401,10 +401,46 @@ def test_a_run_that_another_process_writes_is_not_resumed(script, tmp_path, caps
     finally:
         os.close(other)
     assert code == 2
-    told = "another process is writing this run; stop it first"
+    told = "this run is being written already; stop that first"
     assert err == f"error: --resume {directory}: {told}\n"
     assert (Path(directory) / "checkpoint.pt").read_bytes() == before
     assert run_main(script, capsys, line)[0] == 0
+
+
+def test_a_directory_that_cannot_be_locked_is_written_all_the_same(script, tmp_path, monkeypatch):
+    """It may be written to and not read, or lie on a disk without locks."""
+    pytest.importorskip("fcntl")
+
+    def refuse(*given):
+        raise OSError(13, "Permission denied")
+
+    args = flags_for(script, tmp_path, 1, env_id="probes:Walk-v0")
+    for owner, name in ((script.os, "open"), (script.fcntl, "flock")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, refuse)
+            run, *_ = script.start(args)
+        with run:
+            assert run.directory.is_dir()
+
+
+def test_a_resumed_run_has_the_weights_of_its_checkpoint(script, tmp_path, monkeypatch):
+    """Also where the file was replaced after it had been read the first time, without a lock."""
+    args = flags_for(script, tmp_path, 1, env_id="probes:Walk-v0")
+    directory = script.train(args)["run_dir"]
+    make_agent = script.make_agent
+
+    def make_stale(*given):
+        agent = make_agent(*given)
+        with torch.no_grad():
+            for p in agent.parameters():
+                p.zero_()
+        return agent
+
+    monkeypatch.setattr(script, "make_agent", make_stale)
+    run, agent, *_ = script.start(replace(args, resume=directory))
+    with run:
+        trained, _ = script.load_agent(directory)
+        assert_same(dict(agent.state_dict()), dict(trained.state_dict()))
 
 
 def test_a_run_keeps_others_out_until_its_end(script, tmp_path, monkeypatch):

@@ -612,6 +612,14 @@ def test_a_signal_in_an_evaluation_on_the_way_waits_for_it(script, somewhere, mo
     assert contents(directory)["step"] == 48
 
 
+def test_output_may_be_missing_or_closed(script, monkeypatch, tmp_path):
+    """Then there is nothing to flush, and no fault."""
+    monkeypatch.setattr(sys, "stderr", None)
+    with open(tmp_path / "out", "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+    script.flush_output()
+
+
 def test_nohup_is_respected(script, tmp_path):
     """A signal that is ignored stays ignored."""
     handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
