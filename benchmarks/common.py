@@ -106,6 +106,7 @@ def is_recurrent(agent: Any) -> bool:
     return hasattr(agent, "initial_state")
 
 
+@cache
 def spelt_out(script: str, flags: str) -> str:
     """Flags with those of presets ahead of them, for versions of a script that know no presets.
 
