@@ -66,9 +66,9 @@ def test_states_after_the_end_do_not_count(inspect_run):
 @pytest.mark.parametrize(
     ("script", "env"),
     [
-        (SCRIPTS[0], "Walk"),
-        (SCRIPTS[1], "Flicker"),
-        pytest.param(SCRIPTS[0], "Flicker", marks=pytest.mark.slow),
+        (SCRIPTS[0], "Flicker"),
+        pytest.param(SCRIPTS[0], "Walk", marks=pytest.mark.slow),
+        pytest.param(SCRIPTS[1], "Flicker", marks=pytest.mark.slow),
         pytest.param(SCRIPTS[1], "Walk", marks=pytest.mark.slow),
     ],
     indirect=["script"],
@@ -1279,6 +1279,7 @@ def test_reports_are_made_from_the_committed_files(program, monkeypatch, tmp_pat
         assert tuning == (RESULTS / "tuning_calibration.md").read_text()
 
 
+@pytest.mark.slow
 def test_speed_and_scaling_report_on_the_committed_rows(monkeypatch, tmp_path, capsys):
     """The same text again, beside a copy of the rows; tables of all-reduces and efficiency."""
     pytest.importorskip("matplotlib")

@@ -53,12 +53,14 @@ def paid(env, seed, risky, steps=2000):
     ("name", "probability", "cost", "forfeits"),
     [  # Urpi, Curi & Krause 2021, section 5 and appendix: B(p), the cost, and the forward reward
         ("RiskyHalfCheetah", 0.05, 70, True),
-        ("RiskyHopper", 0.1, 50, False),
-        ("RiskyWalker2d", 0.1, 30, False),
-        ("RareHalfCheetah", 0.01, 70, True),  # ours: a fifth of the probability
+        pytest.param("RiskyHopper", 0.1, 50, False, marks=pytest.mark.slow),
+        pytest.param("RiskyWalker2d", 0.1, 30, False, marks=pytest.mark.slow),
+        pytest.param(
+            "RareHalfCheetah", 0.01, 70, True, marks=pytest.mark.slow
+        ),  # ours: a fifth of the probability
         ("RareHopper", 0.02, 50, False),
-        ("RareWalker2d", 0.02, 30, False),
-        ("LimitHalfCheetah", 0.004, 175, True),  # ours
+        pytest.param("RareWalker2d", 0.02, 30, False, marks=pytest.mark.slow),
+        pytest.param("LimitHalfCheetah", 0.004, 175, True, marks=pytest.mark.slow),  # ours
     ],
 )
 def test_risky_robots_pay_as_in_the_paper(risky_tasks, name, probability, cost, forfeits):
