@@ -3821,6 +3821,7 @@ def make_eval_env(args: Args) -> gym.Env:
     """
     if not args.capture_video:
         return make_env(args)
+
     try:
         import_module("moviepy")
         env = make_env(args, render_mode="rgb_array")
