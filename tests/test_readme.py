@@ -94,6 +94,23 @@ def test_the_defaults_learn_the_environment_of_the_readme(monkeypatch, tmp_path)
     assert train_recall(monkeypatch, tmp_path) == 1.0
 
 
+def test_a_faster_machine_is_as_much_faster_as_the_peers_were():
+    """By the report the same peers ran at these shares of their speed in the older rows."""
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    shares = re.search(r"ran at ([\d.]+) to ([\d.]+) of their speed in the older rows", page)
+    assert "a machine that was about three times as fast as" in README
+    assert [round(1 / float(share)) for share in shares.groups()] == [3, 3]
+
+
+def test_the_length_of_the_scripts_is_told():
+    """With the algorithm in the first half."""
+    for name in ("distributional_ppo_lstm", "distributional_ppo_categorical"):
+        lines = (ROOT / f"{name}.py").read_text().splitlines()
+        assert "of about 4,300 lines, with the algorithm in the first half" in README
+        assert abs(len(lines) - 4300) < 150
+        assert lines.index("# Nothing below is about the algorithm.") < len(lines) / 2 + 50
+
+
 def test_the_torch_of_the_requirements_is_named():
     """For those who install it first."""
     pinned = (ROOT / "requirements.txt").read_text().split("torch==")[1].split()[0]
