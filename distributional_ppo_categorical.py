@@ -1563,6 +1563,7 @@ class ValueDistribution(nn.Module):
             variance = average((targets.probs * squares).sum(-1).mean())
             error = average((values - mean).square().mean())
             self.moments.merge(mean, torch.maximum(variance, error), weight=1)
+
         ratio = old_std / self.moments.std if rescales else 1.0
         for head in heads:
             head[-1].weight.data[len(self.support) :] *= ratio
@@ -1571,6 +1572,7 @@ class ValueDistribution(nn.Module):
         logits, excess = self.split(outputs)
         excess = excess * ratio
         new_outputs = torch.cat((logits, excess), -1)
+
         normalized = self.moments.normalize(targets.returns)
         beyond = (normalized < self.support[0]) | (normalized > self.support[-1])
         outside = (targets.probs * beyond).sum(-1).mean()
