@@ -80,9 +80,9 @@ FEWEST = 4  # seeds of a version that is compared with the joint one
 
 
 # -------------------------------------------------------------------------------------------- words
-def mean_gain(scores: np.ndarray, rival: np.ndarray) -> float:
-    """Difference of the means of normalised scores, (seeds, tasks)."""
-    return float(scores.mean() - rival.mean())
+def mean_gain(scores: np.ndarray, rival: np.ndarray) -> np.ndarray:
+    """Difference of the means of normalised scores, (..., seeds, tasks)."""
+    return scores.mean((-2, -1)) - rival.mean((-2, -1))
 
 
 def joined(names: Iterable[str]) -> str:
@@ -330,7 +330,7 @@ def over(source: str, of: Callable[[str], Iterable[float]]) -> Ratios:
     fewest = min(map(len, columns))
     ratios = np.array([column[:fewest] for column in columns]).T  # (seeds, tasks)
     each = [f"{ratio:.2f} on {task}" for task, ratio in zip(tasks, ratios.mean(0))]
-    return Ratios(critics.estimate(lambda drawn: float(drawn.mean()), ratios), joined(each))
+    return Ratios(critics.estimate(lambda drawn: drawn.mean((-2, -1)), ratios), joined(each))
 
 
 def evaluations(task: str) -> np.ndarray:
@@ -566,8 +566,8 @@ def over_default() -> critics.Estimate:
     """Score of the single quantile critic over the default's on fresh seeds, mean of the ratios of
     four tasks."""
 
-    def ratio(ours: np.ndarray, default: np.ndarray) -> float:
-        return float((ours.mean(0) / default.mean(0)).mean())
+    def ratio(ours: np.ndarray, default: np.ndarray) -> np.ndarray:
+        return (ours.mean(-2) / default.mean(-2)).mean(-1)
 
     chosen = by_task(QUANTILE, "quantiles_single", FRESH)
     return critics.estimate(ratio, chosen, by_task(CATEGORICAL, "default", FRESH))

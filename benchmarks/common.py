@@ -280,6 +280,13 @@ def origin() -> dict[str, str]:
 
 
 # ---------------------------------------------------------------------------------------- CSV files
+@cache
+def rows_of_file(path: Path, changed: int, size: int) -> list[Row]:
+    """The rows of a CSV file, which is read again once its time or its size has changed."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 @dataclass(frozen=True)
 class Table:
     """A CSV that grows row by row."""
@@ -292,8 +299,8 @@ class Table:
         """Those so far, none if there is no file."""
         if not self.path.exists():
             return []
-        with self.path.open(newline="") as file:
-            return list(csv.DictReader(file))
+        found = self.path.stat()
+        return [dict(row) for row in rows_of_file(self.path, found.st_mtime_ns, found.st_size)]
 
     def append(self, *rows: dict[str, Any]) -> None:
         """Write rows at the end, all at once, below a header if the file is new.

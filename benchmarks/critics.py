@@ -39,7 +39,7 @@ import numpy as np
 from common import CATEGORICAL, LSTM, LSTM_ATOMS, QUANTILE, RESULTS, Cell, Row
 
 SCALAR = "--num-quantiles 1 --kappa 10 --value-from distribution"
-REPEATS = 2_000  # of the bootstrap
+REPEATS = 10_000  # of the bootstrap
 KNOWN = "(reference's mean as known)"  # by an interval
 
 
@@ -179,26 +179,28 @@ def normalised(family: Family, raw: dict[str, np.ndarray]) -> dict[str, np.ndarr
     return {name: (scores - low) / (high - low) for name, scores in raw.items()}
 
 
-def iqm(scores: np.ndarray) -> float:
-    """Interquartile mean of all runs on all tasks, (seeds, tasks)."""
-    return float(learning.iqm(scores.flatten()))
+# The figures below take scores of shape (..., seeds, tasks) and give one number of each.
+def iqm(scores: np.ndarray) -> np.ndarray:
+    """Interquartile mean of all runs on all tasks."""
+    return learning.iqm(scores.reshape(*scores.shape[:-2], -1))
 
 
-def improvement(scores: np.ndarray, rival: np.ndarray) -> float:
+def improvement(scores: np.ndarray, rival: np.ndarray) -> np.ndarray:
     """Probability that a run has more than one of the rival's on the same task, mean over tasks;
-    ties count half. Both (seeds, tasks), each with seeds of its own."""
-    mine, theirs = scores[:, None], rival[None]
-    return float(((mine > theirs) + 0.5 * (mine == theirs)).mean())
+    ties count half. The rival may have another number of seeds."""
+    mine, theirs = scores[..., :, None, :], rival[..., None, :, :]
+    return ((mine > theirs) + 0.5 * (mine == theirs)).mean((-3, -2, -1))
 
 
-def fewer_low(scores: np.ndarray, rival: np.ndarray) -> float:
+def fewer_low(scores: np.ndarray, rival: np.ndarray) -> np.ndarray:
     """By how much the share of runs that end below 0.9 is smaller than the rival's."""
-    return float((rival < 0.9).mean() - (scores < 0.9).mean())
+    return (rival < 0.9).mean((-2, -1)) - (scores < 0.9).mean((-2, -1))
 
 
 def resampled(scores: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """As many seeds, drawn with replacement in each task by itself."""
-    rows = rng.integers(len(scores), size=scores.shape)
+    """Many samples of as many seeds, drawn with replacement in each task by itself, (REPEATS,
+    seeds, tasks)."""
+    rows = rng.integers(len(scores), size=(REPEATS, *scores.shape))
     return scores[rows, np.arange(scores.shape[1])]
 
 
@@ -213,16 +215,16 @@ class Estimate(NamedTuple):
         return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
 
 
-def estimate(function: Callable[..., float], *samples: np.ndarray) -> Estimate:
+def estimate(function: Callable[..., np.ndarray], *samples: np.ndarray) -> Estimate:
     """Return a figure of one sample or two, with its 95 % interval, stratified by task."""
     rng = np.random.default_rng(0)
-    draws = [function(*(resampled(x, rng) for x in samples)) for _ in range(REPEATS)]
+    draws = function(*(resampled(scores, rng) for scores in samples))
     low, high = np.percentile(draws, [2.5, 97.5])
-    return Estimate(function(*samples), float(low), float(high))
+    return Estimate(float(function(*samples)), float(low), float(high))
 
 
 def beside(
-    function: Callable[..., float], scores: dict[str, np.ndarray], name: str, family: Family
+    function: Callable[..., np.ndarray], scores: dict[str, np.ndarray], name: str, family: Family
 ) -> Estimate | None:
     """A figure of a row beside its scalar rival, with its interval; nothing for the rival."""
     rival = scores.get(family.critics[name].rival)

@@ -183,11 +183,23 @@ def test_fewer_low_runs_than_the_rival(critics):
 def test_bootstrap_draws_seeds_in_each_task_by_itself(critics):
     """Entries stay in their column, rows do not stay together, and some are drawn twice."""
     scores = np.arange(40.0).reshape(20, 2)
-    drawn = critics.resampled(scores, np.random.default_rng(0))
-    assert drawn.shape == scores.shape
+    every = critics.resampled(scores, np.random.default_rng(0))
+    assert every.shape == (critics.REPEATS, *scores.shape)
+    drawn = every[0]
     for column in (0, 1):
         assert set(drawn[:, column]) < set(scores[:, column])
     assert (drawn[:, 1] - drawn[:, 0] != 1).any()
+    assert (every[0] != every[1]).any()
+
+
+def test_figures_of_many_samples_are_those_of_each(critics):
+    """Scores with a leading axis, as the bootstrap has them."""
+    rng = np.random.default_rng(2)
+    mine, theirs = rng.random((3, 4, 2)).round(1), rng.random((3, 5, 2)).round(1)
+    assert critics.iqm(mine).tolist() == [critics.iqm(one) for one in mine]
+    for figure in (critics.improvement, critics.fewer_low):
+        each = [figure(one, two) for one, two in zip(mine, theirs, strict=True)]
+        assert figure(mine, theirs).tolist() == each
 
 
 def test_an_interval_holds_what_is_known(critics):
