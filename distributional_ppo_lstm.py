@@ -3174,8 +3174,10 @@ class Run:
 
         size = " x ".join(map(str, self.agent.obs_shape))
         seen = f"images, {size}" if self.agent.sees_images else f"vectors of {size}"
-        actions = f"{self.agent.action_dist.space!s:.100}"
-        facts = [f"{args.env_id}: networks see {seen}", f"actions {actions}"]
+        space = self.agent.action_dist.space
+        facts = [f"{args.env_id}: networks see {seen}", f"actions {space!s:.100}"]
+        if args.log_std_init != Args.log_std_init and not isinstance(space, Box):
+            facts.append("--log-std-init has no effect on them")
         if args.preset:
             facts.append(f"preset {' '.join(args.preset)}")
         self.say("; ".join([*facts, f"logging to {self.directory}"]))

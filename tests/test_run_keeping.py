@@ -628,6 +628,15 @@ def test_a_run_says_what_it_sees_and_which_preset_it_has(script, capsys, tmp_pat
     assert "; preset averse; " in said
 
 
+@pytest.mark.parametrize(("task", "told"), [("VectorDiscrete", True), ("VectorBox", False)])
+def test_a_run_says_that_discrete_actions_have_no_std(script, capsys, tmp_path, task, told):
+    """Of a flag that is not at its default, beside actions of either kind."""
+    run, *_ = script.start(small_args(script, task, log_std_init=-1.0, run_dir=str(tmp_path)))
+    with undisturbed(), run:
+        said = capsys.readouterr().out
+    assert ("; --log-std-init has no effect on them; " in said) == told
+
+
 def test_images_are_divided_by_their_largest_bound(script):
     """Whichever end it is at."""
     box = gym.spaces.Box(-9, 3, (1, 5, 5), np.float32)
