@@ -257,7 +257,7 @@ def task_row(line: Line) -> dict[str, str]:
         "single quantile critic (seeds 1 to 5 chose it)": measured(
             QUANTILE, task, "quantiles_single"
         ),
-        f"it minus ours, seeds {FRESH[0]} to {FRESH[-1]}": fresh_gap(task).told()
+        f"single minus ours, seeds {FRESH[0]} to {FRESH[-1]}": fresh_gap(task).told()
         if task in FOUR and all(map(len, fresh_pair(task)))
         else "-",
         "peer": measured(peer, task, variant),
@@ -407,8 +407,9 @@ def terms() -> str:
     gap = np.mean([float(row["gap"]) for row in own["terms"]])
     return (
         f"* **A value for each reward term** of Hopper-v5: their sum is {100 * gap:.1f} % away "
-        f"from the value of the whole reward. After {int(longest):,} steps the return minus that "
-        f"with one value is {welch(apart, one).told()}, {count_of(len(one))} runs each "
+        f"from the value of the whole reward. After {int(longest):,} steps the return is "
+        f"{apart.mean():.0f}, and with one value {one.mean():.0f}, a difference of "
+        f"{welch(apart, one).told()} with {count_of(len(one))} runs each "
         f"([table](results/reward_terms.md))."
     )
 
@@ -422,11 +423,11 @@ class Contest(NamedTuple):
     told: str
 
 
-RECURRENT = Contest("recurrent", "32 quantiles", "recurrent tasks, twins of 32 quantiles")
-ROBOTS = Contest("MuJoCo", "HL-Gauss, twins", "MuJoCo, twins of 51 atoms (the default)")
+RECURRENT = Contest("recurrent", "32 quantiles", "recurrent tasks, twins of 32 quantiles (default)")
+ROBOTS = Contest("MuJoCo", "HL-Gauss, twins", "MuJoCo, HL-Gauss twins of 51 atoms (default)")
 SINGLE = Contest("MuJoCo", "51 quantiles, single", "MuJoCo, single quantile critic")
 AGAIN = Contest("MuJoCo, fresh seeds", "51 quantiles, single", "the same, fresh seeds")
-GAMES = Contest("MinAtar", "HL-Gauss, twins", "MinAtar, twins of 51 atoms (the default)")
+GAMES = Contest("MinAtar", "HL-Gauss, twins", "MinAtar, HL-Gauss twins of 51 atoms (default)")
 QUANTILES = Contest("MinAtar", "51 quantiles, twins", "MinAtar, twins of 51 quantiles")
 CONTESTS = (RECURRENT, ROBOTS, SINGLE, AGAIN, GAMES, QUANTILES)
 DEFAULTS = (ROBOTS, RECURRENT, GAMES)
@@ -521,12 +522,7 @@ def critics_notes(verdicts: dict[Contest, Verdict]) -> list[str]:
         )
         if found.fewer.low > 0
     ]
-    lower = (
-        f"Low runs may be rarer than a scalar critic's: {joined(fewer)}. The line at 0.9 was drawn "
-        f"after the first runs."
-        if fewer
-        else ""
-    )
+    lower = f"Low runs may be rarer than a scalar critic's: {joined(fewer)}." if fewer else ""
     return [
         f"Scores are scaled for each task: 1 is the mean of a "
         f"scalar critic (a single one on MuJoCo, twins elsewhere), and 0 is a return of 0 "
@@ -557,8 +553,8 @@ def bought(verdicts: dict[Contest, Verdict]) -> str:
         f"on MinAtar. *Lower tail:* where a "
         f"bad tail can be avoided, as on the [road](#risk), aversion moves the worst tenth by "
         f"{tail} and the mean by {mean}. *Knowledge:* the distribution of three [known "
-        f"processes](#calibration) is right in {right} runs with `calibrated`, but a low first "
-        f"decile came in time in {caught()} [falls of six changed robots](results/trust.md)."
+        f"processes](#calibration) meets our goals in {right} runs with `calibrated`, but a low "
+        f"first decile came in time in {caught()} [falls of changed robots](results/trust.md)."
     )
 
 
@@ -727,7 +723,7 @@ def speed_table() -> list[str]:
         found = pace(cell)
         speeds = [f"{found.ours:,.0f}", f"{found.peer:,.0f}"]
         threads = ", ".join(map(str, found.threads))
-        version = "older" if found.older else "current"
+        version = "older, less load" if found.older else "current"
         columns = [cell.told, *speeds, found.told(), threads, found.repeats, version]
         lines.append(common.markdown_row(columns))
     return lines
@@ -744,9 +740,8 @@ def speed_notes() -> list[str]:
     return [
         load_note(),
         f"* **To a solved task.** On CartPoleNoVel-v1 the mean of {common.SMOOTHED} training "
-        f"returns reached {learning.THRESHOLDS['CartPole-v1']} after {ours[2]} steps and {ours[3]} "
-        f"seconds with our older version, and after {theirs[2]} and {theirs[3]} with sb3-contrib "
-        f"and the zoo's flags (medians).",
+        f"returns reached {learning.THRESHOLDS['CartPole-v1']} after {ours[2]} steps with our "
+        f"older version, and after {theirs[2]} with sb3-contrib and the zoo's flags (medians).",
         f"* **`--compile`** makes HalfCheetah-v5 with one and eight environments {compiled[0]} and "
         f"{compiled[1]} times as fast, and MinAtar's convolutions {compiled[2]} times.",
         gpu_note(),
@@ -834,7 +829,7 @@ def risk_rows(task: str, script: str, variant: str, column: str) -> np.ndarray:
 def risk_table() -> list[str]:
     """The price of a tail on the road."""
     lines = common.markdown_head(
-        "the road | by the mode: mean | worst tenth | as it samples: mean | worst tenth"
+        "the road | mean (mode) | worst tenth (mode) | mean (samples) | worst tenth (samples)"
     )
     for script, kind in ((CATEGORICAL, "feed-forward"), (LSTM, "recurrent")):
         for variant, flag in WEIGHTS.items():
@@ -896,7 +891,7 @@ def risk_notes() -> list[str]:
         f"* **A slippery cliff.** By dynamic programming the best mean ({best.mean:.1f}) comes "
         f"with the best tail ({best.its_cvar:.1f}). `--cvar-weight 1` moves the worst tenth from "
         f"{tails[0][0]} to {tails[0][1]} (feed-forward) and from {tails[1][0]} to {tails[1][1]} "
-        f"(recurrent), since policies then wait at the start.",
+        f"(recurrent), where policies then wait at the start.",
     ]
 
 
@@ -1007,7 +1002,7 @@ def calibration_notes() -> list[str]:
     passed = sum(map(calibration.reached, chains()))
     return [
         f"* **Known distributions.** Three of five known processes have goals: a Wasserstein "
-        f"distance within 3 % of the standard deviation of what atoms or quantiles allow, the "
+        f"distance at most 3 % of the standard deviation above the least possible one, the "
         f"standard deviation within 5 %, the mean of the worst twentieth within 8 %, the coverage "
         f"of deciles within two points of what is possible. {passed} of {len(chains())} runs with "
         f"`--preset calibrated` reach all. With `--kappa 1` instead the distance of "
@@ -1097,7 +1092,7 @@ def truth_notes() -> list[str]:
         f"atoms), and {found['peer']} do with SB3's PPO.",
         f"* **Other units.** Rewards or observations of CartPole-v1 were multiplied by 1e-8 to "
         f"1e18. {sum(mean == 500 for mean in units)} of {len(units)} runs end at "
-        f"500; the others are of one seed.",
+        f"500; the others are of one seed, which fails without a factor, too.",
     ]
 
 
@@ -1148,7 +1143,7 @@ def changes(*tasks: str) -> list[Change]:
 def changes_table() -> list[str]:
     """The joint update beside the newest version, a line a task."""
     lines = common.markdown_head(
-        f"tuning seeds | seeds | before ({JOINT}) | after | new commit, added flag | difference"
+        f"tuning seeds | seeds | before ({JOINT}) | after | its commit and change | difference"
     )
     for one in changes():
         means = [f"{found.mean():.{one.digits}f}" for found in (one.before, one.after)]
@@ -1178,8 +1173,8 @@ def current() -> str:
         )
     fresh = any(newer(cell) for cell in learning.GRID if cell.script in (LSTM, CATEGORICAL))
     told = (
-        " Newer are the returns with *, the speeds called current and the second table of "
-        "calibration."
+        " Newer are the returns with *, the speeds called current, the second table of "
+        "calibration, warnings, reward terms and the robots' tails."
         if fresh
         else ""
     )
@@ -1266,7 +1261,7 @@ def behind_scalar() -> str:
                     continue
                 chance = critics.estimate(critics.improvement, known[name], known[critic.rival])
                 if chance.high < 0.5:
-                    found.append(f"{name.replace(', ', ' by ')} ({title}) with {chance} {when}")
+                    found.append(f"{title} {name.replace(', ', ' by ')} with {chance} {when}")
     return f" Worse than a scalar critic: {joined(found)}." if found else ""
 
 
@@ -1275,7 +1270,7 @@ def worth(verdicts: dict[Contest, Verdict]) -> str:
     robots, recurrent, games = (verdicts[contest] for contest in DEFAULTS)
     return (
         f"* **Is a distributional critic worth it for the return?** {gain_told(verdicts)} V, the "
-        f"mean, is an output of its own, which by default alone teaches the policy. So the "
+        f"mean, is an output of its own, and by default the policy learns from V alone. So the "
         f"distribution can help only through the critic's features. In our older version a run "
         f"with the default critic ends above one with a scalar critic with probability "
         f"{robots.at_the_end} on "
@@ -1291,17 +1286,17 @@ def calibrated() -> str:
     pairs = preset_errors().values()
     before, after = (np.concatenate([pair[at] for pair in pairs]) for at in (0, 1))
     told = (before <= 0.05).sum(), (after <= 0.05).sum(), len(after)
-    runs = np.concatenate(
-        [coverage(task, script, "mean") for task in REAL for script in (LSTM, CATEGORICAL)]
-    )
+    cells = [(task, script) for task in REAL for script in (LSTM, CATEGORICAL)]
+    runs = np.concatenate([coverage(task, script, "mean") for task, script in cells])
+    presets = {(task, calibration.PRESETS[task][0]) for task in preset_errors()}
+    shared = len(presets.intersection(cells))
     return (
-        f"* **Is the predicted distribution calibrated?** Not by default. With `--preset "
-        f"calibrated` {chain} of {len(chains())} runs on three of five known processes have the "
-        f"spread within 5 % and the mean of the worst twentieth within 8 %. A rare "
-        f"disaster's depth is underestimated by {disasters()}. On real tasks the coverage of "
-        f"deciles is off by at most 0.05 in {told[0]} of {told[2]} runs with presets, and in "
-        f"{told[1]} once their critics trained alone (`--preset critics`). With flags found task "
-        f"by task it is in {(runs <= 0.05).sum()} of {len(runs)} (one task is in both). "
+        f"* **Is the predicted distribution calibrated?** Not by default. `--preset calibrated` "
+        f"reaches our goals in {chain} of {len(chains())} runs on three of five known processes. A "
+        f"rare disaster's depth is underestimated by {disasters()}. On real tasks the coverage of "
+        f"deciles is off by at most 0.05 in {told[0]} of {told[2]} runs with presets, in "
+        f"{told[1]} after `--preset critics`, and in {(runs <= 0.05).sum()} of {len(runs)} with "
+        f"[flags for each task](tuning.md#calibration) ({count_of(shared)} tasks are in both). "
         f"[Details](#calibration)"
     )
 
@@ -1327,6 +1322,11 @@ def caught() -> str:
     return f"{sum(map(sum, found))} of {sum(map(len, found))} ({low:.0f} to {high:.0f} %)"
 
 
+def cases(number: int) -> str:
+    """So many of them."""
+    return f"{number} case{'s' * (number != 1)}"
+
+
 def trusted() -> str:
     """The bullet about warnings, of the rows of trust.py."""
     rows = trust.TABLE.rows()
@@ -1338,12 +1338,13 @@ def trusted() -> str:
     first, second = (len(trust.in_time(warnings, falls)) for warnings in (low, twins))
     held = [at for at, fall in enumerate(falls) if fall is None]
     false = [sum(one[at] is not None for at in held) for one in (low, twins)]
+    agents = count_of(len({row["seed"] for row in rows}))
     return (
-        f"* **Does it know when not to be trusted?** {short} Gravity, friction or the noise "
-        f"of sensors of {robots} changed after training. Of {fallen} cases in which "
-        f"the return fell, a low first decile warned by then in {first}, twins far apart in "
-        f"{second}. Of the {count_of(len(held))} in which it held they warned in "
-        f"{false[0]} and {false[1]}. [Table](results/trust.md), [figure](results/trust.png)"
+        f"* **Does it know when not to be trusted?** {short} Gravity, friction or the noise of "
+        f"sensors changed after training, for {agents} runs each of {robots}. Where the return "
+        f"fell ({cases(fallen)}), a low first decile warned by then in {first}, twins far apart in "
+        f"{second}. Where it held ({cases(len(held))}), they gave false alarms in {false[0]} and "
+        f"{false[1]}. [Table](results/trust.md), [figure](results/trust.png)"
     )
 
 
@@ -1399,12 +1400,12 @@ def fast() -> str:
     pole, breakout = named["cartpole", "ours", ""], named["minatar", "ours", ""]
     plain = named["cheetah-8x256", "ours", ""]
     return (
-        f"* **How fast are they?** With an LSTM of 128 the recurrent script is {aged(lstm)} times "
-        f"as fast as sb3-contrib on two cores and {aged(one_core)} times on one. "
-        f"The feed-forward script is {aged(pole)} times as fast as SB3's PPO on CartPole-v1, "
-        f"{aged(breakout)} times on Breakout and {aged(plain)} times with eight HalfCheetahs; "
-        f"`--compile` makes that {aged(eight)}. The machine was loaded then. With less load our "
-        f"older version had {joined(with_less_load()[1])}. [Details](#speed)"
+        f"* **How fast are they?** On a loaded machine the recurrent script with an LSTM of 128 is "
+        f"{aged(lstm)} times as fast as sb3-contrib on two cores and {aged(one_core)} times on "
+        f"one. The feed-forward script is {aged(pole)} times as fast as SB3's PPO on CartPole-v1, "
+        f"{aged(breakout)} times on MinAtar's Breakout and {aged(plain)} times with eight "
+        f"HalfCheetahs, or {aged(eight)} times with `--compile`. With less load our older version "
+        f"had {joined(with_less_load()[1])}. [Details](#speed)"
     )
 
 
@@ -1427,7 +1428,8 @@ def answers(verdicts: dict[Contest, Verdict]) -> list[str]:
         f"`--cvar-weight 1` lifts the mean of the worst tenth of episodes from "
         f"{tail['cvar', 'neutral']} to {tail['cvar', 'weight 1']} and lowers the mean of all from "
         f"{tail['mean', 'neutral']} to {tail['mean', 'weight 1']} (feed-forward). On a slippery "
-        f"cliff there is nothing to gain, and {tails_told()}. [Details](#risk)",
+        f"cliff there is nothing to gain, and {tails_told()}. So has [a robot](#what-failed) (one "
+        f"seed). [Details](#risk)",
         calibrated(),
         *([trusted()] if trust.TABLE.rows() else []),
         *beside_others(),
@@ -1442,12 +1444,12 @@ def answers(verdicts: dict[Contest, Verdict]) -> list[str]:
         f"(#tasks) were measured before it got `--norm-adv-memory 0`; with it only tuning "
         f"seeds ran. The single quantile critic scores {fresh} times as much "
         f"as the default one on seeds 6 to 10{proven(fresh)}. [Details](#settings-for-mujoco)",
-        "* **How were the flags tuned?** By hand, on seeds from 1000 up. `pendulum_novel` came "
-        "from a search and a screening, and `memory` is not tuned. "
-        "[Details](tuning.md#chosen-flags)",
-        "* **Can the numbers be trusted?** Differences whose intervals are far from 0 can. Others "
-        "cannot: most runs are of an older version, their intervals are too narrow, and eight "
-        "choices were made after seeing reported seeds. [Details](#how-to-read-the-numbers)",
+        "* **How were the flags tuned?** By hand, on seeds 1000 to 7999, but for eight choices "
+        "that followed reported seeds. The preset `pendulum_novel` came from a search and a "
+        "screening, and `memory` is not tuned. [Details](tuning.md#chosen-flags)",
+        "* **Can the numbers be trusted?** Differences whose intervals are far from 0 can, though "
+        "most are of an older version. Others cannot: intervals are too narrow, and eight choices "
+        "were made after seeing reported seeds. [Details](#how-to-read-the-numbers)",
         f"* **What failed?** Among others {few} of {many} HalfCheetah-v5 runs (below 4,000), "
         f"{(novel < 475).sum()} of {len(novel)} CartPoleNoVel-v1 runs (below 475) and Swimmer-v5. "
         f"[More](#what-failed)",
@@ -1457,15 +1459,16 @@ def answers(verdicts: dict[Contest, Verdict]) -> list[str]:
 def averse_robots() -> str:
     """What aversion has cost on the task that was made for it."""
     rows = tails.TABLE.rows()
-    neutral, averse = (
+    neutral, full, chosen = (
         tails.values(rows, tails.TASK, variant, "cvar_10").mean()
-        for variant in ("neutral", tails.CHOSEN)
+        for variant in ("neutral", "averse", tails.CHOSEN)
     )
-    kind = "worse" if averse < neutral else "better"
+    kind = "worse" if max(full, chosen) < neutral else "no worse"
     return (
         f"* **Aversion on robots** ([table](results/tails.md), one tuning seed). On the public "
-        f"tasks of Urpi et al. neutral policies seldom take the risk, so we tried a task of our "
-        f"own. There aversion makes the worst tenth {kind}: {averse:.0f} instead of {neutral:.0f}."
+        f"tasks of Urpi et al. neutral policies seldom take the risk. On a task of our own "
+        f"aversion makes the worst tenth {kind}: {full:.0f}, at best {chosen:.0f}, instead of "
+        f"{neutral:.0f}."
     )
 
 
@@ -1543,8 +1546,15 @@ ORIGIN = {  # of the flags of a preset, where it is known
 }
 
 
+PURPOSES = {  # the origin of the presets that go after that of a task
+    "calibrated": "each choice by itself, on known processes",
+    "averse": "`calibrated`, not tuned",
+    "critics": "by hand, not searched",
+}
+
+
 def preset_table() -> list[str]:
-    """The flags of each task's preset."""
+    """The flags of each task's preset, and of those for a purpose."""
     lines = common.markdown_head("preset | script | flags | origin")
     for script, names in (
         (LSTM, ("pendulum_novel", "mountaincar_novel", "memory", "minigrid")),
@@ -1554,6 +1564,11 @@ def preset_table() -> list[str]:
             flags = common.spelt_out(script, f"--preset {name}")
             columns = [f"`{name}`", kind_of(script), f"`{flags}`", ORIGIN[name]]
             lines.append(common.markdown_row(columns))
+    for name, origin in PURPOSES.items():
+        for script in (LSTM, CATEGORICAL):
+            own = common.load_script(script).PRESETS[name].flags.items()
+            flags = " ".join(f"--{flag.replace('_', '-')} {value}" for flag, value in own)
+            lines.append(common.markdown_row([f"`{name}`", kind_of(script), f"`{flags}`", origin]))
     return lines
 
 

@@ -344,7 +344,7 @@ def draw(families: dict[str, Family]) -> None:
     common.letter(ends, 0, "interquartile mean of the final scores")
     common.letter(better, 1, "probability of a better end than the scalar critic")
     ends.set(xlabel="score; 1: mean of the reference, a scalar critic")
-    better.set(xlabel="probability of improvement; 0.5: a coin", xlim=(0, 1))
+    better.set(xlabel="probability of improvement; 0.5: a tie", xlim=(0, 1))
     ends.set_yticks(range(len(lines)), [line.text for line in lines])
     ends.set_ylim(len(lines) - 0.4, -0.6)
     for label, line in zip(ends.get_yticklabels(), lines):

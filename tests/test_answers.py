@@ -483,15 +483,18 @@ def test_warnings_worked_by_hand(answers, monkeypatch):
     ]
     monkeypatch.setattr(answers.Table, "rows", lambda self: rows)
     told = answers.trusted()
-    assert "Of 1 cases in which the return fell" in told
+    assert "for two runs each of Hopper-v5" in told
+    assert "Where the return fell (1 case), a low first decile" in told
     assert "** Yes. Gravity" in told
     assert "a low first decile warned by then in 1, twins far apart in 0." in told
-    assert "Of the one in which it held they warned in 0 and 1." in told
+    assert "Where it held (1 case), they gave false alarms in 0 and 1." in told
 
 
 def test_aversion_on_robots_worked_by_hand(answers, monkeypatch):
-    """Worst tenths of 10 and 30 with a neutral policy, and of 15 with the chosen aversion."""
-    names = {"neutral": ("10", "30"), answers.tails.CHOSEN: ("15",), "penalty": ("99",)}
+    """Worst tenths of 10 and 30 with a neutral policy, of 12 with full aversion, and of 15 with the
+    chosen one."""
+    names = {"neutral": ("10", "30"), "averse": ("12",), "penalty": ("99",)}
+    names[answers.tails.CHOSEN] = ("15",)
     rows = [
         {"task": answers.tails.TASK, "variant": variant, "cvar_10": tail}
         for variant, tails in names.items()
@@ -499,7 +502,7 @@ def test_aversion_on_robots_worked_by_hand(answers, monkeypatch):
     ]
     monkeypatch.setattr(answers.Table, "rows", lambda self: rows)
     told = answers.averse_robots()
-    assert told.endswith("aversion makes the worst tenth worse: 15 instead of 20.")
+    assert told.endswith("aversion makes the worst tenth worse: 12, at best 15, instead of 20.")
 
 
 def test_reward_terms_worked_by_hand(answers, monkeypatch):
@@ -519,4 +522,4 @@ def test_reward_terms_worked_by_hand(answers, monkeypatch):
     monkeypatch.setattr(answers.Table, "rows", lambda self: rows)
     told = answers.terms()
     assert "their sum is 0.3 % away from the value of the whole reward." in told
-    assert "After 9,000 steps the return minus that with one value is +1 (-5 to +7), two" in told
+    assert "the return is 3, and with one value 2, a difference of +1 (-5 to +7) with two" in told
