@@ -9,7 +9,7 @@ One iteration of `train` has four parts:
     prepare_batch        The critics run over the whole rollout. What they predict gives advantages
                          and targets. Then the return statistics move.
     update               Adam takes a step on each minibatch of shuffled rows, epoch after epoch.
-                         With `target_kl` it stops when the policy has moved that far.
+                         With `target_kl` it stops early if the policy has moved that far.
     update_obs_moments   The observation statistics take in the rollout.
 
 These things differ most from other PPO scripts:
@@ -30,9 +30,9 @@ These things differ most from other PPO scripts:
                          Advantages are normalised once for a rollout, not for each minibatch.
     Apart                Actor and critics share no parameter. Each has its loss and its Adam.
     Stop before a step   With `--target-kl` the KL divergence from the policy that acted is measured
-                         ahead of each step. The actor stops before the first step on a minibatch
-                         that exceeds it. The critics stop after as many minibatches as the
-                         actor has evaluated.
+                         ahead of each step. The actor stops before its step on the first
+                         minibatch whose divergence is larger than that. The critics stop after
+                         as many minibatches as the actor has evaluated.
 
 Under torchrun many processes share the environments. The algorithm meets them only in `average`,
 `of_all_processes` and `own`. With one process these return what they are given.
@@ -226,7 +226,8 @@ class PPOArgs:
     gae_lambda: Fraction = 0.95
     """Weight of longer returns in GAE and in SR(lambda)."""
     num_minibatches: Count = 2
-    """Minibatches of an epoch. The number divides num_envs * num_steps."""
+    """Minibatches of an epoch. The number divides num_envs * num_steps, or under torchrun each
+    process's share of that."""
     update_epochs: Count = 8
     """Passes over each rollout."""
     norm_adv: bool = True
@@ -261,7 +262,7 @@ class CriticArgs:
     """Value heads, each with a hidden layer of its own. They share the layers ahead of it."""
     value_from: Literal["distribution", "mean_head"] = "mean_head"
     """Where V comes from. distribution: its mean. mean_head: that and a correction, the mean
-    output, which is fitted by squared error, and so learns rare rewards, too."""
+    output. Squared error fits the correction, so V learns rare rewards, too."""
     twin_reduce: Annotated[Literal["min", "mean"], IdleWhile("num_critics", 1)] = "min"
     """How two critics give one prediction. min: that of the critic with the smaller V. mean: their
     mean."""
@@ -272,14 +273,15 @@ class CriticArgs:
     vf_clip_coef: Annotated[Positive, IdleWhile("vf_clip", "none")] = 0.2
     """Range of value clipping, in normalised returns. Needs --vf-clip."""
     value_target: Literal["lambda_return", "sr_lambda"] = "lambda_return"
-    """What the distribution learns. lambda_return: lambda-returns, whose spread is smaller than
-    that of returns, and so is the predicted risk. sr_lambda: samples of the return."""
+    """What the distribution learns. lambda_return: lambda-returns, which vary less than returns, so
+    that the predicted risk is too small. sr_lambda: samples of the return."""
 
 
 # ---- value distribution: categorical (flags) -----------------------------------------------------
-# Another kind of value distribution replaces the two blocks between such marks. Outside of them the
-# file uses `vf_clip` and `CALIBRATED` of this block. Of `ValueDistribution` it uses `args`,
-# `moments`, `num_outputs`, `support`, whose ends must agree when weights are loaded, and methods.
+# To use another kind of value distribution, replace this block and the block "(functions)" below.
+# The rest of the file uses `vf_clip` and `CALIBRATED` from here. Of the class `ValueDistribution`
+# there it uses the methods and `args`, `moments`, `num_outputs` and `support`. The ends of the
+# support must agree when weights are loaded.
 AtomCount = bounded(int, 2)
 BinWidths = bounded(float, 0.1, 100)
 
@@ -296,14 +298,14 @@ class ValueDistributionArgs:
     """Largest atom, in normalised returns, above --v-min."""
     target_encoding: Literal["two_hot", "hl_gauss"] = "hl_gauss"
     """How a return becomes probabilities. two_hot: split between two atoms. hl_gauss: a Gaussian
-    around it. With --value-target sr_lambda that widens what is bootstrapped each time."""
+    around it. With --value-target sr_lambda each bootstrap then widens the distribution."""
     hl_gauss_sigma: Annotated[BinWidths, IdleWhile("target_encoding", "two_hot")] = 0.75
     """Standard deviation of that Gaussian, in distances of neighbouring atoms."""
     vf_clip: Literal["none", "mean_only"] = "none"
     """What value clipping keeps near its old value. mean_only: the mean, and V with it."""
 
 
-CALIBRATED = {"target_encoding": "two_hot"}  # what the presets calibrated and averse set of these
+CALIBRATED = {"target_encoding": "two_hot"}  # the presets calibrated and averse set this flag
 
 
 # ---- end of value distribution -------------------------------------------------------------------
@@ -462,7 +464,7 @@ def train(args: Args) -> dict[str, Any]:
     run, agent, optimizers, envs = start(args)  # anew, resumed, or with the weights of another run
     with run:
         obs = open_episodes(envs, run)
-        for progress in run.iterations():
+        for progress in run.iterations():  # seeds torch ahead of each
             rollout, obs = collect_rollout(envs, agent, obs, args)
             run.lap("rollout")
             batch, metrics = prepare_batch(agent, rollout, args)
@@ -545,7 +547,7 @@ def run_critics(
     no other rows of next_obs are read.
     """
     outputs = agent.value_outputs(obs)
-    next_outputs = outputs.roll(-1, dims=1)  # axis 1 is time
+    next_outputs = outputs.roll(-1, dims=1)  # along time; the last row is replaced below
     end = rollout.terminated | rollout.truncated
     end[-1] = True
     next_outputs[:, end] = agent.value_outputs(next_obs[end])
@@ -601,11 +603,11 @@ def gae(
 def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, dict]:
     """Turn a rollout into a batch. Returns it and metrics.
 
-    The order matters (van Hasselt et al. 2016). Values, advantages and targets are decoded with the
-    old return statistics. Then the statistics take in the targets. The update trains on targets and
-    old values that are normalised with the new ones, which decode the next rollout as well. So no
-    rollout is decoded with a scale that the critics were never trained on. The value heads are
-    rescaled with the statistics as far as they can be.
+    The order matters (van Hasselt et al. 2016). The old return statistics decode the values and
+    advantages of this rollout. Then the statistics take in the targets, and the value heads are
+    rescaled as far as they can be. The new statistics normalise targets and old values for the
+    update, and decode the next rollout. So the critics are trained on a scale before it decodes
+    what they predict.
     """
     dist = agent.value_dist
 
@@ -644,17 +646,18 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     metrics |= moments_metrics
 
     # 4. Steps and environments become rows.
-    batch = Batch(  # (T, N, ...)
-        obs=obs,
-        actions=rollout.actions,
-        params=rollout.params,
-        log_probs=agent.action_dist.log_prob(rollout.params, rollout.actions),
-        advantages=advantages,
-        targets=dist.encode_targets(targets),
-        returns=dist.moments.normalize(returns).float(),
-        old_predictions=old_predictions.movedim(0, 2).float(),
+    rows = partial(torch.flatten, start_dim=0, end_dim=1)  # (T, N, ...) to (B, ...)
+    batch = Batch(
+        obs=rows(obs),
+        actions=rows(rollout.actions),
+        params=rows(rollout.params),
+        log_probs=rows(agent.action_dist.log_prob(rollout.params, rollout.actions)),
+        advantages=rows(advantages),
+        targets=rows(dist.encode_targets(targets)),
+        returns=rows(dist.moments.normalize(returns).float()),
+        old_predictions=rows(old_predictions.movedim(0, 2).float()),
     )
-    return Batch(*(x.flatten(0, 1) for x in batch)), metrics
+    return batch, metrics
 
 
 def batch_moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -668,8 +671,9 @@ def first_return_moments(rollout: Rollout, args: Args) -> tuple[Tensor, Tensor]:
 
     The return statistics start from them, since untrained critics know nothing of the task's units.
     """
+    # GAE of a critic that says 0, with lambda 1, sums the rewards to the end.
     zero = torch.zeros_like(rollout.rewards)
-    _, sums = gae(
+    sums, _ = gae(
         rollout.rewards, zero, zero, rollout.terminated, rollout.truncated, args.gamma, 1.0
     )
     return batch_moments(sums.flatten())
@@ -680,10 +684,11 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
 
         A' = (A - mean) / max(std, running std)
 
-    The running std of `agent.adv_moments` includes this rollout. Where all returns are alike, the
-    std is the noise of rounding and of the critics. Dividing by it would turn that noise into a
-    gradient of full size. Once an earlier rollout has varied, the running std prevents that. Adam
-    undoes it in the long run, since it divides by the size of the gradients. It is our addition.
+    The running std is that of `agent.adv_moments`, which take in this rollout first. Where all
+    returns are alike, the std is the noise of rounding and of the critics. Dividing by it would
+    turn that noise into a gradient of full size. Once an earlier rollout has varied, the running
+    std prevents that. Adam undoes it in the long run, since it divides by the size of the
+    gradients. It is our addition.
     """
     if not args.norm_adv:
         return advantages
@@ -715,24 +720,17 @@ def minibatches(batch: Batch, args: Args) -> Iterator[Batch]:
     """Give the minibatches of all epochs. Each epoch shuffles the rows.
 
     The number of minibatches divides that of the rows; `check_sizes` requires it. The orders are
-    drawn at once, so that random numbers do not depend on which of two threads is ahead. Fields
-    that are None stay None.
+    drawn at once, so that random numbers do not depend on which of two threads is ahead.
     """
     orders = [torch.randperm(len(batch.obs)) for _ in range(args.update_epochs)]
     orders = torch.stack(orders).to(batch.obs.device)
+    parts = (part for order in orders for part in order.chunk(args.num_minibatches))
+    return (some_rows(batch, part) for part in parts)
 
-    def pieces(x: Tensor | None, order: Tensor) -> Iterable[Tensor | None]:
-        if x is None:
-            return [None] * args.num_minibatches
-        return x.index_select(0, order).chunk(args.num_minibatches)
 
-    def epochs() -> Iterator[Batch]:
-        for order in orders:
-            shuffled = [pieces(x, order) for x in batch]
-            yield from map(Batch, *shuffled)
-            del shuffled  # ahead of the next epoch's copy
-
-    return epochs()
+def some_rows(batch: Batch, indices: Tensor) -> Batch:
+    """Return some rows of a batch. Fields that are None stay None."""
+    return Batch(*(None if x is None else x.index_select(0, indices) for x in batch))
 
 
 def policy_loss(
@@ -812,8 +810,8 @@ def update(
     the other reads. The critics do not know when the actor will stop, so they wait for a ticket
     ahead of each step. The actor puts one into a queue for each minibatch that it has evaluated.
 
-    Returns metrics: means over the minibatches that were evaluated, and norms of the gradients of
-    the steps that were taken. Raises RuntimeError for a loss or a gradient that is not finite.
+    Returns the metrics of `describe_advantages` and `describe_update`, and what `schedules` gave.
+    Raises RuntimeError for a loss or a gradient that is not finite.
     """
     learning_rate, critic_learning_rate, ent_coef = schedules(args, progress)
     scaled = scale_advantages(agent, batch.advantages, args)
@@ -965,7 +963,7 @@ class Preset(NamedTuple):
 
 # First those of tasks, then those of a purpose. benchmarks/tuning.md tells which were tuned, and
 # how. Atari's are CleanRL's.
-PURPOSES = ("calibrated", "averse", "critics")  # behind the preset of a task
+PURPOSES = ("calibrated", "averse", "critics")  # they go after the preset of a task
 PRESETS = {
     "cartpole": Preset("CartPole-v1: the defaults.", {}),
     "pendulum": Preset(
@@ -1318,9 +1316,16 @@ def cvar_categorical(probs: Tensor, atoms: Tensor, alpha: float) -> Tensor:
 
 
 def categorical_quantile(probs: Tensor, atoms: Tensor, level: float) -> Tensor:
-    """Compute F^-1(level), (..., K) -> (...), with each atom's mass spread evenly over its bin."""
+    """Compute F^-1(level), (..., K) -> (...), with each atom's mass spread evenly over its bin.
+
+    It is computed in float64, and the sum of the probabilities is made 1. Otherwise rounding would
+    decide which bin has a level near 1.
+    """
     dz = (atoms[-1] - atoms[0]) / (len(atoms) - 1)
+    probs = probs.double()
     cdf = probs.cumsum(-1)
+    probs = probs / cdf[..., -1:]
+    cdf = cdf / cdf[..., -1:]
     levels = torch.full_like(cdf[..., :1], level)
     k = torch.searchsorted(cdf, levels).clamp(max=len(atoms) - 1)  # the bin of the level
     needed = level - (cdf - probs).gather(-1, k)  # mass up to the level in that bin
@@ -1338,19 +1343,9 @@ def sr_lambda_probs(
     gae_lambda: float,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Estimate the return's distribution by SR(lambda), (T, N, K). Training does not call it.
+    """Project what `sr_lambda_atoms` gives to `atoms`, (T, N, K). Training does not call it.
 
-    SR is sample replacement:
-
-        next_probs(s'_{t+n-1}) on the atoms R^(n) + gamma^n z, projected once
-
-    R^(n) is the sum of n discounted rewards. Every (t, env) draws its n from a geometric
-    distribution of parameter 1 - lambda; n is cut where the episode or the rollout ends. All mass
-    is at R^(n) if the episode terminates there. rewards, terminated and truncated are (T, N);
-    next_probs (T, N, K) are of true successors; atoms (K,) are in the units of the rewards.
-
-    Training takes the distribution from `sr_lambda_atoms`, ahead of the projection.
-    After Nam et al. 2021 (GMAC), who replace samples.
+    Training takes the distribution ahead of the projection.
     """
     returns, probs = sr_lambda_atoms(
         rewards, next_probs, atoms, terminated, truncated, gamma, gae_lambda, generator
@@ -1369,32 +1364,43 @@ def sr_lambda_atoms(
     generator: torch.Generator | None = None,
     draws: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute what `sr_lambda_probs` projects: returns and their probabilities, both (T, N, K).
+    """Estimate the return's distribution by SR(lambda): returns and probabilities, both (T, N, K).
 
+    SR is sample replacement:
+
+        next_probs(s'_{t+n-1}) on the returns R^(n) + gamma^n z
+
+    R^(n) is the sum of n discounted rewards, and z are the atoms. Every (t, env) draws its n from a
+    geometric distribution of parameter 1 - lambda; n is cut where the episode or the rollout ends.
+    All mass is at R^(n) if the episode terminates there. rewards, terminated and truncated are
+    (T, N); next_probs (T, N, K) are of true successors; atoms (K,) are in the units of the rewards.
     `draws` are uniform numbers (T, N) to use in place of new ones.
+
+    After Nam et al. 2021 (GMAC), who replace samples.
     """
     T = len(rewards)
     ended = terminated | truncated
     ended[-1] = True
     step = torch.arange(T, device=rewards.device)[:, None].expand_as(rewards)
-    last = torch.where(ended, step, T).flip(0).cummin(0).values.flip(0)  # step the episode ends at
+    episode_end = torch.where(ended, step, T).flip(0).cummin(0).values.flip(0)  # (T, N) steps
 
-    # A geometric n by inversion: P(n - 1 >= i) = lambda^i. n - 1 is 0 for lambda 0, and T for 1.
+    # A geometric n by inversion: P(n - 1 >= i) = lambda^i. For lambda 1 the quotient is log u / 0,
+    # which is -inf; `abs` makes n - 1 the largest number there. For lambda 0 it is 0.
     if draws is None:
         draws = torch.rand(rewards.shape, generator=generator, device=rewards.device)
-    more = (draws.clamp(min=1e-30).log() / draws.new_tensor(gae_lambda).log()).abs()
-    more = more.clamp(max=T).long()  # n - 1
-    at = torch.minimum(step + more, last)  # step t + n - 1
+    more_steps = (draws.clamp(min=1e-30).log() / draws.new_tensor(gae_lambda).log()).abs()
+    more_steps = more_steps.clamp(max=T).long()  # n - 1
+    last = torch.minimum(step + more_steps, episode_end)  # step t + n - 1
 
     # R^(n) is the sum of rewards to the end, without those after step t + n - 1. GAE of a critic
     # that says 0 gives these sums.
     zero = torch.zeros_like(rewards)
     to_end, _ = gae(rewards, zero, zero, ended, ended, gamma, 1.0)
-    scale = gamma ** (at - step + 1).to(rewards.dtype)  # gamma^n
-    after = torch.where(at < last, to_end.gather(0, (at + 1).clamp(max=T - 1)), 0)
-    scaled = (scale * ~terminated.gather(0, at))[..., None] * atoms
-    returns = (to_end - scale * after)[..., None] + scaled
-    return returns, next_probs.gather(0, at[..., None].expand_as(next_probs))
+    discount = gamma ** (last - step + 1).to(rewards.dtype)  # gamma^n
+    after = torch.where(last < episode_end, to_end.gather(0, (last + 1).clamp(max=T - 1)), 0)
+    bootstrap = (discount * ~terminated.gather(0, last))[..., None] * atoms
+    returns = (to_end - discount * after)[..., None] + bootstrap
+    return returns, next_probs.gather(0, last[..., None].expand_as(next_probs))
 
 
 def cvar_advantages_categorical(
@@ -1413,7 +1419,7 @@ def cvar_advantages_categorical(
     target_probs = target_probs.detach()
     probs = probs.detach()
     index = (probs.cumsum(-1) < alpha).sum(-1).clamp(max=len(atoms) - 1)
-    # with alpha 1 the sum of the probabilities may be rounded to less than alpha
+    # For alpha 1 nu has to be the last atom, so that u(z) = z. The rounded sum may reach 1 earlier.
     nu = (atoms[index] if alpha < 1 else atoms[-1].expand(index.shape))[..., None]
     utility = nu + (atoms - nu).clamp(max=0) / alpha  # (T, N, K)
     return (target_probs * utility).sum(-1) - cvar_categorical(probs, atoms, alpha)
@@ -1429,10 +1435,10 @@ class WeightedReturns(NamedTuple):
 class ValueDistribution(nn.Module):
     """The critics predict this value distribution: probabilities of the K atoms `support`.
 
-    A critic's outputs are K logits and, with `value_from` mean_head, the mean output, which
-    corrects the mean of the distribution: (..., K or K + 1). With atoms z and p = softmax(logits)
+    A critic's outputs are K logits and, with `value_from` mean_head, the mean output, which is a
+    correction of the distribution's mean: (..., K or K + 1). With atoms z and p = softmax(logits)
 
-        V = sum_k p_k z_k + gain * mean output
+        V = sum_k p_k z_k + gain * correction
 
     Atoms and V are normalised by `moments`, and so are the arguments of `loss`. All other values,
     targets and advantages are in the task's units.
@@ -1454,7 +1460,8 @@ class ValueDistribution(nn.Module):
     def split(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits (..., K) and the mean output (..., 0 or 1).
 
-        Without a mean output the second one is empty, so that sums with it need no branch.
+        Without a mean output the second part is empty. By broadcasting (..., 1) + (..., 0) is empty
+        as well, and `squared_error` of it is 0. So `loss` needs no branch.
         """
         K = len(self.support)
         return outputs.split([K, outputs.shape[-1] - K], -1)
@@ -1503,8 +1510,8 @@ class ValueDistribution(nn.Module):
             values = self.value(outputs)
             return torch.where((values[0] <= values[1])[..., None], outputs[0], outputs[1])
         logits = self.probs(outputs).mean(0).clamp(min=1e-30).log()
-        excess = self.split(outputs)[1]
-        return torch.cat((logits, excess.mean(0)), -1)
+        corrections = self.split(outputs)[1]
+        return torch.cat((logits, corrections.mean(0)), -1)
 
     def point_targets(self, returns: Tensor) -> WeightedReturns:
         """Make targets that are one number for each step, from lambda-returns (T, N)."""
@@ -1537,9 +1544,10 @@ class ValueDistribution(nn.Module):
     ) -> tuple[Tensor, dict]:
         """Take the targets into the return statistics.
 
-        The running moments take in the mean of the targets. Their variance is the larger
-        one of the targets' variance and the mean of (V - mean)^2. Where all returns are equal, the
-        targets' alone would go to 0, and a small error of V would be divided by almost nothing.
+        The running moments take in a mean and a variance. The mean is that of the targets. The
+        variance is that of the targets or the mean of (V - mean)^2, whichever is larger. Where all
+        returns are equal, that of the targets would go to 0, and a small error of V would be
+        divided by almost nothing.
 
         Probabilities of fixed atoms cannot be rescaled as PopArt would (van Hasselt et al. 2016):
         their decoded mean jumps, and the coming update repairs it. The mean output is rescaled, by
@@ -1550,32 +1558,28 @@ class ValueDistribution(nn.Module):
         it stays as it is.
 
         Returns the mean, and V, that each critic predicted, in the new units, (C, T, N, 1 or 2),
-        and metrics. Value clipping is around these. Where the decoded mean has jumped, it clips
-        ahead of the first step too, and so it does not hold the critics at what they never meant.
+        and metrics. Value clipping keeps predictions near these. After a jump of the decoded mean
+        the networks say something else already, so clipping may act ahead of the first step. It
+        would otherwise keep predictions near values that no critic ever predicted.
+
+        The metric `warning`, where there is one, is a text that `Run.end_iteration` prints.
         """
         means = self.mean(outputs)  # (C, T, N), by the old statistics
         values = self.value(outputs)
         old_std = self.moments.std
         rescales = not self.moments.at_floor
         if self.args.norm_returns:
-            mean = average((targets.probs * targets.returns).sum(-1).mean())
-            squares = (targets.returns - mean).square()
-            variance = average((targets.probs * squares).sum(-1).mean())
-            error = average((values - mean).square().mean())
-            self.moments.merge(mean, torch.maximum(variance, error), weight=1)
+            self.merge_targets(targets, values)
 
         ratio = old_std / self.moments.std if rescales else 1.0
         for head in heads:
             head[-1].weight.data[len(self.support) :] *= ratio
             head[-1].bias.data[len(self.support) :] *= ratio
 
-        logits, excess = self.split(outputs)
-        excess = excess * ratio
-        new_outputs = torch.cat((logits, excess), -1)
+        logits, correction = self.split(outputs)
+        new_outputs = torch.cat((logits, correction * ratio), -1)
 
-        normalized = self.moments.normalize(targets.returns)
-        beyond = (normalized < self.support[0]) | (normalized > self.support[-1])
-        outside = (targets.probs * beyond).sum(-1).mean()
+        outside = self.outside_support(targets)
         metrics = {
             "value/outside_support": outside,
             "norm/return_mean": self.moments.mean,
@@ -1589,7 +1593,21 @@ class ValueDistribution(nn.Module):
             means = self.mean(new_outputs)
             values = self.value(new_outputs)
         predicted = self.moments.normalize(torch.stack((means, values), -1)).to(outputs)
-        return predicted[..., : 1 + excess.shape[-1]], metrics
+        return predicted[..., : 1 + correction.shape[-1]], metrics
+
+    def merge_targets(self, targets: WeightedReturns, values: Tensor) -> None:
+        """Take targets into the running moments. values (C, T, N) are V, decoded by these."""
+        mean = average((targets.probs * targets.returns).sum(-1).mean())
+        squares = (targets.returns - mean).square()
+        variance = average((targets.probs * squares).sum(-1).mean())
+        error = average((values - mean).square().mean())
+        self.moments.merge(mean, torch.maximum(variance, error), weight=1)
+
+    def outside_support(self, targets: WeightedReturns) -> Tensor:
+        """Return the share of the targets' mass that lies beyond the atoms."""
+        returns = self.moments.normalize(targets.returns)
+        beyond = (returns < self.support[0]) | (returns > self.support[-1])
+        return (targets.probs * beyond).sum(-1).mean()
 
     def encode_targets(self, targets: WeightedReturns) -> Tensor:
         """Return what the loss regresses on, probabilities of the atoms (T, N, K)."""
@@ -1622,11 +1640,11 @@ class ValueDistribution(nn.Module):
         projected shares. Their gradient is unbounded.
         """
         args = self.args
-        logits, excess = self.split(outputs)
+        logits, correction = self.split(outputs)
         log_probs = logits.log_softmax(-1)
         probs = log_probs.detach().exp()
         detached_mean = probs @ self.support.to(probs)
-        values = detached_mean[..., None] + self.gain * excess
+        values = detached_mean[..., None] + self.gain * correction
         loss = -(targets * log_probs).sum(-1)  # cross-entropy, by the same log_probs
         v_loss = squared_error(values, returns)
         if args.vf_clip == "none":
@@ -1745,8 +1763,8 @@ class GaussianActions(nn.Module):
     def log_prob(self, params: Tensor, actions: Tensor) -> Tensor:
         """Return the log-density (...) of actions (..., A), in nats."""
         mean, log_std = params.unbind(-2)
-        noise = (actions - mean) * (-log_std).exp()
-        densities = -0.5 * noise.square() - log_std - HALF_LOG_2PI
+        z = (actions - mean) * (-log_std).exp()
+        densities = -0.5 * z.square() - log_std - HALF_LOG_2PI
         return densities.sum(-1)
 
     def entropy(self, params: Tensor) -> Tensor:
@@ -1754,13 +1772,14 @@ class GaussianActions(nn.Module):
         log_std = params[..., 1, :]
         return (log_std + HALF_LOG_2PI + 0.5).sum(-1)
 
-    def kl(self, old: Tensor, params: Tensor) -> Tensor:
+    def kl(self, old: Tensor, new: Tensor) -> Tensor:
         """Return KL(old || new), (...), in nats."""
         old_mean, old_log_std = old.unbind(-2)
-        mean, log_std = params.unbind(-2)
+        mean, log_std = new.unbind(-2)
         difference = ((old_mean - mean) * (-log_std).exp()).square()
         log_ratio = 2 * (old_log_std - log_std)
-        return 0.5 * (log_ratio.exp() - 1 - log_ratio + difference).sum(-1)
+        # expm1, since exp - 1 would lose the digits of a small divergence
+        return 0.5 * (log_ratio.expm1() - log_ratio + difference).sum(-1)
 
     def noise(self, *size: int) -> Tensor:
         """Draw Gaussian numbers (*size, A) of the policy's std, which `sample` adds."""
@@ -1815,9 +1834,9 @@ class CategoricalActions(nn.Module):
         """Return the entropy (...), in nats."""
         return -(params.exp() * params).sum((-2, -1))
 
-    def kl(self, old: Tensor, params: Tensor) -> Tensor:
+    def kl(self, old: Tensor, new: Tensor) -> Tensor:
         """Return KL(old || new), (...), in nats."""
-        return (old.exp() * (old - params)).sum((-2, -1))
+        return (old.exp() * (old - new)).sum((-2, -1))
 
     def noise(self, *size: int) -> Tensor:
         """Draw Gumbel numbers (*size, P, largest part) for `sample`."""
@@ -2025,7 +2044,7 @@ class Agent(nn.Module):
     def value(self, obs: np.ndarray) -> np.ndarray:
         """Predict V, the mean discounted return, () or (N,). obs are those of `act`.
 
-        By default V has an output of its own, so it need not be the mean of the quantiles.
+        By default it need not be the mean of the quantiles, see `value_from`.
         """
         batch, alone = self.as_batch(obs)
         outputs = self.value_dist.reduce_twins(self.value_outputs(batch))

@@ -9,7 +9,7 @@ One iteration of `train` has four parts:
     prepare_batch        The critics run over the whole rollout. What they predict gives advantages
                          and targets. Then the return statistics move.
     update               Adam takes a step on each minibatch of sequences, epoch after epoch. With
-                         `target_kl` it stops when the policy has moved that far.
+                         `target_kl` it stops early if the policy has moved that far.
     update_obs_moments   The observation statistics take in the rollout.
 
 These things differ most from other PPO scripts:
@@ -30,9 +30,9 @@ These things differ most from other PPO scripts:
                          Advantages are normalised once for a rollout, not for each minibatch.
     Apart                Actor and critics share no parameter. Each has its loss and its Adam.
     Stop before a step   With `--target-kl` the KL divergence from the policy that acted is measured
-                         ahead of each step. The actor stops before the first step on a minibatch
-                         that exceeds it. The critics stop after as many minibatches as the
-                         actor has evaluated.
+                         ahead of each step. The actor stops before its step on the first
+                         minibatch whose divergence is larger than that. The critics stop after
+                         as many minibatches as the actor has evaluated.
 
 Under torchrun many processes share the environments. The algorithm meets them only in `average`,
 `of_all_processes` and `own`. With one process these return what they are given.
@@ -231,7 +231,8 @@ class PPOArgs:
     gae_lambda: Fraction = 0.9
     """Weight of longer returns in GAE and in SR(lambda)."""
     num_minibatches: Count = 2
-    """Minibatches of an epoch. The number divides the training sequences of a rollout."""
+    """Minibatches of an epoch. The number divides the training sequences of a rollout. Under
+    torchrun it divides those of each process."""
     seq_len: CountOrZero = 0
     """Steps of a training sequence. They divide num_steps; 0 takes the whole rollout."""
     update_epochs: Count = 8
@@ -279,8 +280,8 @@ class CriticArgs:
     vf_clip_coef: Annotated[Positive, IdleWhile("vf_clip", "none")] = 0.2
     """Range of value clipping, in normalised returns. Needs --vf-clip."""
     value_target: Literal["lambda_return", "sr_lambda"] = "lambda_return"
-    """What the distribution learns. lambda_return: lambda-returns, whose spread is smaller than
-    that of returns, and so is the predicted risk. sr_lambda: samples of the return."""
+    """What the distribution learns. lambda_return: lambda-returns, which vary less than returns, so
+    that the predicted risk is too small. sr_lambda: samples of the return."""
 
 
 # ---- value distribution: quantiles (flags) -------------------------------------------------------
@@ -300,7 +301,7 @@ class ValueDistributionArgs:
     mean_only: their mean. mean_and_variance: their mean and their spread."""
 
 
-CALIBRATED = {"kappa": 0.0, "num_quantiles": 51}  # what calibrated and averse set of these
+CALIBRATED = {"kappa": 0.0, "num_quantiles": 51}  # the presets calibrated and averse set these
 
 
 # ---- end of value distribution -------------------------------------------------------------------
@@ -476,7 +477,7 @@ def train(args: Args) -> dict[str, Any]:
     run, agent, optimizers, envs = start(args)  # anew, resumed, or with the weights of another run
     with run:
         carry, critic_state = open_episodes(envs, agent, run)
-        for progress in run.iterations():
+        for progress in run.iterations():  # seeds torch ahead of each
             rollout, carry = collect_rollout(envs, agent, carry, args)
             run.lap("rollout")
             batch, critic_state, metrics = prepare_batch(agent, rollout, critic_state, args)
@@ -571,8 +572,8 @@ def run_critics(
     episode, s'_t is another observation, and the LSTM must see it from the state after step t
     (Pardo et al. 2018). nn.LSTM returns only its last state. So the pass is cut there, and also at
     the end of each training sequence, whose state is kept. At a cut the LSTM takes one extra step,
-    to s'_t, and the state after that is dropped. After a termination the outputs for s'_t are those
-    of the next episode. They have no effect: `gae` and `sr_lambda_targets` multiply them by 0.
+    to s'_t, and the state after that is dropped. After a termination the outputs for s'_t may be of
+    the next episode. They have no effect: `gae` and `sr_lambda_targets` multiply them by 0.
 
     The epochs do not compute the states of training sequences anew. They come from the weights of
     this pass, and the one ahead of step 0 from earlier passes.
@@ -653,9 +654,10 @@ def prepare_batch(
 ) -> tuple[Batch, Tensor, dict]:
     """Turn a rollout into a batch. Returns it, the critics' state after the rollout, and metrics.
 
-    The order matters (van Hasselt et al. 2016). Values are decoded with the old statistics. Then
-    the statistics take in the targets, the value heads are rescaled in the same moment, and the old
-    values are expressed in the new units.
+    The order matters (van Hasselt et al. 2016). The old return statistics decode the values and
+    advantages of this rollout. Then the statistics take in the targets, and the value heads are
+    rescaled in the same moment. The new statistics normalise targets and old values for the update,
+    and decode the next rollout.
     """
     dist = agent.value_dist
 
@@ -666,7 +668,7 @@ def prepare_batch(
     # 1. The critics predict distributions of the return from every s_t and every s'_t.
     obs = agent.normalize_obs(rollout.obs)
     next_obs = agent.normalize_obs(rollout.next_obs)
-    outputs, next_outputs, critic_states, critic_state = run_critics(
+    outputs, next_outputs, critic_states, last_critic_state = run_critics(
         agent, rollout, obs, next_obs, critic_state, args
     )
     reduced = dist.reduce_twins(outputs)  # (T, N, K or K + 1)
@@ -710,7 +712,7 @@ def prepare_batch(
         returns=cut(dist.moments.normalize(returns).float()),
         old_predictions=cut(old_predictions.movedim(0, 2).float()),
     )
-    return batch, critic_state, metrics
+    return batch, last_critic_state, metrics
 
 
 def cut_time(x: Tensor, length: int) -> Tensor:
@@ -719,7 +721,7 @@ def cut_time(x: Tensor, length: int) -> Tensor:
 
 
 def join_sequences(x: Tensor) -> Tensor:
-    """Put the sequences of all environments side by side: (T / L, ., N, ...) to (., M, ...)."""
+    """Put the sequences of all environments side by side: (T / L, S, N, ...) to (S, M, ...)."""
     return x.transpose(0, 1).flatten(1, 2)
 
 
@@ -734,8 +736,9 @@ def first_return_moments(rollout: Rollout, args: Args) -> tuple[Tensor, Tensor]:
 
     The return statistics start from them, since untrained critics know nothing of the task's units.
     """
+    # GAE of a critic that says 0, with lambda 1, sums the rewards to the end.
     zero = torch.zeros_like(rollout.rewards)
-    _, sums = gae(
+    sums, _ = gae(
         rollout.rewards, zero, zero, rollout.terminated, rollout.truncated, args.gamma, 1.0
     )
     return batch_moments(sums.flatten())
@@ -746,10 +749,11 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
 
         A' = (A - mean) / max(std, running std)
 
-    The running std of `agent.adv_moments` includes this rollout. Where all returns are alike, the
-    std is the noise of rounding and of the critics. Dividing by it would turn that noise into a
-    gradient of full size. Once an earlier rollout has varied, the running std prevents that. Adam
-    undoes it in the long run, since it divides by the size of the gradients. It is our addition.
+    The running std is that of `agent.adv_moments`, which take in this rollout first. Where all
+    returns are alike, the std is the noise of rounding and of the critics. Dividing by it would
+    turn that noise into a gradient of full size. Once an earlier rollout has varied, the running
+    std prevents that. Adam undoes it in the long run, since it divides by the size of the
+    gradients. It is our addition.
     """
     if not args.norm_adv:
         return advantages
@@ -875,8 +879,8 @@ def update(
     the other reads. The critics do not know when the actor will stop, so they wait for a ticket
     ahead of each step. The actor puts one into a queue for each minibatch that it has evaluated.
 
-    Returns metrics: means over the minibatches that were evaluated, and norms of the gradients of
-    the steps that were taken. Raises RuntimeError for a loss or a gradient that is not finite.
+    Returns the metrics of `describe_advantages` and `describe_update`, and what `schedules` gave.
+    Raises RuntimeError for a loss or a gradient that is not finite.
     """
     learning_rate, critic_learning_rate, ent_coef = schedules(args, progress)
     scaled = scale_advantages(agent, batch.advantages, args)
@@ -1025,7 +1029,7 @@ class Preset(NamedTuple):
 
 # First those of tasks, then those of a purpose. benchmarks/tuning.md tells which were tuned, and
 # how. Atari's are CleanRL's.
-PURPOSES = ("calibrated", "averse", "critics")  # behind the preset of a task
+PURPOSES = ("calibrated", "averse", "critics")  # they go after the preset of a task
 PRESETS = {
     "cartpole_novel": Preset("CartPole without its velocities: the defaults.", {}),
     "pendulum_novel": Preset(
@@ -1552,9 +1556,10 @@ class ValueDistribution(nn.Module):
     ) -> tuple[Tensor, dict]:
         """Take the targets into the return statistics and rescale the heads in the same moment.
 
-        The running moments take in the mean of the targets. Their variance is the larger
-        one of the targets' variance and the mean of (V - mean)^2. Where all returns are equal, the
-        targets' alone would go to 0, and a small error of V would be divided by almost nothing.
+        The running moments take in a mean and a variance. The mean is that of the targets. The
+        variance is that of the targets or the mean of (V - mean)^2, whichever is larger. Where all
+        returns are equal, that of the targets would go to 0, and a small error of V would be
+        divided by almost nothing.
 
         Decoded predictions stay what they were (PopArt, van Hasselt et al. 2016). There is one
         exception. Where the std is within 100 times its floor, hardly anything has varied yet, as
@@ -1570,10 +1575,7 @@ class ValueDistribution(nn.Module):
         old_std = self.moments.std
         rescales = not self.moments.at_floor
         if self.args.norm_returns:
-            mean = average(targets.mean())
-            variance = average((targets - mean).square().mean())
-            error = average((values - mean).square().mean())
-            self.moments.merge(mean, torch.maximum(variance, error), weight=1)
+            self.merge_targets(targets, values)
         new_outputs = outputs
         if rescales:
             new_outputs = self.moments.normalize(decoded).to(outputs)
@@ -1588,6 +1590,13 @@ class ValueDistribution(nn.Module):
             "norm/return_std": self.moments.std,
             "norm/value_shift": shift.abs().mean(),  # rounding alone, where heads were rescaled
         }
+
+    def merge_targets(self, targets: Tensor, values: Tensor) -> None:
+        """Take targets into the running moments. values (C, T, N) are V, decoded by these."""
+        mean = average(targets.mean())
+        variance = average((targets - mean).square().mean())
+        error = average((values - mean).square().mean())
+        self.moments.merge(mean, torch.maximum(variance, error), weight=1)
 
     def encode_targets(self, targets: Tensor) -> Tensor:
         """Return what the loss regresses on, the samples (T, N, J), normalised."""
@@ -1775,8 +1784,8 @@ class GaussianActions(nn.Module):
     def log_prob(self, params: Tensor, actions: Tensor) -> Tensor:
         """Return the log-density (...) of actions (..., A), in nats."""
         mean, log_std = params.unbind(-2)
-        noise = (actions - mean) * (-log_std).exp()
-        densities = -0.5 * noise.square() - log_std - HALF_LOG_2PI
+        z = (actions - mean) * (-log_std).exp()
+        densities = -0.5 * z.square() - log_std - HALF_LOG_2PI
         return densities.sum(-1)
 
     def entropy(self, params: Tensor) -> Tensor:
@@ -1784,13 +1793,14 @@ class GaussianActions(nn.Module):
         log_std = params[..., 1, :]
         return (log_std + HALF_LOG_2PI + 0.5).sum(-1)
 
-    def kl(self, old: Tensor, params: Tensor) -> Tensor:
+    def kl(self, old: Tensor, new: Tensor) -> Tensor:
         """Return KL(old || new), (...), in nats."""
         old_mean, old_log_std = old.unbind(-2)
-        mean, log_std = params.unbind(-2)
+        mean, log_std = new.unbind(-2)
         difference = ((old_mean - mean) * (-log_std).exp()).square()
         log_ratio = 2 * (old_log_std - log_std)
-        return 0.5 * (log_ratio.exp() - 1 - log_ratio + difference).sum(-1)
+        # expm1, since exp - 1 would lose the digits of a small divergence
+        return 0.5 * (log_ratio.expm1() - log_ratio + difference).sum(-1)
 
     def noise(self, *size: int) -> Tensor:
         """Draw Gaussian numbers (*size, A) of the policy's std, which `sample` adds."""
@@ -1845,9 +1855,9 @@ class CategoricalActions(nn.Module):
         """Return the entropy (...), in nats."""
         return -(params.exp() * params).sum((-2, -1))
 
-    def kl(self, old: Tensor, params: Tensor) -> Tensor:
+    def kl(self, old: Tensor, new: Tensor) -> Tensor:
         """Return KL(old || new), (...), in nats."""
-        return (old.exp() * (old - params)).sum((-2, -1))
+        return (old.exp() * (old - new)).sum((-2, -1))
 
     def noise(self, *size: int) -> Tensor:
         """Draw Gumbel numbers (*size, P, largest part) for `sample`."""

@@ -45,7 +45,7 @@ ATOMS = {
                          is its mean plus a correction, the mean output (`--value-from`). With
                          `--cvar-weight` the policy learns from the tail of the distribution.""",
     "value": """mean_head: that and a correction, the mean
-    output, which is fitted by squared error, and so learns rare rewards, too.""",
+    output. Squared error fits the correction, so V learns rare rewards, too.""",
     "K": "K   atoms of a predicted distribution",
     "J": "J   weighted returns of a target distribution",
     "normalised": '"""Critics predict normalised returns."""',

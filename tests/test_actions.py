@@ -147,6 +147,16 @@ def test_divergence_of_gaussians_in_closed_form(script):
     assert float(actions.kl(OLD, NEW)) == pytest.approx(expected)
 
 
+def test_a_tiny_divergence_of_gaussians_keeps_its_digits(script):
+    """Equal means, log-std 0 and d = -2^-14: KL = (exp(-2 d) - 1 + 2 d) / 2, about d^2 = 2^-28.
+
+    exp - 1 in float32 would be off by 6e-8, which is sixteen times as much.
+    """
+    old, new = torch.zeros(2, 2, 1)
+    new[1] = -(2.0**-14)
+    assert float(actions_of(script, "Box").kl(old, new)) == pytest.approx(2.0**-28, rel=1e-2)
+
+
 @pytest.mark.parametrize(("value", "kept"), [(-60.0, -5.0), (60.0, 2.0), (0.3, 0.3)])
 def test_log_std_stays_finite_and_keeps_its_gradient(script, value, kept):
     """Ours: a log-std outside of [-5, 2] is put back to the bound, where it still learns."""

@@ -317,6 +317,15 @@ def test_quantiles_of_atoms_spread_each_over_its_bin(level, expected):
     assert float(value) == pytest.approx(expected)
 
 
+def test_the_last_quantile_of_atoms_ends_the_last_bin():
+    """Level 1, where float32 sums reach 1 ahead of the last atom, or never reach it."""
+    atoms = tensor([-1.0, 0.0, 1.0])
+    for probs in ([0.5, 0.5, 1e-9], [0.5, 0.25, 0.2499999]):
+        probs = torch.tensor([probs], dtype=torch.float32)
+        value = categorical.categorical_quantile(probs, atoms, 1.0)
+        assert float(value) == pytest.approx(1.5)
+
+
 # ---------------------------------------------------------------------------- a sample of returns
 @pytest.mark.parametrize(
     ("alpha", "expected"),
