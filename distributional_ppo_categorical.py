@@ -84,7 +84,6 @@ import sys
 import tempfile
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, make_dataclass
@@ -2867,18 +2866,13 @@ def open_environments(args: Args) -> tuple[gym.vector.VectorEnv, gym.Env | None]
 
 
 def make_agent(envs: gym.vector.VectorEnv, args: Args, here: Path = Path()) -> Agent:
-    """Make the agent to train: a new one, that of the run to resume, or one with other weights.
+    """Make the agent to train, with new weights or those of `init_from`, a path relative to `here`.
 
-    Paths are relative to `here`. Raises `UsageError` like `take_weights`.
+    One that is resumed gets its weights in `Run.take_up`. Raises `UsageError` like `take_weights`.
     """
-    spaces = (envs.single_observation_space, envs.single_action_space)
-    if args.resume:
-        saved, stored = read_checkpoint(here / expanded(args.resume))
-        return restore_agent(saved, stored, *spaces)
-
     seed_torch(args)  # again: making a task may draw numbers, not as many in each process
-    agent = Agent(*spaces, args)
-    if args.init_from:
+    agent = Agent(envs.single_observation_space, envs.single_action_space, args)
+    if args.init_from and not args.resume:
         take_weights(agent, args, here)
     return agent
 
@@ -3072,7 +3066,7 @@ class Run:
         self.best_return = -math.inf  # of the evaluation that `best.pt` is of
         self.best_step = 0  # step of that evaluation; 0 means that there is none
         self.carried: tuple | None = None  # what the next iteration goes on from
-        self.release_lock: Callable = lambda: None  # of the directory
+        self.lock: int | None = None  # descriptor of the directory, which it locks
 
         self.signals: list[int] = []  # received: they end the run after its iteration
         self.handlers: dict[int, Any] = {}  # of signals, as they were before
@@ -3086,11 +3080,11 @@ class Run:
             self.directory = (here / expanded(args.resume)).resolve()
         else:
             self.directory = gather_objects(make_run_dir(args, here) if RANK == 0 else None)[0]
-        self.lock_directory()
         try:
+            self.lock_directory()
             self.begin()
         except BaseException:
-            self.release_lock()
+            self.unlock_directory()
             raise
 
     def begin(self) -> None:
@@ -3141,7 +3135,7 @@ class Run:
                 if error is None:
                     raise
             finally:
-                self.release_lock()
+                self.unlock_directory()
 
         foreign = isinstance(error, ValueError) and not isinstance(error, UsageError)
         if foreign and str(error).startswith("--env-id"):  # see `Checked`
@@ -3424,18 +3418,21 @@ class Run:
         if RANK > 0 or fcntl is None:
             return
         try:
-            descriptor = os.open(self.directory, os.O_RDONLY)
-        except OSError:  # it may be written to and not read
-            return
-        self.release_lock = weakref.finalize(self, unlock, descriptor)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.lock = os.open(self.directory, os.O_RDONLY)
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            self.release_lock()
             text = "this run is being written already; stop that first"
             raise UsageError(f"--resume {self.args.resume}: {text}") from error
-        except OSError:
-            self.release_lock()
+        except OSError:  # it may be written to and not read, or its disk has no locks
+            pass
+
+    def unlock_directory(self) -> None:
+        """Give the lock back, also for copies of its descriptor that a fork has made."""
+        if self.lock is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self.lock, fcntl.LOCK_UN)
+            os.close(self.lock)
+            self.lock = None
 
     def take_up(self) -> None:
         """Go on where the checkpoint of the run to resume stands.
@@ -3444,11 +3441,11 @@ class Run:
         `UsageError` for a checkpoint that these flags or this version cannot go on from.
         """
         args = self.args
-        content = torch.load(self.directory / "checkpoint.pt", "cpu", weights_only=True)
+        content = read_saved(self.directory / "checkpoint.pt")
         if content["args"]["cuda"] and not args.cuda:
             text = "was run with --cuda, and torch sees no GPU; start anew with --init-from"
             raise flag_error(args, "resume", text)
-        self.agent.load_state_dict(content["agent"])  # it may be newer than what was read unlocked
+        load_weights(self.agent, content["agent"], args.env_id)
         try:
             kept = pickle.loads(content["run"])
             parts = kept["parts"]
@@ -3493,13 +3490,6 @@ class Run:
 
 
 # ------------------------------------------------------------------ environments in checkpoints
-def unlock(descriptor: int) -> None:
-    """Give a lock back, also for copies of the descriptor that a fork has made."""
-    with contextlib.suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-    os.close(descriptor)
-
-
 class EnvPickler(cloudpickle.Pickler):
     """It pickles environments as they stand. `EzPickle` alone would make fresh ones."""
 
@@ -3720,15 +3710,20 @@ def restore_agent(
 ) -> Agent:
     """Make the agent of a checkpoint."""
     agent = Agent(observation_space, action_space, args)
+    load_weights(agent, saved.get("agent"), args.env_id)
+    return agent
+
+
+def load_weights(agent: Agent, held: dict[str, Tensor], env_id: str) -> None:
+    """Give an agent the weights and statistics of a checkpoint. Raises `UsageError`."""
     try:
-        agent.load_state_dict(saved["agent"])
+        agent.load_state_dict(held)
     except RuntimeError as error:
         text = "its weights do not fit the task's spaces, which are others now"
         reason = " ".join(str(error).split())
-        raise UsageError(f"the checkpoint of {args.env_id}: {text}: {reason:.200}") from error
-    except (KeyError, TypeError) as error:
-        raise not_of_this_script(f"the checkpoint of {args.env_id}", error) from error
-    return agent
+        raise UsageError(f"the checkpoint of {env_id}: {text}: {reason:.200}") from error
+    except (TypeError, AttributeError) as error:
+        raise not_of_this_script(f"the checkpoint of {env_id}", error) from error
 
 
 def not_of_this_script(path: str | Path, error: Exception) -> UsageError:

@@ -204,14 +204,16 @@ def test_all_processes_know_the_metrics(begin):
     assert run.logged == {"a": 2.0, "b": 3.0}
 
 
-def test_a_lock_ends_with_its_run_whatever_was_forked(script, tmp_path):
+def test_a_lock_ends_with_its_run_whatever_was_forked(begin):
     """A copy of the descriptor, as a fork of the task has it, holds nothing back."""
     fcntl = pytest.importorskip("fcntl")
-    first = os.open(tmp_path, os.O_RDONLY)
-    fcntl.flock(first, fcntl.LOCK_EX)
-    copy = os.dup(first)
-    script.unlock(first)
-    other = os.open(tmp_path, os.O_RDONLY)
+    run = begin()
+    copy = os.dup(run.lock)
+    other = os.open(run.directory, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    run.unlock_directory()
+    assert run.lock is None
     fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(other)
     os.close(copy)
