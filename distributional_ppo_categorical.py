@@ -3125,17 +3125,17 @@ class Run:
             last = f"last checkpoint: {path}" if path.exists() else "no checkpoint yet"
             error.add_note(f"after {self.step:,} steps; {last}")
 
-        for env in (self.envs, self.eval_env, *self.unused_envs):
-            if env is not None:
-                close_quietly(env)
-        if self.writer is not None:
-            try:
+        try:
+            for env in (self.envs, self.eval_env, *self.unused_envs):
+                if env is not None:
+                    close_quietly(env)
+            if self.writer is not None:
                 self.writer.close()
-            except OSError:  # a full disk, which may be the error itself
-                if error is None:
-                    raise
-            finally:
-                self.unlock_directory()
+        except OSError:  # a full disk, which may be the error itself
+            if error is None:
+                raise
+        finally:
+            self.unlock_directory()
 
         foreign = isinstance(error, ValueError) and not isinstance(error, UsageError)
         if foreign and str(error).startswith("--env-id"):  # see `Checked`
@@ -3689,6 +3689,8 @@ def read_saved(path: Path) -> dict[str, Any]:
         if script != SCRIPT:
             raise ValueError(f"{script}.py wrote it")
         check_version(saved["args"])
+        if not isinstance(saved.get("agent"), dict):
+            raise ValueError("it has no weights")
         return saved
     except FileNotFoundError as error:
         text = f"no run or checkpoint of this script: {what_is_there(path)}"
@@ -3710,7 +3712,7 @@ def restore_agent(
 ) -> Agent:
     """Make the agent of a checkpoint."""
     agent = Agent(observation_space, action_space, args)
-    load_weights(agent, saved.get("agent"), args.env_id)
+    load_weights(agent, saved["agent"], args.env_id)
     return agent
 
 

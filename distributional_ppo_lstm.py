@@ -284,9 +284,10 @@ class CriticArgs:
 
 
 # ---- value distribution: quantiles (flags) -------------------------------------------------------
-# Another kind of value distribution replaces the two blocks between such marks. Outside of them the
-# file uses `vf_clip` and `CALIBRATED` of this block. Of `ValueDistribution` it uses `args`,
-# `moments`, `num_outputs`, `support`, whose ends must agree when weights are loaded, and methods.
+# To use another kind of value distribution, replace this block and the block "(functions)" below.
+# The rest of the file uses `vf_clip` and `CALIBRATED` from here. Of the class `ValueDistribution`
+# there it uses the methods and `args`, `moments`, `num_outputs` and `support`. The ends of the
+# support must agree when weights are loaded.
 @dataclass
 class ValueDistributionArgs:
     """Quantiles of the return."""
@@ -720,7 +721,10 @@ def cut_time(x: Tensor, length: int) -> Tensor:
 
 
 def join_sequences(x: Tensor) -> Tensor:
-    """Put the sequences of all environments side by side: (T / L, S, N, ...) to (S, M, ...)."""
+    """Put the sequences of all environments side by side: (T / L, S, N, ...) to (S, M, ...).
+
+    S is L, or 2 for the states of LSTMs.
+    """
     return x.transpose(0, 1).flatten(1, 2)
 
 
@@ -3206,17 +3210,17 @@ class Run:
             last = f"last checkpoint: {path}" if path.exists() else "no checkpoint yet"
             error.add_note(f"after {self.step:,} steps; {last}")
 
-        for env in (self.envs, self.eval_env, *self.unused_envs):
-            if env is not None:
-                close_quietly(env)
-        if self.writer is not None:
-            try:
+        try:
+            for env in (self.envs, self.eval_env, *self.unused_envs):
+                if env is not None:
+                    close_quietly(env)
+            if self.writer is not None:
                 self.writer.close()
-            except OSError:  # a full disk, which may be the error itself
-                if error is None:
-                    raise
-            finally:
-                self.unlock_directory()
+        except OSError:  # a full disk, which may be the error itself
+            if error is None:
+                raise
+        finally:
+            self.unlock_directory()
 
         foreign = isinstance(error, ValueError) and not isinstance(error, UsageError)
         if foreign and str(error).startswith("--env-id"):  # see `Checked`
@@ -3770,6 +3774,8 @@ def read_saved(path: Path) -> dict[str, Any]:
         if script != SCRIPT:
             raise ValueError(f"{script}.py wrote it")
         check_version(saved["args"])
+        if not isinstance(saved.get("agent"), dict):
+            raise ValueError("it has no weights")
         return saved
     except FileNotFoundError as error:
         text = f"no run or checkpoint of this script: {what_is_there(path)}"
@@ -3791,7 +3797,7 @@ def restore_agent(
 ) -> Agent:
     """Make the agent of a checkpoint."""
     agent = Agent(observation_space, action_space, args)
-    load_weights(agent, saved.get("agent"), args.env_id)
+    load_weights(agent, saved["agent"], args.env_id)
     return agent
 
 

@@ -723,7 +723,7 @@ def speed_table() -> list[str]:
         found = pace(cell)
         speeds = [f"{found.ours:,.0f}", f"{found.peer:,.0f}"]
         threads = ", ".join(map(str, found.threads))
-        version = "older, less load" if found.older else "current"
+        version = "older" if found.older else "current"
         columns = [cell.told, *speeds, found.told(), threads, found.repeats, version]
         lines.append(common.markdown_row(columns))
     return lines
@@ -1444,9 +1444,10 @@ def answers(verdicts: dict[Contest, Verdict]) -> list[str]:
         f"(#tasks) were measured before it got `--norm-adv-memory 0`; with it only tuning "
         f"seeds ran. The single quantile critic scores {fresh} times as much "
         f"as the default one on seeds 6 to 10{proven(fresh)}. [Details](#settings-for-mujoco)",
-        "* **How were the flags tuned?** By hand, on seeds 1000 to 7999, but for eight choices "
-        "that followed reported seeds. The preset `pendulum_novel` came from a search and a "
-        "screening, and `memory` is not tuned. [Details](tuning.md#chosen-flags)",
+        "* **How were the flags tuned?** By hand, on seeds 1000 to 7999; reported seeds influenced "
+        "[eight choices](#how-to-read-the-numbers), not all of them flags. The preset "
+        "`pendulum_novel` came from a search and a screening, and `memory` is not tuned. "
+        "[Details](tuning.md#chosen-flags)",
         "* **Can the numbers be trusted?** Differences whose intervals are far from 0 can, though "
         "most are of an older version. Others cannot: intervals are too narrow, and eight choices "
         "were made after seeing reported seeds. [Details](#how-to-read-the-numbers)",
@@ -1467,8 +1468,8 @@ def averse_robots() -> str:
     return (
         f"* **Aversion on robots** ([table](results/tails.md), one tuning seed). On the public "
         f"tasks of Urpi et al. neutral policies seldom take the risk. On a task of our own "
-        f"aversion makes the worst tenth {kind}: {full:.0f}, at best {chosen:.0f}, instead of "
-        f"{neutral:.0f}."
+        f"aversion makes the worst tenth {kind}: {full:.0f} by `averse`, and {chosen:.0f} with a "
+        f"lower weight, instead of {neutral:.0f}."
     )
 
 
@@ -1547,9 +1548,9 @@ ORIGIN = {  # of the flags of a preset, where it is known
 
 
 PURPOSES = {  # the origin of the presets that go after that of a task
-    "calibrated": "each choice by itself, on known processes",
+    "calibrated": "loss and number by themselves, on known processes; twins on real tasks",
     "averse": "`calibrated`, not tuned",
-    "critics": "by hand, not searched",
+    "critics": "by hand, on seed 1000 of two tasks",
 }
 
 

@@ -502,7 +502,7 @@ def test_aversion_on_robots_worked_by_hand(answers, monkeypatch):
     ]
     monkeypatch.setattr(answers.Table, "rows", lambda self: rows)
     told = answers.averse_robots()
-    assert told.endswith("aversion makes the worst tenth worse: 12, at best 15, instead of 20.")
+    assert told.endswith("worse: 12 by `averse`, and 15 with a lower weight, instead of 20.")
 
 
 def test_reward_terms_worked_by_hand(answers, monkeypatch):

@@ -772,9 +772,13 @@ def test_damaged_and_foreign_checkpoints_of_a_run(script, capsys, tmp_path, flag
         content | {"args": content["args"] | {"gamma": 2.0}},
         content | {"args": content["args"] | {"num_envs": "four"}},
     ]
-    for other in spoilt:
+    parts = ("no weights", "do not fit", "do not fit", "--gamma 2.0", "--num-envs four")
+    for other, part in zip(spoilt, parts, strict=True):
         torch.save(other, path)
-        check_bad(script, capsys, tmp_path, [flag, str(path.parent)], ())
+        with undisturbed():
+            code, _, err = run_main(script, capsys, [flag, str(path.parent)])
+        assert (code, err.count("\n")) == (2, 1), err
+        assert part in err
     path.write_bytes(whole)
     names = ("distributional_ppo_lstm", "distributional_ppo_categorical")
     (sibling,) = (importlib.import_module(name) for name in names if name != script.__name__)
