@@ -424,7 +424,7 @@ class Rollout(NamedTuple):
     params: Tensor  # (T, N, P, largest part) or (T, N, 2, A), the action distribution
     rewards: Tensor  # (T, N) float64, in the task's units; those of Atari games are clipped
     terminated: Tensor  # (T, N) bool: s'_t is terminal and nothing follows
-    truncated: Tensor  # (T, N) bool: a time limit cut the episode, and s'_t has a value
+    truncated: Tensor  # (T, N) bool: a time limit cut it; s'_t has a value unless terminated too
     episodes: list[tuple[int, float, int]]  # step t, return and length of each that ended
 
 
@@ -602,11 +602,11 @@ def gae(
 def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, dict]:
     """Turn a rollout into a batch. Returns it and metrics.
 
-    The order matters (van Hasselt et al. 2016). The old return statistics decode the values and
-    advantages of this rollout. Then the statistics take in the targets, and the value heads are
-    rescaled as far as they can be. The new statistics normalise targets and old values for the
-    update, and decode the next rollout. So the critics are trained on a scale before it decodes
-    what they predict.
+    The order matters (van Hasselt et al. 2016). The return statistics of earlier rollouts decode
+    the values and advantages of this one; only the first rollout sets them ahead. Then the
+    statistics take in the targets, and the value heads are rescaled as far as they can be. The new
+    statistics normalise targets and old values for the update, and decode the next rollout. So the
+    critics are trained on a scale before it decodes what they predict.
     """
     dist = agent.value_dist
 
@@ -621,23 +621,11 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     reduced = dist.reduce_twins(outputs)  # (T, N, K or K + 1)
     next_reduced = dist.reduce_twins(next_outputs)
 
-    # 2. The values give advantages and targets, in the task's units.
-    advantages, returns = gae(
-        rollout.rewards,
-        dist.value(reduced),
-        dist.value(next_reduced),
-        rollout.terminated,
-        rollout.truncated,
-        args.gamma,
-        args.gae_lambda,
+    # 2. They give advantages and targets, in the task's units.
+    advantages, returns, targets = advantages_and_targets(
+        dist, rollout, reduced, next_reduced, args
     )
-    if args.value_target == "sr_lambda":
-        targets = dist.sample_targets(rollout, next_reduced, args.gae_lambda)
-    else:
-        targets = dist.point_targets(returns)
-    if args.cvar_weight > 0 and args.cvar_alpha < 1:
-        risk_advantages = dist.risk_advantages(targets, reduced)
-        advantages = advantages.lerp(risk_advantages, args.cvar_weight)
+    # This comes ahead of step 3, since it decodes by the old statistics.
     metrics = describe_critics(dist, rollout, outputs, reduced, next_reduced, returns)
 
     # 3. The return statistics move.
@@ -659,6 +647,33 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     return batch, metrics
 
 
+def advantages_and_targets(
+    dist: ValueDistribution, rollout: Rollout, reduced: Tensor, next_reduced: Tensor, args: Args
+) -> tuple[Tensor, Tensor, Any]:
+    """Return advantages, lambda-returns, both (T, N), and what the value distribution learns.
+
+    All are in the task's units. reduced and next_reduced are the outputs (T, N, K or K + 1) for s_t
+    and s'_t.
+    """
+    advantages, returns = gae(
+        rollout.rewards,
+        dist.value(reduced),
+        dist.value(next_reduced),
+        rollout.terminated,
+        rollout.truncated,
+        args.gamma,
+        args.gae_lambda,
+    )
+    if args.value_target == "sr_lambda":
+        targets = dist.sample_targets(rollout, next_reduced, args.gae_lambda)
+    else:
+        targets = dist.point_targets(returns)
+    if args.cvar_weight > 0 and args.cvar_alpha < 1:
+        risk_advantages = dist.risk_advantages(targets, reduced)
+        advantages = advantages.lerp(risk_advantages, args.cvar_weight)
+    return advantages, returns, targets
+
+
 def batch_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and population variance over the first axis, over the rows of all processes."""
     mean = average(x.mean(0))
@@ -668,7 +683,8 @@ def batch_moments(x: Tensor) -> tuple[Tensor, Tensor]:
 def first_return_moments(rollout: Rollout, args: Args) -> tuple[Tensor, Tensor]:
     """Return mean and variance of the discounted sums of rewards of the first rollout.
 
-    The return statistics start from them, since untrained critics know nothing of the task's units.
+    A sum goes from a step to the end of its episode or of the rollout. The return statistics start
+    from these moments, since untrained critics know nothing of the task's units.
     """
     # GAE of a critic that says 0, with lambda 1, sums the rewards to the end.
     zero = torch.zeros_like(rollout.rewards)
@@ -686,8 +702,8 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
     The running std is that of `agent.adv_moments`, which take in this rollout first. Where all
     returns are alike, the std is the noise of rounding and of the critics. Dividing by it would
     turn that noise into a gradient of full size. Once an earlier rollout has varied, the running
-    std prevents that. Adam undoes it in the long run, since it divides by the size of the
-    gradients. It is our addition.
+    std prevents that. Adam undoes this in the long run, since Adam divides by the size of the
+    gradients. The running std is our addition.
     """
     if not args.norm_adv:
         return advantages
@@ -697,8 +713,8 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
         return normalized
     _, variance = batch_moments(advantages.flatten())
     agent.adv_moments.merge(torch.zeros_like(variance), variance, weight=1)
-    share = (variance / agent.adv_moments.var).sqrt().nan_to_num(1.0)  # of the running std
-    return normalized * share.clamp(max=1)
+    relative_std = (variance / agent.adv_moments.var).sqrt().nan_to_num(1.0)  # 0 / 0: none varied
+    return normalized * relative_std.clamp(max=1)
 
 
 def normalize_advantages(
@@ -706,9 +722,10 @@ def normalize_advantages(
 ) -> Tensor:
     """Compute (A - mean) / (std + eps), with the population std over all entries.
 
-    There is no branch on the size of std, since it would be discontinuous. Constant input gives
-    exact zeros, because one entry is subtracted from all before the mean is taken. `across` gives
-    the mean of a number over several processes that hold equal parts of the advantages.
+    The formula has no branch on the size of std, which would make it discontinuous. With one
+    process constant input gives exact zeros, because one entry is subtracted from all first.
+    `across` gives the mean of a number over several processes that hold equal parts of the
+    advantages.
     """
     shifted = advantages - across(advantages.flatten()[0])
     centered = shifted - across(shifted.mean())
@@ -1133,8 +1150,8 @@ def entropy_loss(
 ) -> Tensor:
     """Compute -ent_coef * mean(H) + penalty_coef * relu(min_entropy - mean(H)), a scalar.
 
-    entropy is (B,), in nats. The entropy of a Gaussian may be negative, so a floor of 0 is not
-    neutral. Source: Schulman et al. 2017, eq. 9; the floor is ours.
+    entropy holds a number for each sample, in nats. That of a Gaussian may be negative, so a floor
+    of 0 is not neutral. Source: Schulman et al. 2017, eq. 9; the floor is ours.
     """
     mean = entropy.mean()
     return -ent_coef * mean + penalty_coef * torch.relu(min_entropy - mean)
@@ -1295,7 +1312,7 @@ def clip_values(values: Tensor, old_values: Tensor, clip_delta: float) -> Tensor
 
 
 def clipped_value_loss(loss: Tensor, loss_clipped: Tensor) -> Tensor:
-    """Take max(loss, loss_clipped) for each sample, (B,), and each critic, ahead of any mean."""
+    """Take max(loss, loss_clipped) for each sample and each critic, ahead of any mean."""
     return torch.max(loss, loss_clipped)
 
 
@@ -1523,7 +1540,7 @@ class ValueDistribution(nn.Module):
         """Make targets by SR(lambda), from the outputs (T, N, K or K + 1) for true successors."""
         probs = self.probs(next_outputs).double()
         draws = torch.zeros(len(probs), self.args.num_envs, device=probs.device)
-        if gae_lambda < 1:  # SR(1) replaces nothing, and a metric must not draw random numbers
+        if gae_lambda < 1:  # SR(1) needs no draws; `describe_critics` must not move the generator
             draws.uniform_()
         returns, probs = sr_lambda_atoms(
             rollout.rewards, probs, self.task_atoms(), rollout.terminated, rollout.truncated,
@@ -1595,7 +1612,10 @@ class ValueDistribution(nn.Module):
         return predicted[..., : 1 + correction.shape[-1]], metrics
 
     def merge_targets(self, targets: WeightedReturns, values: Tensor) -> None:
-        """Take targets into the running moments. values (C, T, N) are V, decoded by these."""
+        """Take targets into the running moments.
+
+        values (C, T, N) are V, decoded by the moments as they are before.
+        """
         mean = average((targets.probs * targets.returns).sum(-1).mean())
         squares = (targets.returns - mean).square()
         variance = average((targets.probs * squares).sum(-1).mean())
@@ -1723,7 +1743,8 @@ class Convolutions(nn.Module):
         self.num_features = self.layers(torch.zeros(1, *space.shape)).numel()
 
     def forward(self, images: Tensor) -> Tensor:
-        parts = images.flatten(0, -4).split(256)  # as floats, pixels take four times the memory
+        # Floats take four times the memory of bytes. Without a graph one part at a time is floats.
+        parts = images.flatten(0, -4).split(256)
         features = torch.cat([self.encode(part) for part in parts])
         return features.unflatten(0, images.shape[:-3])
 

@@ -41,11 +41,11 @@ Shapes are written with these letters:
 
     T   steps of a rollout
     N   environments, of one process
-    L   steps of a training sequence, an unbroken stretch of one environment
+    L   steps of a training sequence: successive ones of one environment, across episodes
     M   training sequences of a rollout, or of a minibatch
     B   samples of a minibatch
     D   entries of an observation; an image has three axes instead, channels first
-    F   features that an encoder gives
+    F   inputs of an LSTM, which its encoder gives
     A   floats of a continuous action
     P   parts of a discrete action
     H   width of an LSTM
@@ -432,7 +432,7 @@ class Rollout(NamedTuple):
     params: Tensor  # (T, N, P, largest part) or (T, N, 2, A), the action distribution
     rewards: Tensor  # (T, N) float64, in the task's units; those of Atari games are clipped
     terminated: Tensor  # (T, N) bool: s'_t is terminal and nothing follows
-    truncated: Tensor  # (T, N) bool: a time limit cut the episode, and s'_t has a value
+    truncated: Tensor  # (T, N) bool: a time limit cut it; s'_t has a value unless terminated too
     actor_state: Tensor  # (T / L, 2, N, H) ahead of each training sequence
     episodes: list[tuple[int, float, int]]  # step t, return and length of each that ended
 
@@ -446,7 +446,7 @@ class Batch(NamedTuple):
     obs: Tensor  # (L, M, D) normalised
     episode_start: Tensor  # (L, M) bool
     actor_state: Tensor  # (2, M, H) ahead of the sequence
-    critic_state: Tensor  # (2, M, H) ahead of the sequence
+    critic_state: Tensor  # (2, M, H) ahead of the sequence; of the old episode if one opens
     actions: Tensor  # (L, M, P) or (L, M, A)
     params: Tensor  # (L, M, P, largest part) or (L, M, 2, A) of the policy that acted
     log_probs: Tensor  # (L, M) of the actions under that policy, nats
@@ -570,13 +570,15 @@ def run_critics(
 
     Inside an episode V(s'_t) is V(s_{t+1}), which the pass gives anyway. Where a time limit cuts an
     episode, s'_t is another observation, and the LSTM must see it from the state after step t
-    (Pardo et al. 2018). nn.LSTM returns only its last state. So the pass is cut there, and also at
-    the end of each training sequence, whose state is kept. At a cut the LSTM takes one extra step,
-    to s'_t, and the state after that is dropped. After a termination the outputs for s'_t may be of
-    the next episode. They have no effect: `gae` and `sr_lambda_targets` multiply them by 0.
+    (Pardo et al. 2018). nn.LSTM returns only its last state. So the pass is cut after each time
+    limit. It is also cut at the end of each training sequence, since the next one starts from the
+    state there. At a cut the LSTM takes one extra step, to s'_t, and the state after that is
+    dropped. After a termination the outputs for s'_t may be of the next episode. They have no
+    effect: `gae` and `sr_lambda_targets` multiply them by 0.
 
-    The epochs do not compute the states of training sequences anew. They come from the weights of
-    this pass, and the one ahead of step 0 from earlier passes.
+    A state need not be zero where an episode opens; `unroll_lstm` sets it to zero there. The epochs
+    use these states as they are, without computing them anew. This pass computed them with its own
+    weights. The state ahead of step 0 comes from earlier passes.
     """
     body = agent.critic_body
     time_limit = (rollout.truncated & ~rollout.terminated).any(1).tolist()
@@ -654,10 +656,10 @@ def prepare_batch(
 ) -> tuple[Batch, Tensor, dict]:
     """Turn a rollout into a batch. Returns it, the critics' state after the rollout, and metrics.
 
-    The order matters (van Hasselt et al. 2016). The old return statistics decode the values and
-    advantages of this rollout. Then the statistics take in the targets, and the value heads are
-    rescaled in the same moment. The new statistics normalise targets and old values for the update,
-    and decode the next rollout.
+    The order matters (van Hasselt et al. 2016). The return statistics of earlier rollouts decode
+    the values and advantages of this one; only the first rollout sets them ahead. Then the
+    statistics take in the targets, and the value heads are rescaled in the same moment. The new
+    statistics normalise targets and old values for the update, and decode the next rollout.
     """
     dist = agent.value_dist
 
@@ -674,23 +676,11 @@ def prepare_batch(
     reduced = dist.reduce_twins(outputs)  # (T, N, K or K + 1)
     next_reduced = dist.reduce_twins(next_outputs)
 
-    # 2. The values give advantages and targets, in the task's units.
-    advantages, returns = gae(
-        rollout.rewards,
-        dist.value(reduced),
-        dist.value(next_reduced),
-        rollout.terminated,
-        rollout.truncated,
-        args.gamma,
-        args.gae_lambda,
+    # 2. They give advantages and targets, in the task's units.
+    advantages, returns, targets = advantages_and_targets(
+        dist, rollout, reduced, next_reduced, args
     )
-    if args.value_target == "sr_lambda":
-        targets = dist.sample_targets(rollout, next_reduced, args.gae_lambda)
-    else:
-        targets = dist.point_targets(returns)
-    if args.cvar_weight > 0 and args.cvar_alpha < 1:
-        risk_advantages = dist.risk_advantages(targets, reduced)
-        advantages = advantages.lerp(risk_advantages, args.cvar_weight)
+    # This comes ahead of step 3, since it decodes by the old statistics.
     metrics = describe_critics(dist, rollout, outputs, reduced, next_reduced, returns)
 
     # 3. The return statistics move, and the value heads with them.
@@ -723,9 +713,36 @@ def cut_time(x: Tensor, length: int) -> Tensor:
 def join_sequences(x: Tensor) -> Tensor:
     """Put the sequences of all environments side by side: (T / L, S, N, ...) to (S, M, ...).
 
-    S is L, or 2 for the states of LSTMs.
+    Here M is T / L * N, and S is L, or 2 for the states of LSTMs.
     """
     return x.transpose(0, 1).flatten(1, 2)
+
+
+def advantages_and_targets(
+    dist: ValueDistribution, rollout: Rollout, reduced: Tensor, next_reduced: Tensor, args: Args
+) -> tuple[Tensor, Tensor, Any]:
+    """Return advantages, lambda-returns, both (T, N), and what the value distribution learns.
+
+    All are in the task's units. reduced and next_reduced are the outputs (T, N, K or K + 1) for s_t
+    and s'_t.
+    """
+    advantages, returns = gae(
+        rollout.rewards,
+        dist.value(reduced),
+        dist.value(next_reduced),
+        rollout.terminated,
+        rollout.truncated,
+        args.gamma,
+        args.gae_lambda,
+    )
+    if args.value_target == "sr_lambda":
+        targets = dist.sample_targets(rollout, next_reduced, args.gae_lambda)
+    else:
+        targets = dist.point_targets(returns)
+    if args.cvar_weight > 0 and args.cvar_alpha < 1:
+        risk_advantages = dist.risk_advantages(targets, reduced)
+        advantages = advantages.lerp(risk_advantages, args.cvar_weight)
+    return advantages, returns, targets
 
 
 def batch_moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -737,7 +754,8 @@ def batch_moments(x: Tensor) -> tuple[Tensor, Tensor]:
 def first_return_moments(rollout: Rollout, args: Args) -> tuple[Tensor, Tensor]:
     """Return mean and variance of the discounted sums of rewards of the first rollout.
 
-    The return statistics start from them, since untrained critics know nothing of the task's units.
+    A sum goes from a step to the end of its episode or of the rollout. The return statistics start
+    from these moments, since untrained critics know nothing of the task's units.
     """
     # GAE of a critic that says 0, with lambda 1, sums the rewards to the end.
     zero = torch.zeros_like(rollout.rewards)
@@ -755,8 +773,8 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
     The running std is that of `agent.adv_moments`, which take in this rollout first. Where all
     returns are alike, the std is the noise of rounding and of the critics. Dividing by it would
     turn that noise into a gradient of full size. Once an earlier rollout has varied, the running
-    std prevents that. Adam undoes it in the long run, since it divides by the size of the
-    gradients. It is our addition.
+    std prevents that. Adam undoes this in the long run, since Adam divides by the size of the
+    gradients. The running std is our addition.
     """
     if not args.norm_adv:
         return advantages
@@ -766,8 +784,8 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
         return normalized
     _, variance = batch_moments(advantages.flatten())
     agent.adv_moments.merge(torch.zeros_like(variance), variance, weight=1)
-    share = (variance / agent.adv_moments.var).sqrt().nan_to_num(1.0)  # of the running std
-    return normalized * share.clamp(max=1)
+    relative_std = (variance / agent.adv_moments.var).sqrt().nan_to_num(1.0)  # 0 / 0: none varied
+    return normalized * relative_std.clamp(max=1)
 
 
 def normalize_advantages(
@@ -775,9 +793,10 @@ def normalize_advantages(
 ) -> Tensor:
     """Compute (A - mean) / (std + eps), with the population std over all entries.
 
-    There is no branch on the size of std, since it would be discontinuous. Constant input gives
-    exact zeros, because one entry is subtracted from all before the mean is taken. `across` gives
-    the mean of a number over several processes that hold equal parts of the advantages.
+    The formula has no branch on the size of std, which would make it discontinuous. With one
+    process constant input gives exact zeros, because one entry is subtracted from all first.
+    `across` gives the mean of a number over several processes that hold equal parts of the
+    advantages.
     """
     shifted = advantages - across(advantages.flatten()[0])
     centered = shifted - across(shifted.mean())
@@ -1198,8 +1217,8 @@ def entropy_loss(
 ) -> Tensor:
     """Compute -ent_coef * mean(H) + penalty_coef * relu(min_entropy - mean(H)), a scalar.
 
-    entropy is (B,), in nats. The entropy of a Gaussian may be negative, so a floor of 0 is not
-    neutral. Source: Schulman et al. 2017, eq. 9; the floor is ours.
+    entropy holds a number for each sample, in nats. That of a Gaussian may be negative, so a floor
+    of 0 is not neutral. Source: Schulman et al. 2017, eq. 9; the floor is ours.
     """
     mean = entropy.mean()
     return -ent_coef * mean + penalty_coef * torch.relu(min_entropy - mean)
@@ -1293,25 +1312,26 @@ def quantile_huber_loss(quantiles: Tensor, targets: Tensor, taus: Tensor, kappa:
         L(u)       = 0.5 u^2 where |u| <= kappa, kappa (|u| - 0.5 kappa) elsewhere
         loss[b]    = mean_i mean_j |tau_i - 1{u < 0}| L(u) / kappa
 
-    With kappa = 0 the last factor L / kappa is |u|: the pinball loss. taus are (K,). Further
-    leading axes broadcast. The indicator carries no gradient.
+    For kappa = 0 the factor |u| takes the place of L / kappa. That is the pinball loss. taus are
+    (K,). Further leading axes broadcast. The indicator carries no gradient.
 
     The loss is divided by kappa as in IQN, so that it meets the pinball loss as kappa goes to 0. It
     is a mean over i, where QR-DQN sums, so that its size does not depend on K.
     Source: Dabney et al. 2018a (QR-DQN), eq. 8 to 10; 2018b (IQN), eq. 3.
     """
     u = targets[..., None, :] - quantiles[..., None]  # (..., K, J)
-    size = u.abs()
+    distance = u.abs()
+    error = distance  # the pinball loss, for kappa = 0
     if kappa > 0:
-        size = torch.where(size < kappa, 0.5 * u.square() / kappa, size - 0.5 * kappa)
+        error = torch.where(distance < kappa, 0.5 * u.square() / kappa, distance - 0.5 * kappa)
     weight = (taus[:, None] - (u < 0).to(u.dtype)).abs()
-    return (weight * size).mean((-2, -1))
+    return (weight * error).mean((-2, -1))
 
 
 def clip_quantiles(
     quantiles: Tensor, old_quantiles: Tensor, clip_delta: float, mode: str
 ) -> Tensor:
-    """Keep predictions within d = clip_delta of the old ones, (..., K) -> (..., K).
+    """Keep quantiles, or only their mean, within d = clip_delta of the old, (..., K) -> (..., K).
 
     m is the mean over the K quantiles, and s = sqrt(variance + 1e-12):
 
@@ -1347,7 +1367,7 @@ def clip_values(values: Tensor, old_values: Tensor, clip_delta: float) -> Tensor
 
 
 def clipped_value_loss(loss: Tensor, loss_clipped: Tensor) -> Tensor:
-    """Take max(loss, loss_clipped) for each sample, (B,), and each critic, ahead of any mean."""
+    """Take max(loss, loss_clipped) for each sample and each critic, ahead of any mean."""
     return torch.max(loss, loss_clipped)
 
 
@@ -1394,7 +1414,7 @@ def cvar(quantiles: Tensor, alpha: float) -> Tensor:
 
 
 def value_at_risk(quantiles: Tensor, alpha: float) -> Tensor:
-    """Compute F^-1(alpha) of the quantile function of `cvar_weights`, (..., K) -> (...).
+    """Compute F^-1(alpha) by the interpolation that `cvar_weights` describes, (..., K) -> (...).
 
     Raises ValueError for alpha outside [1e-3, 1]. Source: Rockafellar & Uryasev 2000.
     """
@@ -1425,7 +1445,8 @@ def sr_lambda_targets(
                 theta_i(s'_t) otherwise, and at time limits and at the end of the rollout
 
     rewards, terminated and truncated are (T, N). next_quantiles are theta(s'_t), (T, N, K), of true
-    successors. Where V is the mean of theta, the mean over draws is the lambda-return of `gae`.
+    successors. Where V is the mean of theta, the mean of X_t,i over draws and over i is the
+    lambda-return of `gae`.
     `draws` are uniform numbers (T, N, K) to use in place of new ones.
     Source: Nam et al. 2021 (GMAC).
     """
@@ -1449,9 +1470,10 @@ def cvar_advantages(targets: Tensor, quantiles: Tensor, alpha: float) -> Tensor:
         A_t = mean_j u(X_t,j) - CVaR_alpha(Z(s_t))
 
     targets X are (T, N, J), quantiles of Z are (T, N, K). For alpha = 1 nu is the largest target,
-    so that u(x) = x. Every state is averse to the
-    tail of its own return from there on, whatever was earned before. That is not the policy
-    gradient of the start state's CVaR (Tamar et al. 2015).
+    so that u(x) = x.
+
+    Every state is averse to the tail of its own return from there on, whatever was earned before.
+    That is not the policy gradient of the start state's CVaR (Tamar et al. 2015).
     Source of u: Rockafellar & Uryasev 2000. Its use state by state is ours.
     """
     targets = targets.detach()
@@ -1542,7 +1564,7 @@ class ValueDistribution(nn.Module):
         theta = self.decode(self.split(next_outputs)[0])
         size = (len(theta), self.args.num_envs, theta.shape[-1])
         draws = torch.zeros(size, device=theta.device)
-        if gae_lambda < 1:  # SR(1) replaces nothing, and a metric must not draw random numbers
+        if gae_lambda < 1:  # SR(1) needs no draws; `describe_critics` must not move the generator
             draws.uniform_()
         return sr_lambda_targets(
             rollout.rewards, theta, rollout.terminated, rollout.truncated,
@@ -1595,7 +1617,10 @@ class ValueDistribution(nn.Module):
         }
 
     def merge_targets(self, targets: Tensor, values: Tensor) -> None:
-        """Take targets into the running moments. values (C, T, N) are V, decoded by these."""
+        """Take targets into the running moments.
+
+        values (C, T, N) are V, decoded by the moments as they are before.
+        """
         mean = average(targets.mean())
         variance = average((targets - mean).square().mean())
         error = average((values - mean).square().mean())
@@ -1674,8 +1699,8 @@ def unroll_lstm(
     episode. Returns outputs (T, N, H) and the state after the last step.
 
     Each environment is a column of rows: its T steps, and one reset row ahead of each step that
-    opens an episode. Two further inputs mark the rows that are no steps. Their weights drive the
-    gates to exactly 0 or 1, since sigmoid(-1e4) = 0 and sigmoid(1e4) = 1 in floating point:
+    opens an episode. Two further inputs mark the rows that are no steps. Their weights of 1e4
+    outweigh what biases and h add, so that these gates are exactly 0 or 1 in floating point:
 
         step       (0, 0):  an ordinary step
         reset row  (1, 0):  input gate 0, forget gate 0, so c = 0 and h = 0, and no gradient passes
@@ -1748,7 +1773,8 @@ class Convolutions(nn.Module):
         self.num_features = self.layers(torch.zeros(1, *space.shape)).numel()
 
     def forward(self, images: Tensor) -> Tensor:
-        parts = images.flatten(0, -4).split(256)  # as floats, pixels take four times the memory
+        # Floats take four times the memory of bytes. Without a graph one part at a time is floats.
+        parts = images.flatten(0, -4).split(256)
         features = torch.cat([self.encode(part) for part in parts])
         return features.unflatten(0, images.shape[:-3])
 
@@ -2095,19 +2121,24 @@ class Agent(nn.Module):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Give actions for `env.step`, and the state to hand back with the next observation.
 
-        obs are (D,) or (N, D), as `make_env` gives them. State None opens an episode. The policy's
-        mode is taken if `deterministic`, otherwise a sample. Raises ValueError for observations
+        obs are (D,) or (N, D), as `make_env` gives them. State None opens an episode. Where only
+        episode i of N has ended, set state[:, i] = 0 ahead of the next call. The policy's mode is
+        taken if `deterministic`, otherwise a sample. Raises ValueError for observations
         of other shapes, for those that are not finite, and for a state of the wrong shape.
         """
         rows, alone = as_rows(obs, self.observation_space)
         state = self.initial_state(len(rows)).cpu().numpy() if state is None else state
-        expected = (2, len(rows), self.args.lstm_hidden_size)
-        if state.shape != expected:
-            raise ValueError(f"state has the shape {state.shape}; it must have {expected}")
+        self.check_state(state, len(rows))
         outputs, state = self.numpy_policy()(rows.astype(self.observation_space.dtype), state)
         noise = 0.0 if deterministic else self.action_dist.noise(len(rows)).numpy()
         actions = self.action_dist.to_env(self.action_dist.sample(outputs, noise))
         return (actions[0] if alone else actions), state
+
+    def check_state(self, state: np.ndarray | Tensor, num_rows: int) -> None:
+        """Raise ValueError for a state that does not fit as many observations."""
+        expected = (2, num_rows, self.args.lstm_hidden_size)
+        if tuple(state.shape) != expected:
+            raise ValueError(f"state has the shape {tuple(state.shape)}; it must have {expected}")
 
     def as_batch(self, obs: np.ndarray) -> tuple[Tensor, bool]:
         """Return what networks see of raw observations, (N, D), and whether it was one alone."""
@@ -2140,7 +2171,7 @@ class Agent(nn.Module):
         """Predict V, the mean discounted return, () or (N,), and give the critics' next state.
 
         obs are those of `act`, the state is that of `predict_returns`. By default V has an output
-        of its own, so it need not be the mean of the quantiles.
+        of its own, so it need not be the mean of the quantiles. Raises ValueError like `act`.
         """
         outputs, state, alone = self.critics_step(obs, state)
         return one_or_all(self.value_dist.value(outputs), alone), state
@@ -2149,7 +2180,8 @@ class Agent(nn.Module):
         """Return the critics' outputs (N, K or K + 1), their state, and whether obs was one."""
         batch, alone = self.as_batch(obs)
         state = self.initial_state(len(batch)) if state is None else state
-        features, state = self.critic_body.step(batch, state)
+        self.check_state(state, len(batch))
+        features, state = self.critic_body.step(batch, torch.as_tensor(state, device=self.device))
         return self.value_dist.reduce_twins(self.value_outputs(features)), state, alone
 
 

@@ -1008,7 +1008,7 @@ def calibration_notes() -> list[str]:
         f"`--preset calibrated` reach all. With `--kappa 1` instead the distance of "
         f"quantiles from the truth is {min(away):.0f} to {max(away):.0f} % of the standard "
         f"deviation in {count_of(len(away))} runs.",
-        "* **The other two have no goal.** One has heavy tails, the other one a rare disaster.",
+        "* **The other two have no goal**: heavy tails and a rare disaster.",
         f"* **Presets** had a goal, set ahead: at most 0.05 in all three runs. {goal_told()}",
     ]
 
@@ -1445,8 +1445,8 @@ def answers(verdicts: dict[Contest, Verdict]) -> list[str]:
         f"seeds ran. The single quantile critic scores {fresh} times as much "
         f"as the default one on seeds 6 to 10{proven(fresh)}. [Details](#settings-for-mujoco)",
         "* **How were the flags tuned?** By hand, on seeds 1000 to 7999; reported seeds influenced "
-        "[eight choices](#how-to-read-the-numbers), not all of them flags. The preset "
-        "`pendulum_novel` came from a search and a screening, and `memory` is not tuned. "
+        "[eight choices](#how-to-read-the-numbers). The preset `pendulum_novel` came from a "
+        "search and a screening, and `memory` is not tuned. "
         "[Details](tuning.md#chosen-flags)",
         "* **Can the numbers be trusted?** Differences whose intervals are far from 0 can, though "
         "most are of an older version. Others cannot: intervals are too narrow, and eight choices "

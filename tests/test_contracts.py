@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +56,7 @@ GOES_ALONG = {CATEGORICAL: ["sr_lambda_atoms"], LSTM: []}
 GIVEN = {"torch": torch, "math": math, "nn": nn, "Tensor": Tensor, "Callable": Callable}
 
 
+@functools.cache
 def definitions(name: str) -> dict[str, ast.AST]:
     """Top-level functions and classes of a script."""
     return {n.name: n for n in ast.parse((ROOT / name).read_text()).body if hasattr(n, "name")}

@@ -43,7 +43,7 @@ def test_losses_stay_on_their_device(script, env, kind):
     foreign = ATOMS if is_recurrent(script) else QUANTILES
     if kind in foreign:
         pytest.skip("a flag of the other script")
-    run = make_run(script, env, **(FLAGS | QUANTILES | ATOMS)[kind])
+    run = make_run(script, env, num_steps=4, **(FLAGS | QUANTILES | ATOMS)[kind])
     agent, batch = on_meta(script, run, prepare(run))
     if is_recurrent(script):  # where episodes open decides how time is cut: that has data
         batch = batch._replace(episode_start=torch.zeros(batch.episode_start.shape, dtype=bool))
@@ -61,7 +61,7 @@ def test_losses_stay_on_their_device(script, env, kind):
 def test_values_stay_on_their_device(script, env, kind):
     """Observations are normalised, outputs reduced, decoded and turned into targets and advantages
     of risk."""
-    run = make_run(script, env, **FLAGS[kind])
+    run = make_run(script, env, num_steps=4, **FLAGS[kind])
     agent, batch = on_meta(script, run, prepare(run))
     if is_recurrent(script):
         batch = batch._replace(episode_start=torch.zeros(batch.episode_start.shape, dtype=bool))

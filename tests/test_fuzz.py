@@ -170,7 +170,7 @@ def check_draw(script, capsys, tmp_path, monkeypatch, draw):
     """Two iterations and a checkpoint, or exit code 2 and a short message with the flag."""
     monkeypatch.chdir(tmp_path)
     flags, wrong, idle, steps = draw_flags(script, draw)
-    line = command_line(flags)
+    line = [*command_line(flags), "--save-envs", "always"]
     with undisturbed():
         code, _, err = run_main(script, capsys, ["--run-dir", "runs", *line])
     assert "Traceback" not in err

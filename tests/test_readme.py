@@ -83,7 +83,7 @@ def train_recall(monkeypatch, tmp_path, **flags) -> float:
 
 def test_the_environment_of_the_readme_trains(monkeypatch, tmp_path):
     """It is trained for one rollout."""
-    few = {"total_timesteps": 512, "num_steps": 64, "eval_episodes": 2}
+    few = {"total_timesteps": 512, "num_steps": 64, "eval_episodes": 2, "save_envs": "never"}
     assert 0 <= train_recall(monkeypatch, tmp_path, **few) <= 1
 
 
@@ -126,7 +126,8 @@ def test_python_of_the_readme_runs(monkeypatch, tmp_path):
 
     def quick(*names: str, **flags):
         few = {"total_timesteps": 512, "num_steps": 64, "num_minibatches": 4, "eval_episodes": 1}
-        return script.Args(env_id="CartPole-v1", run_dir=str(tmp_path), **few)
+        few |= {"run_dir": str(tmp_path), "save_envs": "never"}
+        return script.Args(env_id="CartPole-v1", **few)
 
     monkeypatch.setattr(script, "preset_args", quick)
     blocks = README.split("```python\n")

@@ -34,7 +34,7 @@ script = each_of(ONE_SCRIPT)  # but for what differs between them
 TASKS = {
     "CartPole": {"env_id": "CartPole-v1", "num_envs": 3, "num_steps": 14, "num_minibatches": 3},
     "Pendulum": {"env_id": "Pendulum-v1", "num_envs": 2, "num_steps": 50, "anneal_lr": False},
-    "HalfCheetah": {"env_id": "HalfCheetah-v5", "num_envs": 2, "eval_episodes": 1},
+    "HalfCheetah": {"env_id": "HalfCheetah-v5", "num_envs": 2, "eval_episodes": 0},
     "spaces": {"env_id": "probes:NestedBox-v0"},
     "staggered": {"env_id": "probes:Staggered-v0", "num_envs": 2},
     "sequences": {"env_id": "probes:Memory-v0", "seq_len": 4},

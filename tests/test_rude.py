@@ -63,7 +63,7 @@ def test_a_rude_task_is_trained_resumed_and_evaluated(script, somewhere, capsys)
     assert out.count(said) == 1
     os.chdir(somewhere)
     line = ["--resume", f"here/{directory.name}", "--total-timesteps", "192"]
-    code, out, err = run_main(script, capsys, line)
+    code, out, err = run_main(script, capsys, [*line, "--save-envs", "never"])
     assert code == 0, err
     assert out.count("the checkpoint has no environments") == 1
     os.chdir(somewhere)
@@ -286,15 +286,17 @@ def test_a_run_closes_nothing_before_its_end(script, somewhere, monkeypatch):
     """Closing one shuts the display for all. Four environments and one for all evaluations; a
     resume and a start from other weights have no more."""
     args = task(script, "Display", eval_every=1, checkpoint_every=1)
-    for name, flags in (("resume", {"total_timesteps": 192}), ("init_from", {})):
+
+    def train(**flags):
         monkeypatch.setattr(Display, "shut", [])
         monkeypatch.setattr(Display, "opened", [])
-        first = script.train(args)
+        directory = script.train(replace(args, **flags))["run_dir"]
         assert len(Display.opened) == len({*map(id, Display.opened)}) == 5
-        monkeypatch.setattr(Display, "shut", [])
-        monkeypatch.setattr(Display, "opened", [])
-        script.train(replace(args, **flags | {name: first["run_dir"]}))
-        assert len(Display.opened) == 5
+        return directory
+
+    first = train()
+    train(init_from=first)
+    train(resume=first, total_timesteps=192)
 
 
 def test_without_evaluations_their_flags_are_idle(script, capsys):
@@ -313,9 +315,9 @@ def test_without_evaluations_their_flags_are_idle(script, capsys):
 def test_environments_that_travel_are_saved(script, tmp_path, monkeypatch, capsys):
     """Another process has read them back and stepped them: the resume changes no bit."""
     args = flags_for(script, tmp_path, 3, env_id="probes:Walk-v0", save_envs="proven")
-    whole = script.train(args)
+    whole = script.train(replace(args, save_envs="always"))
     directory = stopped(script, monkeypatch, args, 1)
-    again = resumed(script, monkeypatch, directory)
+    again = resumed(script, monkeypatch, directory, "--save-envs", "always")
     assert_same(timeless(again), timeless(whole))
     assert_same(contents(directory), contents(whole["run_dir"]))
     assert AFRESH not in capsys.readouterr().out
@@ -711,11 +713,12 @@ def test_a_run_whose_task_is_gone_is_a_run_all_the_same(script, somewhere, capsy
 @pytest.mark.parametrize(
     ("variables", "code", "said"),
     [
-        pytest.param({"RANK": "1"}, 0, "", marks=pytest.mark.slow),
-        pytest.param({"RANK": "", "WORLD_SIZE": ""}, 0, "", marks=pytest.mark.slow),
+        ({"RANK": "1"}, 0, ""),
+        ({"RANK": "", "WORLD_SIZE": ""}, 0, ""),
         ({"RANK": "0", "WORLD_SIZE": "2"}, 2, "error: WORLD_SIZE=2: is set without a launcher"),
     ],
 )
+@pytest.mark.slow
 def test_variables_of_a_scheduler(tmp_path, variables, code, said):
     """RANK without a launcher, or empty, is one process; a number of processes needs torchrun."""
     import distributional_ppo_categorical as script
@@ -727,6 +730,15 @@ def test_variables_of_a_scheduler(tmp_path, variables, code, said):
     assert done.returncode == code
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_several_processes_need_a_launcher(script, monkeypatch, capsys):
+    """It sets an address at which they meet."""
+    monkeypatch.setattr(script, "WORLD_SIZE", 2)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    code, out, err = run_main(script, capsys, [])
+    assert (code, out) == (2, "")
+    assert err.startswith("error: WORLD_SIZE=2: is set without a launcher")
 
 
 # ------------------------------------------------------------------------------ files and folders

@@ -69,6 +69,8 @@ def events(directory):
 def test_every_space_trains(script, tmp_path, obs, action, seq_len):
     """Each kind of observation and of action end to end, in whole and in short sequences."""
     flags = {"seq_len": seq_len} if "seq_len" in script.Args.__dataclass_fields__ else {}
+    if seq_len and not flags:
+        pytest.skip("it has no sequences")
     metrics, _ = run(script, tmp_path, obs + action, **flags)
     assert metrics["eval/return_mean"] == metrics["eval/length_mean"] == 7
     assert all(np.isfinite(v) for v in metrics.values())
@@ -285,7 +287,7 @@ def test_environments_in_processes_of_their_own_change_no_number(tmp_path, capsy
 @with_one_script
 @pytest.mark.parametrize(
     "env",
-    ["VectorDiscrete", "VectorMultiDiscrete", "VectorBox", "ImageMultiDiscrete", "Staggered"],
+    ["VectorMultiDiscrete", "VectorBox", "ImageMultiDiscrete", "Staggered"],
 )
 def test_groups_of_environments_change_no_number(script, tmp_path, monkeypatch, env):
     """Four environments in two processes, as on two cores; three cores make no more. Time limits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import importlib.util
 import io
 import re
@@ -67,11 +68,13 @@ gather_objects
 """.split()
 
 
+@functools.cache
 def source(name: str) -> str:
     """Text of a script."""
     return (ROOT / name).read_text()
 
 
+@functools.cache
 def definitions(text: str) -> dict[str, str]:
     """Top-level functions, classes and constants by name, with their text and decorators."""
     lines, found = text.splitlines(), {}

@@ -82,6 +82,7 @@ def test_a_run_of_a_sample_is_trained_and_taken_up(tmp_path, script):
     its progress is read from what it wrote."""
     program = importlib.import_module("sweep")
     small = "--num-envs 4 --num-steps 16 --total-timesteps 128 --eval-episodes 2 --seed 3"
+    small += " --save-envs never"
     line = ["--env-id", "CartPole-v1", *small.split(), *program.words({"norm_obs": False})]
     args = program.args_of(importlib.import_module(script), line)
     assert (args.seed, args.norm_obs, args.num_iterations) == (3, False, 2)
