@@ -179,6 +179,8 @@ def test_an_agent_acts_on_what_belongs_to_its_space(script):
     if hasattr(agent, "initial_state"):
         with pytest.raises(ValueError, match=r"^state has the shape \(2, 1, 5\); it must have"):
             act(agent, np.full((2, 3, 6, 5), 7.0), agent.initial_state(1).numpy())
+        with pytest.raises(ValueError, match=r"^state has the shape \(2, 1, 5\); it must have"):
+            agent.value(np.full((2, 3, 6, 5), 7.0), agent.initial_state(1))
     assert act(agent, np.full((2, 3, 6, 5), 7.0))[0].shape == (2,)
 
 
