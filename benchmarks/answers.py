@@ -1589,7 +1589,8 @@ def screenings() -> list[str]:
     rows = screen.TABLE.rows()
     lines = []
     for name in screen.STUDIES:
-        for table in (screen.report(name, rows), screen.second_report(name, rows)):
+        for make in (screen.report, screen.second_report, screen.part_report):
+            table = make(name, rows)
             if len(table) > 1:
                 lines += [*table, ""]
     return lines

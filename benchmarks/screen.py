@@ -4,6 +4,7 @@
     python benchmarks/screen.py robots                      # every run without a row
     python benchmarks/screen.py robots --tasks Ant-v5       # of this task alone
     python benchmarks/screen.py robots --second             # the candidates, beside the line
+    python benchmarks/screen.py robots --parts              # pairs of the candidate's changes
 
 Rows are in results/screening.csv. Runs that have a row are skipped.
 
@@ -64,6 +65,8 @@ class Study(NamedTuple):
     seeds: int  # of each setting
     second_seeds: range  # of each candidate in the second stage, and of the line
     candidates: Sequence[str] = ()  # settings that went on
+    parts_of: Sequence[str] = ()  # tasks on which the changes of the first candidate are told apart
+    part_seeds: range = range(0)
 
     def flags(self, setting: str) -> str:
         """The line with a setting's changes."""
@@ -100,6 +103,8 @@ STUDIES = {
         seeds=1,
         second_seeds=range(2100, 2106),
         candidates=("BDFG",),
+        parts_of=("Ant-v5", "HalfCheetah-v5"),
+        part_seeds=range(2200, 2201),
     ),
     "cartpole_novel": Study(
         LSTM,
@@ -179,12 +184,33 @@ def second_runs(study: Study) -> list[Run]:
     return sorted(common.runs_of(cells), key=lambda run: run.seed)
 
 
-def missing(name: str, tasks: Sequence[str] = (), second: bool = False) -> list[Run]:
-    """Runs of a study's first or second stage that have no row, of these tasks or of all."""
+def pairs_of(candidate: str) -> list[str]:
+    """Settings with two of a candidate's four changes.
+
+    With the line and the candidate itself they are half of a factorial design, of resolution IV.
+    """
+    return ["".join(pair) for pair in itertools.combinations(candidate, 2)]
+
+
+def part_runs(study: Study) -> list[Run]:
+    """Every run that tells the changes of the first candidate apart."""
+    cells = [
+        Cell(task, study.script, setting, study.flags(setting), study.part_seeds)
+        for setting in pairs_of(study.candidates[0])
+        for task in study.parts_of
+    ]
+    return common.runs_of(cells)
+
+
+STAGES = {"first": all_runs, "second": second_runs, "parts": part_runs}
+
+
+def missing(name: str, tasks: Sequence[str] = (), stage: str = "first") -> list[Run]:
+    """Runs of a stage of a study that have no row, of these tasks or of all."""
     known = {
         (row["task"], row["flags"], row["seed"]) for row in TABLE.rows() if row["study"] == name
     }
-    every = second_runs(STUDIES[name]) if second else all_runs(STUDIES[name])
+    every = STAGES[stage](STUDIES[name])
     runs = [run for run in every if not tasks or run.cell.task in tasks]
     return [run for run in runs if (run.cell.task, run.cell.flags, str(run.seed)) not in known]
 
@@ -259,7 +285,7 @@ def effects_by_measure(rows: Sequence[Row]) -> dict[str, Effects]:
 
 def report(name: str, rows: Sequence[Row]) -> list[str]:
     """A table: the mean of all runs, and the effect of each change with its standard error."""
-    later = STUDIES[name].second_seeds
+    later = {*STUDIES[name].second_seeds, *STUDIES[name].part_seeds}
     own = [row for row in rows if row["study"] == name and int(row["seed"]) not in later]
     told = effects_by_measure(own)
     if not told:
@@ -371,25 +397,79 @@ def second_report(name: str, rows: Sequence[Row]) -> list[str]:
     return task_table(settings, study)
 
 
+# ------------------------------------------------------------------------- parts of a candidate
+def part_effects(groups: dict[str, np.ndarray], candidate: str) -> tuple[np.ndarray, float]:
+    """The effect of each of four changes on a task, and the standard error of each.
+
+    groups are the scores of the line, of every pair and of the candidate. An effect is the mean of
+    the four settings with the change minus that of the four without it, whatever their numbers of
+    runs are. The variance of a run is pooled over settings with two runs and more.
+    """
+    means = {setting: own.mean() for setting, own in groups.items()}
+    effects = [
+        sum(mean if letter in setting else -mean for setting, mean in means.items()) / 4
+        for letter in candidate
+    ]
+    squares = sum(((own - own.mean()) ** 2).sum() for own in groups.values())
+    freedom = sum(len(own) - 1 for own in groups.values())
+    shares = sum(1 / len(own) for own in groups.values())
+    return np.array(effects), float(np.sqrt(squares / freedom * shares) / 4)
+
+
+def part_report(name: str, rows: Sequence[Row]) -> list[str]:
+    """A table: the effect of each of the first candidate's changes. Empty until all have run."""
+    study = STUDIES[name]
+    if not study.parts_of:
+        return []
+    candidate = study.candidates[0]
+    seeds = {*study.second_seeds, *study.part_seeds}
+    found, errors = [], []
+    for task in study.parts_of:
+        groups: dict[str, list[float]] = {}
+        for row in rows:
+            if row["study"] == name and row["task"] == task and int(row["seed"]) in seeds:
+                groups.setdefault(row["setting"], []).append(float(row["return_mean"]) / BEST[task])
+        wanted = ["", *pairs_of(candidate), candidate]
+        if not groups.keys() >= {*wanted}:
+            return []
+        own = {setting: np.array(groups[setting]) for setting in wanted}
+        effects, error = part_effects(own, candidate)
+        found.append(effects)
+        errors.append(error)
+    found.append(np.mean(found, axis=0))
+    errors.append(float(np.linalg.norm(errors)) / len(errors))
+    lines = common.markdown_head(" | ".join(["effect on the score", *study.parts_of, "mean"]))
+    for at, letter in enumerate(candidate):
+        cells = [f"{own[at]:+.3f} ± {error:.3f}" for own, error in zip(found, errors, strict=True)]
+        lines.append(common.markdown_row([study.told(letter), *cells]))
+    return lines
+
+
 def main() -> None:
     """Parse, run what is missing, append."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("study", choices=[*STUDIES])
     parser.add_argument("--report", action="store_true", help="only print what the rows say")
-    parser.add_argument("--second", action="store_true", help="the second stage")
+    stages = parser.add_mutually_exclusive_group()
+    stages.add_argument("--second", action="store_true", help="the second stage")
+    stages.add_argument("--parts", action="store_true", help="pairs of a candidate's changes")
     parser.add_argument("--tasks", nargs="*", default=[], help="of all if none is named")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     args = parser.parse_args()
     if args.report:
         rows = TABLE.rows()
-        print(*report(args.study, rows), "", *second_report(args.study, rows), sep="\n")
+        for table in (report, second_report, part_report):
+            print(*table(args.study, rows), "", sep="\n")
         return
     study = STUDIES[args.study]
     if args.second and not study.candidates:
         parser.error(f"--second: {args.study} has no candidates yet, see STUDIES")
+    if args.parts and not study.parts_of:
+        parser.error(f"--parts: {args.study} has no tasks for that, see STUDIES")
     if unknown := set(args.tasks) - set(study.tasks):
         parser.error(f"--tasks {' '.join(unknown)}: {args.study} has {' '.join(study.tasks)}")
-    runs = missing(args.study, args.tasks, args.second)
+    stage = "second" if args.second else "parts" if args.parts else "first"
+    runs = missing(args.study, args.tasks, stage)
     for _, row in common.run_all(run_one, runs, args.processes):
         row = {"study": args.study} | row
         TABLE.append(row)

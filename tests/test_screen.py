@@ -166,7 +166,7 @@ def test_the_second_stage_runs_candidates_and_the_line_seed_by_seed(screen, monk
     """So that an interrupted one has compared like with like."""
     study = made_study(screen, monkeypatch)
     monkeypatch.setattr(screen.Table, "rows", lambda self: [])
-    runs = screen.missing("cartpole_novel", second=True)
+    runs = screen.missing("cartpole_novel", stage="second")
     assert [(run.seed, run.cell.variant) for run in runs] == [
         (seed, setting) for seed in (2100, 2101) for setting in ("", "D", "AB")
     ]
@@ -290,3 +290,52 @@ def test_what_cannot_run_is_said_in_a_line(screen, monkeypatch, capsys, words, l
     with pytest.raises(SystemExit, match="2"):
         screen.main()
     assert line in capsys.readouterr().err
+
+
+def test_pairs_tell_the_changes_of_a_candidate_apart(screen, monkeypatch):
+    """Twelve runs: six pairs of four changes on two robots, each a line that the script takes."""
+    monkeypatch.setattr(screen.Table, "rows", lambda table: [])
+    runs = screen.missing("robots", stage="parts")
+    assert len(runs) == 12
+    assert {run.cell.variant for run in runs} == {"BD", "BF", "BG", "DF", "DG", "FG"}
+    assert {run.cell.task for run in runs} == {"Ant-v5", "HalfCheetah-v5"}
+    settings = ["", *screen.pairs_of("BDFG"), "BDFG"]
+    levels = np.array([[1 if x in setting else -1 for x in "BDFG"] for setting in settings])
+    assert (levels.T @ levels == 8 * np.eye(4)).all()
+    for one, other in itertools.combinations(range(4), 2):
+        assert not (levels.T @ (levels[:, one] * levels[:, other])).any()
+
+
+def test_effects_of_parts_worked_by_hand(screen):
+    """The line has 1 and 3, the candidate 6, every pair 4, but those with B have 5. Means: 2, 6, 5
+    (BD, BF, BG), 4 (DF, DG, FG). B: (6 + 5 + 5 + 5 - 2 - 4 - 4 - 4) / 4 = 7 / 4. D, of BD, DF, DG:
+    (6 + 5 + 4 + 4 - 2 - 5 - 5 - 4) / 4 = 3 / 4. The variance of a run is that of the line, 2, with
+    one degree of freedom; the effects' is 2 (1/2 + 7) / 16."""
+    groups = {"": np.array([1.0, 3.0]), "BDFG": np.array([6.0])}
+    groups |= {pair: np.array([5.0 if "B" in pair else 4.0]) for pair in screen.pairs_of("BDFG")}
+    effects, error = screen.part_effects(groups, "BDFG")
+    assert effects.tolist() == [1.75, 0.75, 0.75, 0.75]
+    assert error == pytest.approx((2 * 7.5 / 16) ** 0.5)
+
+
+def test_the_report_of_parts_waits_for_every_setting(screen):
+    """Then it has a line for each change, in scores: Ant's best is 3554, HalfCheetah's 4628."""
+    study = screen.STUDIES["robots"]
+    settings = ["", "", *screen.pairs_of("BDFG"), "BDFG"]
+    rows = [
+        {
+            "study": "robots",
+            "task": task,
+            "setting": setting,
+            "seed": str(2100 + index % 6 if setting in ("", "BDFG") else 2200),
+            "return_mean": str(screen.BEST[task] * ("F" in setting)),
+        }
+        for task in study.parts_of
+        for index, setting in enumerate(settings)
+    ]
+    assert screen.part_report("robots", rows[1:-1]) == []
+    head, _, *lines = screen.part_report("robots", rows)
+    assert head == "| effect on the score | Ant-v5 | HalfCheetah-v5 | mean |"
+    assert [line.split("|")[1].strip() for line in lines] == [study.told(x) for x in "BDFG"]
+    assert [line.count("+1.000 ± 0.000") for line in lines] == [0, 0, 3, 0]
+    assert screen.part_report("cartpole_novel", rows) == []
