@@ -70,6 +70,7 @@ import os
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import argparse
+import ast
 import atexit
 import contextlib
 import copyreg
@@ -4200,8 +4201,22 @@ def preset_args(*names: str, **flags: Any) -> Args:
     return Args(**preset_flags(names) | flags)
 
 
+def explain_flags() -> None:
+    """Give each flag its docstring as help, in one paragraph. tyro would keep its line breaks."""
+    groups = {group.__name__: group for group in GROUPS.values()}
+    for node in ast.parse(Path(__file__).read_bytes()).body:
+        if isinstance(node, ast.ClassDef) and node.name in groups:
+            flags = {one.name: one for one in fields(groups[node.name])}
+            for flag, docstring in pairwise(node.body):
+                if isinstance(flag, ast.AnnAssign):
+                    paragraph = " ".join(docstring.value.value.split())
+                    flags[flag.target.id].metadata = {"help": paragraph}
+
+
 def parse_flags(argv: list[str], defaults: dict[str, Any]) -> Args:
     """Parse the flags of a command line. tyro shows each group of them in a box of its own."""
+    if not {"-h", "--help"}.isdisjoint(argv):
+        explain_flags()
     groups = {}
     for title, group in GROUPS.items():
         known = {one.name: defaults[one.name] for one in fields(group) if one.name in defaults}

@@ -572,6 +572,17 @@ def test_help_explains_every_flag(script, capsys):
         assert (f"--{field.name.replace('_', '-')}" in text) == field.init, field.name
 
 
+def test_an_explanation_is_one_paragraph(script, capsys, monkeypatch):
+    """However many lines its docstring has in the source. The screen is as wide as all of it."""
+    monkeypatch.setenv("COLUMNS", "600")
+    with pytest.raises(SystemExit):
+        script.main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    ends = ("0: always by their own. (default: 100)", "mean: their mean. (default: min)")
+    for begin, end in zip(("Rollouts over which the running", "How two critics"), ends):
+        assert sum(begin in line and end in line for line in lines) == 1
+
+
 @pytest.mark.slow
 def test_help_that_nobody_reads_to_its_end_is_quiet(script):
     """As in `--help | head`: no traceback, and no complaint of Python's about its last flush."""
