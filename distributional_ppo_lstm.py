@@ -26,7 +26,7 @@ These things differ most from other PPO scripts:
                          policy learns from the tail of the distribution.
     Two critics          Two value heads predict the return. By default V is the smaller one of
                          their two values.
-    Normalised returns   Critics predict returns minus a running mean, divided by a running std.
+    Normalised returns   Critics predict (return - running mean) / running std.
                          Advantages are normalised once for a rollout, not for each minibatch.
     Apart                Actor and critics share no parameter. Each has its loss and its Adam.
     Stop before a step   With `--target-kl` the KL divergence from the policy that acted is measured
@@ -187,18 +187,19 @@ class TaskArgs:
     """The task and how much of it is seen."""
 
     env_id: str = "CartPoleNoVel-v1"
-    """Gymnasium id; `module:id` imports the module, which registers the id; or a velocity-free id
-    as rl-baselines3-zoo has them."""
+    """Gymnasium id. `module:id` imports the module first, which registers the id. NoVel in an id,
+    as in CartPoleNoVel-v1, hides the velocities."""
     total_timesteps: int = 100_000
-    """Environment steps of the run, rounded down to whole rollouts."""
+    """Steps of the run, summed over all environments and rounded down to whole rollouts."""
     num_envs: Count = 8
     """Parallel environments, counted over all processes."""
     num_steps: Count = 64
     """Steps of each environment in a rollout."""
     masked_obs: tuple[int, ...] = ()
-    """Entries of the observation vector that the networks see as zero."""
+    """Indices of entries of the observation vector that the networks see as zero, from 0. The
+    velocities of CartPole are 1 and 3."""
     preset: tuple[str, ...] = ()
-    """Names of sets of flags. They apply from left to right, and then the flags that are typed."""
+    """Presets of the list above. They apply from left to right. Typed flags override them."""
 
 
 @dataclass
@@ -223,13 +224,14 @@ class PPOArgs:
     """Advantages and the policy's update."""
 
     learning_rate: NonNegative = 1e-3
-    """Learning rate of the actor's Adam at the start of the run. 0 trains the critics alone."""
+    """Learning rate of the actor's Adam at the start of the run. 0 keeps the actor as it is, and
+    needs --critic-learning-rate."""
     anneal_lr: bool = True
-    """Lower the learning rate linearly to 0 over the run."""
+    """Lower the learning rates of actor and critics linearly to 0 over the run."""
     gamma: Fraction = 0.99
     """Discount per step."""
     gae_lambda: Fraction = 0.9
-    """Weight of longer returns in GAE and in SR(lambda)."""
+    """Lambda of GAE, and of --value-target sr_lambda. 0 looks one step ahead, 1 to the end."""
     num_minibatches: Count = 2
     """Minibatches of an epoch. The number divides the training sequences of a rollout. Under
     torchrun it divides those of each process."""
@@ -253,10 +255,10 @@ class PPOArgs:
     min_entropy_penalty: NonNegative = 0.0
     """Weight of the mean entropy's distance below --min-entropy, per nat."""
     max_grad_norm: Positive = 0.5
-    """Norm to which the gradient of the actor is clipped, and that of the critics."""
+    """Norm to which the gradient of the actor is clipped, and that of the critics by itself."""
     target_kl: PositiveOrNone = None
-    """KL divergence from the policy that acted, in nats.
-    A minibatch with a larger one ends the actor's loop ahead of its step."""
+    """Largest KL divergence from the policy that acted, in nats. A minibatch above it ends the
+    actor's loop ahead of its step, and the critics stop with it. None: no limit."""
 
 
 @dataclass
@@ -268,13 +270,13 @@ class CriticArgs:
     num_critics: Literal[1, 2] = 2
     """Value heads, each with a hidden layer of its own. They share the layers ahead of it."""
     value_from: Literal["distribution", "mean_head"] = "mean_head"
-    """Where V comes from. distribution: its mean. mean_head: the mean output beside it, which also
-    learns from rewards that are too rare for the distribution."""
+    """Where V comes from. distribution: its mean. mean_head: one more output, the
+    mean output. Squared error fits it, so V learns rare rewards, too."""
     twin_reduce: Annotated[Literal["min", "mean"], IdleWhile("num_critics", 1)] = "min"
     """How two critics give one prediction. min: that of the critic with the smaller V. mean: their
     mean."""
     norm_returns: bool = True
-    """Critics predict normalised returns (PopArt)."""
+    """Critics predict (return - running mean) / running std (PopArt)."""
     norm_returns_memory: Annotated[Count, IdleWhile("norm_returns", False)] = 10
     """Rollouts over which the return statistics fade."""
     vf_clip_coef: Annotated[Positive, IdleWhile("vf_clip", "none")] = 0.2
@@ -299,7 +301,7 @@ class ValueDistributionArgs:
     """Huber threshold of the quantile loss, in normalised returns. 0 gives the pinball loss."""
     vf_clip: Literal["none", "per_quantile", "mean_only", "mean_and_variance"] = "none"
     """What value clipping keeps near its old value. per_quantile: each quantile by itself.
-    mean_only: their mean. mean_and_variance: their mean and their spread."""
+    mean_only: their mean. mean_and_variance: their mean and their spread. V is clipped, too."""
 
 
 CALIBRATED = {"kappa": 0.0, "num_quantiles": 51}  # the presets calibrated and averse set these
@@ -315,7 +317,8 @@ class RiskArgs:
     cvar_alpha: TailMass = 0.05
     """Share of the worst returns that CVaR averages. 1 gives the mean."""
     cvar_weight: Annotated[Fraction, IdleWhile("cvar_alpha", 1.0)] = 0.0
-    """Weight of the CVaR advantage. 0 learns from the mean alone, 1 from CVaR alone."""
+    """Weight of the CVaR advantage. 0 learns from the mean alone, 1 from CVaR alone. It goes with
+    --value-target sr_lambda, as in the preset averse."""
 
 
 @dataclass
@@ -331,14 +334,15 @@ class RunArgs:
     eval_episodes: CountOrZero = 50
     """Episodes of an evaluation. 0 evaluates nothing, and opens no environment for it."""
     eval_every: Annotated[CountOrZero, IdleWhile("eval_episodes", 0)] = 0
-    """Iterations between evaluations. 0 evaluates only at the end."""
+    """Iterations (rollouts) between evaluations. The best agent is then kept in best.pt. 0
+    evaluates only at the end."""
     eval_sampled: Annotated[bool, IdleWhile("eval_episodes", 0)] = False
     """Evaluate actions that the policy samples. The default evaluates the policy's mode."""
     checkpoint_every: CountOrZero = 100
     """Iterations between checkpoints. 0: at the end, and with each new best evaluation."""
     save_envs: Literal["proven", "always", "never"] = "proven"
-    """Save the environments as well, for an exact resume. proven: where another process could read
-    copies back and step them. always: where they can be pickled. never: a resume opens new
+    """Save the environments as well, for an exact resume. proven: if another process can read
+    copies back and step them. always: if they can be pickled. never: a resume opens new
     episodes."""
     capture_video: Annotated[bool, IdleWhile("eval_episodes", 0)] = False
     """Film the first 3 episodes of every evaluation. Needs moviepy."""
@@ -346,9 +350,11 @@ class RunArgs:
     """Run directory to continue with its own flags. --total-timesteps may grow; schedules then go
     by the new total, so that a learning rate that had fallen jumps up."""
     init_from: str = ""
-    """Run directory or checkpoint whose weights and statistics the run starts from."""
+    """Run directory or checkpoint whose weights and statistics the run starts from. Steps and
+    optimizers start anew."""
     evaluate: str = ""
-    """Run directory or checkpoint to evaluate with its own flags. Nothing is trained."""
+    """Run directory, whose last checkpoint counts, or a checkpoint such as best.pt, to evaluate
+    with its own flags. Nothing is trained."""
 
 
 @dataclass
@@ -356,7 +362,8 @@ class MachineArgs:
     """The machine."""
 
     cuda: bool = False
-    """Run the networks on the GPU, but not to act on vectors. Small ones are faster on the CPU."""
+    """Train on the GPU. Actions on vectors are computed on the CPU all the same. Small networks are
+    faster without this flag."""
     torch_deterministic: Annotated[bool, IdleWhile("cuda", False)] = True
     """Use deterministic cuDNN kernels. Runs on the CPU repeat exactly in any case."""
     async_envs: bool = False
@@ -1089,7 +1096,7 @@ PRESETS = {
         },
     ),
     "mujoco_novel": Preset(
-        'Robots without velocities, AntNoVel-v5 ... (pip install "gymnasium[mujoco]"); not tuned.',
+        "HalfCheetahNoVel-v5, or --env-id AntNoVel-v5 ... (gymnasium[mujoco]); not tuned.",
         {
             "env_id": "HalfCheetahNoVel-v5",
             "total_timesteps": 1_000_000,
@@ -1104,7 +1111,7 @@ PRESETS = {
         },
     ),
     "memory": Preset(
-        "popgym:popgym-CountRecallEasy-v0 ... (pip install popgym).",
+        "popgym:popgym-RepeatPreviousEasy-v0, or others by --env-id (pip install popgym).",
         {
             "env_id": "popgym:popgym-RepeatPreviousEasy-v0",
             "total_timesteps": 500_000,
@@ -1124,7 +1131,7 @@ PRESETS = {
         },
     ),
     "atari": Preset(
-        "Games with --env-id ale_py:ALE/Pong-v5 ... (pip install ale-py opencv-python-headless).",
+        "Breakout, or --env-id ale_py:ALE/Pong-v5 (pip install ale-py opencv-python-headless).",
         {
             "env_id": "ale_py:ALE/Breakout-v5",
             "total_timesteps": 10_000_000,
@@ -3118,9 +3125,10 @@ def tell_over(line: str, file: Any = None) -> None:
 
 
 class StatusLine:
-    """A line that tells of progress. A terminal shows it in place, a file gets one every 5 s."""
+    """A line that tells of progress. A terminal shows it in place; a file gets one now and then."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = 5.0) -> None:
+        self.seconds = seconds  # between lines of a file
         self.shown_at = time.time()
         self.notices: set[str] = set()
 
@@ -3132,7 +3140,7 @@ class StatusLine:
     @property
     def due(self) -> bool:
         """Tell whether the last line is old enough."""
-        return time.time() - self.shown_at > (0.2 if self.terminal else 5)
+        return time.time() - self.shown_at > (0.2 if self.terminal else self.seconds)
 
     def show(self, line: str, last: bool = False) -> None:
         """Show a line. The last one stays."""
@@ -3217,6 +3225,8 @@ class Run:
         seen = f"images, {size}" if self.agent.sees_images else f"vectors of {size}"
         space = self.agent.action_dist.space
         facts = [f"{args.env_id}: networks see {seen}", f"actions {space!s:.100}"]
+        if args.resume:
+            facts.append(f"resumed after {self.step:,} steps")
         if args.log_std_init != Args.log_std_init and not isinstance(space, Box):
             facts.append("--log-std-init has no effect on them")
         if args.preset:
@@ -3380,7 +3390,7 @@ class Run:
             if self.stops() and self.step == self.total_steps:
                 where = f"stopped in the last evaluation; continue with --resume {self.quoted}"
                 raise KeyboardInterrupt(where)
-        metrics = gather_objects(summarise(episodes, args) if RANK == 0 else None)[0]
+        metrics = gather_objects(summarise(episodes, args, self.step) if RANK == 0 else None)[0]
 
         self.log(metrics, self.step)
         self.evaluated_at = self.step
@@ -3900,7 +3910,7 @@ def play(
     films = args.capture_video and video_dir
     if films:
         env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: episode < 3)
-    status = StatusLine()
+    status = StatusLine(seconds=30)
     with torch.random.fork_rng([agent.device] if args.cuda else []):
         torch.manual_seed(derived_seed(args.seed, "evaluations", 0))
         for episode in range(args.eval_episodes):
@@ -3937,14 +3947,16 @@ def run_episode(
     return rewards
 
 
-def summarise(episodes: list[list[float]], args: Args) -> dict[str, float]:
+def summarise(episodes: list[list[float]], args: Args, step: int | None = None) -> dict[str, float]:
     """Print and return mean, std and CVaR of the returns of episodes, given their rewards."""
     returns = torch.tensor([sum(rewards) for rewards in episodes], dtype=torch.float64)
     mean = float(returns.mean())
     std = float(returns.std(correction=0))
     tail = empirical_cvar(returns, args.cvar_alpha)
     line = f"return {mean:.1f} +- {std:.1f}, CVaR_{args.cvar_alpha:g} {tail:.1f}"
-    tell(f"evaluation of {len(episodes)} episodes: {line:<50}")  # hides a line in its place
+    if step is not None:
+        line += f", after {step:,} steps"
+    tell_over(f"evaluation of {len(episodes)} episodes: {line}")
     return {
         "eval/return_mean": mean,
         "eval/return_std": std,

@@ -28,11 +28,11 @@ QUANTILES = {  # sentences of the kind, by what they are about
                          return itself. By default V is not their mean but one more output of
                          the same head, the mean output (`--value-from`). With `--cvar-weight` the
                          policy learns from the tail of the distribution.""",
-    "value": """mean_head: the mean output beside it, which also
-    learns from rewards that are too rare for the distribution.""",
+    "value": """mean_head: one more output, the
+    mean output. Squared error fits it, so V learns rare rewards, too.""",
     "K": "K   quantiles of a predicted distribution",
     "J": "J   samples of a target distribution: 1 by default, K by SR(lambda)",
-    "normalised": '"""Critics predict normalised returns (PopArt)."""',
+    "normalised": '"""Critics predict (return - running mean) / running std (PopArt)."""',
     "targets": "J) what the value distributions learn, normalised returns",
     "old": "K or K + 1) before the update, for value clipping",
     "moving": "# 3. The return statistics move, and the value heads with them.",
@@ -48,7 +48,7 @@ ATOMS = {
     output. Squared error fits the correction, so V learns rare rewards, too.""",
     "K": "K   atoms of a predicted distribution",
     "J": "J   weighted returns of a target distribution",
-    "normalised": '"""Critics predict normalised returns."""',
+    "normalised": '"""Critics predict (return - running mean) / running std."""',
     "targets": "K) what the value distributions learn",
     "old": "1 or 2) mean, and V, before the update, for value clipping",
     "moving": "# 3. The return statistics move.",

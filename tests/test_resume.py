@@ -563,15 +563,18 @@ def test_evaluation_unpickles_nothing(script, tmp_path, monkeypatch, capsys):
 
 
 def test_evaluation_prints_what_training_ended_with(script, tmp_path, capsys):
-    """The same line for the run directory and for the file, after one that names file and step;
+    """The same for the run directory and for the file, after a line that names file and step;
     nothing is trained, and nothing but the result is written."""
     args = flags_for(script, tmp_path, 2, env_id="CartPoleNoVel-v1", masked_obs=(2,))
     directory = Path(script.train(args)["run_dir"])
     (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("evaluation"))
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")}
     first = f"CartPoleNoVel-v1: {directory}/checkpoint.pt after 96 steps\n"
+    assert line.rstrip().endswith(", after 96 steps")
+    same = line.rstrip().removesuffix(", after 96 steps")
     for path in (directory, directory / "checkpoint.pt"):
-        assert run_main(script, capsys, ["--evaluate", str(path)]) == (0, f"{first}{line}\n", "")
+        code, out, err = run_main(script, capsys, ["--evaluate", str(path)])
+        assert (code, out.rstrip(), err) == (0, f"{first}{same}", "")
     line = ["--evaluate", str(directory), "--eval-episodes", "5"]
     code, out, _ = run_main(script, capsys, line)
     assert code == 0
