@@ -184,8 +184,8 @@ class TaskArgs:
     """The task and how much of it is seen."""
 
     env_id: str = "CartPole-v1"
-    """Gymnasium id. `module:id` imports the module first, which registers the id. NoVel in an id,
-    as in CartPoleNoVel-v1, hides the velocities."""
+    """Gymnasium id. `module:id` imports the module first, which registers the id. Ids with NoVel,
+    as rl-baselines3-zoo has them (CartPoleNoVel-v1), hide the velocities."""
     total_timesteps: int = 50_000
     """Steps of the run, summed over all environments and rounded down to whole rollouts."""
     num_envs: Count = 8
@@ -432,7 +432,7 @@ class Rollout(NamedTuple):
     params: Tensor  # (T, N, P, largest part) or (T, N, 2, A), the action distribution
     rewards: Tensor  # (T, N) float64, in the task's units; those of Atari games are clipped
     terminated: Tensor  # (T, N) bool: s'_t is terminal and nothing follows
-    truncated: Tensor  # (T, N) bool: a time limit cut it; s'_t has a value unless terminated too
+    truncated: Tensor  # (T, N) bool: cut by a time limit; s'_t has a value, unless terminated too
     episodes: list[tuple[int, float, int]]  # step t, return and length of each that ended
 
 
@@ -611,10 +611,10 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     """Turn a rollout into a batch. Returns it and metrics.
 
     The order matters (van Hasselt et al. 2016). The return statistics of earlier rollouts decode
-    the values and advantages of this one; only the first rollout sets them ahead. Then the
-    statistics take in the targets, and the value heads are rescaled as far as they can be. The new
-    statistics normalise targets and old values for the update, and decode the next rollout. So the
-    critics are trained on a scale before it decodes what they predict.
+    the values and advantages of this one; the first rollout, which has none before it, sets them.
+    Then the statistics take in the targets, and the value heads are rescaled as far as they can be.
+    The new statistics normalise targets and old values for the update, and decode the next rollout.
+    So the critics are trained on a scale before it decodes what they predict.
     """
     dist = agent.value_dist
 
@@ -3129,10 +3129,10 @@ class Run:
         seen = f"images, {size}" if self.agent.sees_images else f"vectors of {size}"
         space = self.agent.action_dist.space
         facts = [f"{args.env_id}: networks see {seen}", f"actions {space!s:.100}"]
-        if args.resume:
-            facts.append(f"resumed after {self.step:,} steps")
         if args.log_std_init != Args.log_std_init and not isinstance(space, Box):
             facts.append("--log-std-init has no effect on them")
+        if args.resume:
+            facts.append(f"resumed after {self.step:,} steps")
         if args.preset:
             facts.append(f"preset {' '.join(args.preset)}")
         self.say("; ".join([*facts, f"logging to {self.directory}"]))

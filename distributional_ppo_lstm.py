@@ -187,8 +187,8 @@ class TaskArgs:
     """The task and how much of it is seen."""
 
     env_id: str = "CartPoleNoVel-v1"
-    """Gymnasium id. `module:id` imports the module first, which registers the id. NoVel in an id,
-    as in CartPoleNoVel-v1, hides the velocities."""
+    """Gymnasium id. `module:id` imports the module first, which registers the id. Ids with NoVel,
+    as rl-baselines3-zoo has them (CartPoleNoVel-v1), hide the velocities."""
     total_timesteps: int = 100_000
     """Steps of the run, summed over all environments and rounded down to whole rollouts."""
     num_envs: Count = 8
@@ -270,8 +270,8 @@ class CriticArgs:
     num_critics: Literal[1, 2] = 2
     """Value heads, each with a hidden layer of its own. They share the layers ahead of it."""
     value_from: Literal["distribution", "mean_head"] = "mean_head"
-    """Where V comes from. distribution: its mean. mean_head: one more output, the
-    mean output. Squared error fits it, so V learns rare rewards, too."""
+    """Where V comes from. distribution: its mean. mean_head: the mean
+    output, one more output. Squared error fits it, so V learns rare rewards, too."""
     twin_reduce: Annotated[Literal["min", "mean"], IdleWhile("num_critics", 1)] = "min"
     """How two critics give one prediction. min: that of the critic with the smaller V. mean: their
     mean."""
@@ -440,7 +440,7 @@ class Rollout(NamedTuple):
     params: Tensor  # (T, N, P, largest part) or (T, N, 2, A), the action distribution
     rewards: Tensor  # (T, N) float64, in the task's units; those of Atari games are clipped
     terminated: Tensor  # (T, N) bool: s'_t is terminal and nothing follows
-    truncated: Tensor  # (T, N) bool: a time limit cut it; s'_t has a value unless terminated too
+    truncated: Tensor  # (T, N) bool: cut by a time limit; s'_t has a value, unless terminated too
     actor_state: Tensor  # (T / L, 2, N, H) ahead of each training sequence
     episodes: list[tuple[int, float, int]]  # step t, return and length of each that ended
 
@@ -454,7 +454,7 @@ class Batch(NamedTuple):
     obs: Tensor  # (L, M, D) normalised
     episode_start: Tensor  # (L, M) bool
     actor_state: Tensor  # (2, M, H) ahead of the sequence
-    critic_state: Tensor  # (2, M, H) ahead of the sequence; of the old episode if one opens
+    critic_state: Tensor  # (2, M, H) ahead of the sequence; not zeroed yet if an episode opens
     actions: Tensor  # (L, M, P) or (L, M, A)
     params: Tensor  # (L, M, P, largest part) or (L, M, 2, A) of the policy that acted
     log_probs: Tensor  # (L, M) of the actions under that policy, nats
@@ -665,9 +665,9 @@ def prepare_batch(
     """Turn a rollout into a batch. Returns it, the critics' state after the rollout, and metrics.
 
     The order matters (van Hasselt et al. 2016). The return statistics of earlier rollouts decode
-    the values and advantages of this one; only the first rollout sets them ahead. Then the
-    statistics take in the targets, and the value heads are rescaled in the same moment. The new
-    statistics normalise targets and old values for the update, and decode the next rollout.
+    the values and advantages of this one; the first rollout, which has none before it, sets them.
+    Then the statistics take in the targets, and the value heads are rescaled in the same moment.
+    The new statistics normalise targets and old values for the update, and decode the next rollout.
     """
     dist = agent.value_dist
 
@@ -713,19 +713,6 @@ def prepare_batch(
     return batch, last_critic_state, metrics
 
 
-def cut_time(x: Tensor, length: int) -> Tensor:
-    """Cut (T, N, ...) into training sequences of so many steps, (L, M, ...)."""
-    return join_sequences(x.unflatten(0, (-1, length)))
-
-
-def join_sequences(x: Tensor) -> Tensor:
-    """Put the sequences of all environments side by side: (T / L, S, N, ...) to (S, M, ...).
-
-    Here M is T / L * N, and S is L, or 2 for the states of LSTMs.
-    """
-    return x.transpose(0, 1).flatten(1, 2)
-
-
 def advantages_and_targets(
     dist: ValueDistribution, rollout: Rollout, reduced: Tensor, next_reduced: Tensor, args: Args
 ) -> tuple[Tensor, Tensor, Any]:
@@ -751,6 +738,19 @@ def advantages_and_targets(
         risk_advantages = dist.risk_advantages(targets, reduced)
         advantages = advantages.lerp(risk_advantages, args.cvar_weight)
     return advantages, returns, targets
+
+
+def cut_time(x: Tensor, length: int) -> Tensor:
+    """Cut (T, N, ...) into training sequences of so many steps, (L, M, ...)."""
+    return join_sequences(x.unflatten(0, (-1, length)))
+
+
+def join_sequences(x: Tensor) -> Tensor:
+    """Put the sequences of all environments side by side: (T / L, S, N, ...) to (S, M, ...).
+
+    Here M is T / L * N, and S is L, or 2 for the states of LSTMs.
+    """
+    return x.transpose(0, 1).flatten(1, 2)
 
 
 def batch_moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -2143,7 +2143,7 @@ class Agent(nn.Module):
         return (actions[0] if alone else actions), state
 
     def check_state(self, state: np.ndarray | Tensor, num_rows: int) -> None:
-        """Raise ValueError for a state that does not fit as many observations."""
+        """Raise ValueError for a state that is not one of `num_rows` observations."""
         expected = (2, num_rows, self.args.lstm_hidden_size)
         if tuple(state.shape) != expected:
             raise ValueError(f"state has the shape {tuple(state.shape)}; it must have {expected}")
@@ -2189,7 +2189,8 @@ class Agent(nn.Module):
         batch, alone = self.as_batch(obs)
         state = self.initial_state(len(batch)) if state is None else state
         self.check_state(state, len(batch))
-        features, state = self.critic_body.step(batch, torch.as_tensor(state, device=self.device))
+        state = torch.as_tensor(state, dtype=torch.float32, device=self.device)
+        features, state = self.critic_body.step(batch, state)
         return self.value_dist.reduce_twins(self.value_outputs(features)), state, alone
 
 
@@ -3225,10 +3226,10 @@ class Run:
         seen = f"images, {size}" if self.agent.sees_images else f"vectors of {size}"
         space = self.agent.action_dist.space
         facts = [f"{args.env_id}: networks see {seen}", f"actions {space!s:.100}"]
-        if args.resume:
-            facts.append(f"resumed after {self.step:,} steps")
         if args.log_std_init != Args.log_std_init and not isinstance(space, Box):
             facts.append("--log-std-init has no effect on them")
+        if args.resume:
+            facts.append(f"resumed after {self.step:,} steps")
         if args.preset:
             facts.append(f"preset {' '.join(args.preset)}")
         self.say("; ".join([*facts, f"logging to {self.directory}"]))

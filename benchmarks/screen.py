@@ -65,7 +65,8 @@ class Study(NamedTuple):
     seeds: int  # of each setting
     second_seeds: range  # of each candidate in the second stage, and of the line
     candidates: Sequence[str] = ()  # settings that went on
-    parts_of: Sequence[str] = ()  # tasks on which the changes of the first candidate are told apart
+    parts: str = ""  # four changes of a candidate that are told apart
+    part_tasks: Sequence[str] = ()
     part_seeds: range = range(0)
 
     def flags(self, setting: str) -> str:
@@ -103,7 +104,8 @@ STUDIES = {
         seeds=1,
         second_seeds=range(2100, 2106),
         candidates=("BDFG",),
-        parts_of=("Ant-v5", "HalfCheetah-v5"),
+        parts="BDFG",
+        part_tasks=("Ant-v5", "HalfCheetah-v5"),
         part_seeds=range(2200, 2201),
     ),
     "cartpole_novel": Study(
@@ -193,11 +195,11 @@ def pairs_of(candidate: str) -> list[str]:
 
 
 def part_runs(study: Study) -> list[Run]:
-    """Every run that tells the changes of the first candidate apart."""
+    """Every run that tells four changes apart."""
     cells = [
         Cell(task, study.script, setting, study.flags(setting), study.part_seeds)
-        for setting in pairs_of(study.candidates[0])
-        for task in study.parts_of
+        for setting in pairs_of(study.parts)
+        for task in study.part_tasks
     ]
     return common.runs_of(cells)
 
@@ -417,14 +419,14 @@ def part_effects(groups: dict[str, np.ndarray], candidate: str) -> tuple[np.ndar
 
 
 def part_report(name: str, rows: Sequence[Row]) -> list[str]:
-    """A table: the effect of each of the first candidate's changes. Empty until all have run."""
+    """A table: the effect of each of four changes. Empty until all have run."""
     study = STUDIES[name]
-    if not study.parts_of:
+    if not study.parts:
         return []
-    candidate = study.candidates[0]
+    candidate = study.parts
     seeds = {*study.second_seeds, *study.part_seeds}
     found, errors = [], []
-    for task in study.parts_of:
+    for task in study.part_tasks:
         groups: dict[str, list[float]] = {}
         for row in rows:
             if row["study"] == name and row["task"] == task and int(row["seed"]) in seeds:
@@ -438,7 +440,7 @@ def part_report(name: str, rows: Sequence[Row]) -> list[str]:
         errors.append(error)
     found.append(np.mean(found, axis=0))
     errors.append(float(np.linalg.norm(errors)) / len(errors))
-    lines = common.markdown_head(" | ".join(["effect on the score", *study.parts_of, "mean"]))
+    lines = common.markdown_head(" | ".join(["effect on the score", *study.part_tasks, "mean"]))
     for at, letter in enumerate(candidate):
         cells = [f"{own[at]:+.3f} ± {error:.3f}" for own, error in zip(found, errors, strict=True)]
         lines.append(common.markdown_row([study.told(letter), *cells]))
@@ -464,10 +466,11 @@ def main() -> None:
     study = STUDIES[args.study]
     if args.second and not study.candidates:
         parser.error(f"--second: {args.study} has no candidates yet, see STUDIES")
-    if args.parts and not study.parts_of:
-        parser.error(f"--parts: {args.study} has no tasks for that, see STUDIES")
-    if unknown := set(args.tasks) - set(study.tasks):
-        parser.error(f"--tasks {' '.join(unknown)}: {args.study} has {' '.join(study.tasks)}")
+    if args.parts and not study.parts:
+        parser.error(f"--parts: {args.study} has none, see STUDIES")
+    tasks = study.part_tasks if args.parts else study.tasks
+    if unknown := set(args.tasks) - set(tasks):
+        parser.error(f"--tasks {' '.join(unknown)}: {args.study} has {' '.join(tasks)}")
     stage = "second" if args.second else "parts" if args.parts else "first"
     runs = missing(args.study, args.tasks, stage)
     for _, row in common.run_all(run_one, runs, args.processes):

@@ -35,7 +35,8 @@ source_of = functools.cache(inspect.getsource)
 def fast_getsource(thing: Any) -> str:
     """What inspect gives, without reading whole files at each of the hundreds of parses.
 
-    tyro asks nine times for the source of `Flags`, a class that is made and has none.
+    tyro asks nine times for the source of `Flags`, a class that is made and has none. (Python 3.12
+    says "types" no more, and looks for it.)
     """
     if isinstance(thing, type) and thing.__module__ == "types":
         raise OSError("could not find class definition")

@@ -105,7 +105,7 @@ def test_the_others_meet_the_first_after_each_episode(script, monkeypatch, rank)
     monkeypatch.setattr(script, "RANK", rank)
     monkeypatch.setattr(script, "average", lambda x: met.append(x) or x)
     monkeypatch.setattr(script, "play", lambda *given: iter([[1.0], [2.0], [3.0]]))
-    monkeypatch.setattr(script, "summarise", lambda episodes, args: {"eval/return_mean": 2.0})
+    monkeypatch.setattr(script, "summarise", lambda episodes, args, step: {"eval/return_mean": 2.0})
     found = {"eval/return_mean": 2.0}
     monkeypatch.setattr(script, "gather_objects", lambda thing: [found])
     args = SimpleNamespace(eval_episodes=3, eval_every=0)

@@ -630,6 +630,26 @@ def test_a_run_says_what_it_sees_and_which_preset_it_has(script, capsys, tmp_pat
     assert "; preset averse; " in said
 
 
+def test_a_resumed_run_says_so(script, capsys, tmp_path):
+    """Behind the facts of the task, with its steps."""
+    args = small_args(script, "VectorDiscrete", log_std_init=-1.0, run_dir=str(tmp_path))
+    directory = script.train(args)["run_dir"]
+    capsys.readouterr()
+    run, *_ = script.start(replace(args, resume=directory))
+    with undisturbed(), run:
+        said = capsys.readouterr().out
+    assert "; --log-std-init has no effect on them; resumed after 96 steps; " in said
+
+
+def test_a_file_gets_a_line_of_progress_now_and_then(script, monkeypatch):
+    """After as many seconds as it was told; a terminal has one five times a second."""
+    status = script.StatusLine(seconds=30)
+    for terminal, late, due in ((False, 29, False), (False, 31, True), (True, 0.3, True)):
+        monkeypatch.setattr(script.StatusLine, "terminal", terminal)
+        status.shown_at = time.time() - late
+        assert status.due == due
+
+
 @pytest.mark.parametrize(("task", "told"), [("VectorDiscrete", True), ("VectorBox", False)])
 def test_a_run_says_that_discrete_actions_have_no_std(script, capsys, tmp_path, task, told):
     """Of a flag that is not at its default, beside actions of either kind."""

@@ -280,6 +280,11 @@ def test_robots_with_too_few_runs_are_not_told(screen, monkeypatch):
     [
         (["robots", "--second"], "--second: robots has no candidates yet, see STUDIES"),
         (["robots", "--tasks", "Ant"], "--tasks Ant: robots has Hopper-v5 Walker2d-v5 Ant-v5"),
+        (["cartpole_novel", "--parts"], "--parts: cartpole_novel has none, see STUDIES"),
+        (
+            ["robots", "--parts", "--tasks", "Hopper-v5"],
+            "--tasks Hopper-v5: robots has Ant-v5 HalfCheetah-v5",
+        ),
     ],
 )
 def test_what_cannot_run_is_said_in_a_line(screen, monkeypatch, capsys, words, line):
@@ -297,6 +302,8 @@ def test_pairs_tell_the_changes_of_a_candidate_apart(screen, monkeypatch):
     monkeypatch.setattr(screen.Table, "rows", lambda table: [])
     runs = screen.missing("robots", stage="parts")
     assert len(runs) == 12
+    for run in runs:
+        screen.common.load_script(run.cell.script).parse_args(run.cell.flags.split())
     assert {run.cell.variant for run in runs} == {"BD", "BF", "BG", "DF", "DG", "FG"}
     assert {run.cell.task for run in runs} == {"Ant-v5", "HalfCheetah-v5"}
     settings = ["", *screen.pairs_of("BDFG"), "BDFG"]
@@ -330,7 +337,7 @@ def test_the_report_of_parts_waits_for_every_setting(screen):
             "seed": str(2100 + index % 6 if setting in ("", "BDFG") else 2200),
             "return_mean": str(screen.BEST[task] * ("F" in setting)),
         }
-        for task in study.parts_of
+        for task in study.part_tasks
         for index, setting in enumerate(settings)
     ]
     assert screen.part_report("robots", rows[:-1]) == []
@@ -339,3 +346,5 @@ def test_the_report_of_parts_waits_for_every_setting(screen):
     assert [line.split("|")[1].strip() for line in lines] == [study.told(x) for x in "BDFG"]
     assert [line.count("+1.000 ± 0.000") for line in lines] == [0, 0, 3, 0]
     assert screen.part_report("cartpole_novel", rows) == []
+    only_first = [row | {"study": "robots", "seed": "2000"} for row in rows]
+    assert screen.report("robots", [*only_first, *rows]) == screen.report("robots", only_first)
