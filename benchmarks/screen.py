@@ -65,6 +65,7 @@ class Study(NamedTuple):
     seeds: int  # of each setting
     second_seeds: range  # of each candidate in the second stage, and of the line
     candidates: Sequence[str] = ()  # settings that went on
+    stopped: Sequence[str] = ()  # candidates that run no further
     parts: str = ""  # four changes of a candidate that are told apart
     part_tasks: Sequence[str] = ()
     part_seeds: range = range(0)
@@ -103,7 +104,8 @@ STUDIES = {
         first_seed=2000,
         seeds=1,
         second_seeds=range(2100, 2106),
-        candidates=("BDFG",),
+        candidates=("BDFG", "BFG"),
+        stopped=("BDFG",),
         parts="BDFG",
         part_tasks=("Ant-v5", "HalfCheetah-v5"),
         part_seeds=range(2200, 2201),
@@ -182,6 +184,7 @@ def second_runs(study: Study) -> list[Run]:
         Cell(task, study.script, setting, study.flags(setting), study.second_seeds)
         for setting in ("", *study.candidates)
         for task in study.tasks
+        if setting not in study.stopped
     ]
     return sorted(common.runs_of(cells), key=lambda run: run.seed)
 
@@ -326,11 +329,17 @@ def score_of(scores: dict[str, np.ndarray]) -> Score:
 
 
 def robots_table(settings: dict[str, list[Row]], study: Study) -> list[str]:
-    """The second stage of robots that have two runs and more of each setting."""
+    """The second stage of robots that have two runs and more of each setting. Candidates that have
+    no such robot yet are left out."""
+    settings = {
+        setting: rows
+        for setting, rows in settings.items()
+        if any(len(of_task(rows, task)) > 1 for task in BEST)
+    }
     tasks = [
         task for task in BEST if all(len(of_task(rows, task)) > 1 for rows in settings.values())
     ]
-    if not tasks:
+    if not tasks or len(settings) < 2:
         return []
     scores = {
         setting: score_of({task: np.array(of_task(rows, task)) / BEST[task] for task in tasks})
@@ -385,14 +394,15 @@ def task_table(settings: dict[str, list[Row]], study: Study) -> list[str]:
 
 def second_report(name: str, rows: Sequence[Row]) -> list[str]:
     """A table of the second stage: the line, the candidates, and how these differ from the line.
-    It is empty until each has a row."""
+    It is empty until the line and a candidate have a row."""
     study = STUDIES[name]
     settings: dict[str, list[Row]] = {setting: [] for setting in ("", *study.candidates)}
     for row in rows:
         second = row["study"] == name and int(row["seed"]) in study.second_seeds
         if second and row["setting"] in settings:
             settings[row["setting"]].append(row)
-    if not study.candidates or not all(settings.values()):
+    settings = {setting: found for setting, found in settings.items() if found}
+    if "" not in settings or len(settings) < 2:
         return []
     if name == "robots":
         return robots_table(settings, study)

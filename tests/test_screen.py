@@ -193,7 +193,8 @@ def test_the_second_stage_is_told_beside_the_line(screen, monkeypatch):
     )
     assert "(-292.7 to +342.7)" in told[3]
     assert "| 437.0 | 400.0 | 2 |" in told[4]
-    assert screen.second_report("cartpole_novel", rows[:4]) == []
+    assert screen.second_report("cartpole_novel", rows[:4]) == told[:4]
+    assert screen.second_report("cartpole_novel", rows[:2]) == []
 
 
 def test_the_second_stage_of_robots_worked_by_hand(screen, monkeypatch):
@@ -348,3 +349,16 @@ def test_the_report_of_parts_waits_for_every_setting(screen):
     assert screen.part_report("cartpole_novel", rows) == []
     only_first = [row | {"study": "robots", "seed": "2000"} for row in rows]
     assert screen.report("robots", [*only_first, *rows]) == screen.report("robots", only_first)
+
+
+def test_a_candidate_that_has_stopped_runs_no_further(screen, monkeypatch):
+    """Its rows are told all the same; a new candidate without runs is left out."""
+    study = screen.STUDIES["robots"]._replace(candidates=("H", "B"), stopped=("H",))
+    monkeypatch.setitem(screen.STUDIES, "robots", study)
+    rows = [
+        {"study": "robots", "task": "Ant-v5", "setting": x, "seed": seed, "return_mean": 3554}
+        for x in ("", "H")
+        for seed in (2100, 2101)
+    ]
+    assert {run.cell.variant for run in screen.second_runs(study)} == {"", "B"}
+    assert len(screen.second_report("robots", rows)) == 4
