@@ -329,17 +329,16 @@ def score_of(scores: dict[str, np.ndarray]) -> Score:
 
 
 def robots_table(settings: dict[str, list[Row]], study: Study) -> list[str]:
-    """The second stage of robots that have two runs and more of each setting. Candidates that have
-    no such robot yet are left out."""
-    settings = {
-        setting: rows
+    """The second stage of robots that have two runs and more of the line and of the first
+    candidate. A later candidate is told once it has as many of all these robots."""
+    known = {
+        setting: {task for task in BEST if len(of_task(rows, task)) > 1}
         for setting, rows in settings.items()
-        if any(len(of_task(rows, task)) > 1 for task in BEST)
     }
-    tasks = [
-        task for task in BEST if all(len(of_task(rows, task)) > 1 for rows in settings.values())
-    ]
-    if not tasks or len(settings) < 2:
+    shared = known[""] & known.get(study.candidates[0], set())
+    tasks = [task for task in BEST if task in shared]
+    settings = {setting: rows for setting, rows in settings.items() if known[setting] >= shared}
+    if not tasks:
         return []
     scores = {
         setting: score_of({task: np.array(of_task(rows, task)) / BEST[task] for task in tasks})
