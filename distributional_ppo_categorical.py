@@ -3478,6 +3478,7 @@ class Run:
             text = "was run with --cuda, and torch sees no GPU; start anew with --init-from"
             raise flag_error(args, "resume", text)
         load_weights(self.agent, content["agent"], args.env_id)
+
         try:
             kept = pickle.loads(content["run"])
             parts = kept["parts"]
@@ -4121,7 +4122,7 @@ def explain_flags() -> None:
         if isinstance(node, ast.ClassDef) and node.name in groups:
             flags = {one.name: one for one in fields(groups[node.name])}
             for flag, docstring in pairwise(node.body):
-                if isinstance(flag, ast.AnnAssign):
+                if isinstance(flag, ast.AnnAssign) and isinstance(docstring, ast.Expr):
                     paragraph = " ".join(docstring.value.value.split())
                     flags[flag.target.id].metadata = {"help": paragraph}
 

@@ -583,6 +583,17 @@ def test_an_explanation_is_one_paragraph(script, capsys, monkeypatch):
         assert sum(begin in line and end in line for line in lines) == 1
 
 
+def test_a_flag_without_an_explanation_does_not_break_the_help(script, monkeypatch, tmp_path):
+    """As somebody may add one to a copy of the script."""
+    explained = '    """Discount per step."""\n'
+    text = Path(script.__file__).read_text()
+    assert text.count(explained) == 1
+    copy = tmp_path / "copy.py"
+    copy.write_text(text.replace(explained, ""))
+    monkeypatch.setattr(script, "__file__", str(copy))
+    script.explain_flags()
+
+
 @pytest.mark.slow
 def test_help_that_nobody_reads_to_its_end_is_quiet(script):
     """As in `--help | head`: no traceback, and no complaint of Python's about its last flush."""
