@@ -71,7 +71,6 @@ import argparse
 import ast
 import atexit
 import contextlib
-import copy
 import copyreg
 import io
 import json
@@ -153,7 +152,7 @@ def bounded(kind: Any, *bounds: Any) -> Any:
     allowed = Range(*bounds)
     word = "INT" if kind is int else "FLOAT"
     metavar = str(allowed) if "," in str(allowed) else f"{word}{allowed}"
-    if kind in (float | None, int | None):
+    if kind == float | None:
         metavar = f"None|{metavar}"
     return Annotated[kind, allowed, tyro.conf.arg(metavar=metavar)]
 
@@ -178,9 +177,6 @@ PositiveOrNone = bounded(float | None, 0, math.inf, True)
 Fraction = bounded(float, 0, 1)
 TailMass = bounded(float, 1e-3, 1)
 LogStd = bounded(float, *LOG_STD_RANGE)
-
-
-CountOrNone = bounded(int | None, 1)
 
 
 @dataclass
@@ -264,12 +260,6 @@ class CriticArgs:
 
     critic_learning_rate: PositiveOrNone = None
     """Learning rate of the critics' Adam at the start of the run. None: that of the actor's."""
-    critic_hidden_size: CountOrNone = None
-    """Width of the critics' hidden layers. None: that of the actor's."""
-    critics_go_on: bool = False
-    """Train the critics for all epochs, also where --target-kl ends the actor's."""
-    recompute_advantages: bool = False
-    """Compute advantages and targets anew ahead of each epoch."""
     num_critics: Literal[1, 2] = 2
     """Value heads, each with a hidden layer of its own. They share the layers ahead of it."""
     value_from: Literal["distribution", "mean_head"] = "mean_head"
@@ -486,47 +476,11 @@ def train(args: Args) -> dict[str, Any]:
             run.lap("rollout")
             batch, metrics = prepare_batch(agent, rollout, args)
             run.lap("values")
-            metrics |= update_all(agent, optimizers, batch, rollout, args, progress)
+            metrics |= update(agent, optimizers, batch, args, progress)
             agent.update_obs_moments(rollout.obs)  # last: acting and training see the same inputs
             run.lap("update")
             run.end_iteration(rollout, metrics, (obs,))
     return run.results
-
-
-def update_all(agent, optimizers, batch, rollout, args, progress):
-    """Update once, or once an epoch with advantages and targets computed anew."""
-    if not args.recompute_advantages:
-        return update(agent, optimizers, batch, args, progress)
-    one = copy.copy(args)
-    one.update_epochs = 1
-    for epoch in range(args.update_epochs):
-        if epoch:
-            batch = prepare_again(agent, rollout, batch, args)
-        metrics = update(agent, optimizers, batch, one, progress)
-        if one.target_kl is not None and metrics["policy/kl_max"] > one.target_kl:
-            if not args.critics_go_on:
-                break
-            one.target_kl = 1e-30  # ends the actor at once
-    return metrics
-
-
-@torch.no_grad()
-def prepare_again(agent, rollout, batch, args):
-    """Compute advantages and targets anew; the statistics stay."""
-    dist = agent.value_dist
-    obs = agent.normalize_obs(rollout.obs)
-    outputs, next_outputs = run_critics(
-        agent, rollout, obs, agent.normalize_obs(rollout.next_obs)
-    )
-    reduced, next_reduced = dist.reduce_twins(outputs), dist.reduce_twins(next_outputs)
-    advantages, returns, targets = advantages_and_targets(
-        dist, rollout, reduced, next_reduced, args
-    )
-    return batch._replace(
-        advantages=advantages.flatten(),
-        targets=dist.encode_targets(targets).flatten(0, 1),
-        returns=dist.moments.normalize(returns).float().flatten(),
-    )
 
 
 def collect_rollout(
@@ -964,7 +918,7 @@ def train_critics(
     _, parameters = agent.parts()
     loss_and_gradient = compiled(with_gradient) if args.compile else with_gradient
     for i, mb in enumerate(batches):
-        if not args.critics_go_on and tickets.get() is None:  # the actor has stopped
+        if tickets.get() is None:  # the actor has stopped
             break
         gradient, loss, metrics = loss_and_gradient(value_loss, parameters, agent, mb, args)
         mean_loss = float(average(loss))
@@ -1978,17 +1932,16 @@ def in_numpy(network: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
     return forward_in_torch
 
 
-def make_encoder(space: Box, args: Args, width: int | None = None) -> nn.Sequential:
+def make_encoder(space: Box, args: Args) -> nn.Sequential:
     """Make two hidden layers, or convolutions and one layer: observations -> features (..., H)."""
     activation = ACTIVATIONS[args.activation]
-    width = width or args.hidden_size
     if len(space.shape) == 3:
         convolutions = Convolutions(space, activation)
-        last = layer_init(nn.Linear(convolutions.num_features, width))
+        last = layer_init(nn.Linear(convolutions.num_features, args.hidden_size))
         return nn.Sequential(convolutions, last, activation())
     # What never changes is 0 when it is normalised. With biases of 0 all ReLUs would be dead there.
-    first = layer_init(nn.Linear(space.shape[0], width), bias_const=0.1)
-    second = layer_init(nn.Linear(width, width))
+    first = layer_init(nn.Linear(space.shape[0], args.hidden_size), bias_const=0.1)
+    second = layer_init(nn.Linear(args.hidden_size, args.hidden_size))
     return nn.Sequential(first, activation(), second, activation())
 
 
@@ -2011,14 +1964,13 @@ class Agent(nn.Module):
         self.adv_moments = RunningMoments((), max_count=args.norm_adv_memory)
 
         self.actor_body = make_encoder(observation_space, args)
-        width = args.critic_hidden_size or args.hidden_size
-        self.critic_body = make_encoder(observation_space, args, width)
+        self.critic_body = make_encoder(observation_space, args)
         actor_head = nn.Linear(args.hidden_size, self.action_dist.num_outputs)
         self.actor_head = layer_init(actor_head, 0.01)
         self.critic_heads = nn.ModuleList()
         for _ in range(args.num_critics):
-            hidden = layer_init(nn.Linear(width, width))
-            output = layer_init(nn.Linear(width, self.value_dist.num_outputs), 0.1)
+            hidden = layer_init(nn.Linear(args.hidden_size, args.hidden_size))
+            output = layer_init(nn.Linear(args.hidden_size, self.value_dist.num_outputs), 0.1)
             self.critic_heads.append(nn.Sequential(hidden, ACTIVATIONS[args.activation](), output))
         self.to("cuda" if args.cuda else "cpu")
 
