@@ -54,6 +54,9 @@ BEST = {
 LETTERS = "ABCDEFGH"
 
 
+NO_ROWS = ("", "")
+
+
 class Study(NamedTuple):
     """What is screened. Each setting has seeds of its own, one after the other."""
 
@@ -69,7 +72,7 @@ class Study(NamedTuple):
     parts: str = ""  # four changes of a candidate that are told apart
     part_tasks: Sequence[str] = ()
     part_seeds: range = range(0)
-    line_rows: tuple[str, str] = ("", "")  # study and setting that have run the line already
+    line_rows: tuple[str, str] = NO_ROWS  # study and setting that have run the line already
 
     def flags(self, setting: str) -> str:
         """The line with a setting's changes."""
@@ -78,6 +81,10 @@ class Study(NamedTuple):
     def own_flags(self, setting: str) -> str:
         """The changes that a setting makes."""
         return " ".join(self.changes[LETTERS.index(letter)] for letter in setting)
+
+    def settings(self) -> list[str]:
+        """The letters of every setting of its design."""
+        return design(len(self.changes))
 
     def told(self, setting: str) -> str:
         """A setting's name in a table."""
@@ -182,25 +189,23 @@ def design(changes: int = 8) -> list[str]:
     H = ABD. Of five changes three are free: D = -AB and E = -AC, the 2^(5-2) of resolution III,
     where one change may be mixed with what two others do together.
     """
-    settings = []
+    free = itertools.product((-1, 1), repeat=3 if changes == 5 else 4)
     if changes == 5:
-        for a, b, c in itertools.product((-1, 1), repeat=3):
-            levels = (a, b, c, -a * b, -a * c)
-            settings.append("".join(x for x, level in zip(LETTERS, levels) if level > 0))
-        return settings
-    for a, b, c, d in itertools.product((-1, 1), repeat=4):
-        levels = (a, b, c, d, b * c * d, a * c * d, a * b * c, a * b * d)
-        made = [letter for letter, level in zip(LETTERS, levels, strict=True) if level > 0]
-        settings.append("".join(made))
-    return settings
+        rows = [(a, b, c, -a * b, -a * c) for a, b, c in free]
+    else:
+        rows = [(a, b, c, d, b * c * d, a * c * d, a * b * c, a * b * d) for a, b, c, d in free]
+    return [
+        "".join(letter for letter, level in zip(LETTERS, levels, strict=False) if level > 0)
+        for levels in rows
+    ]
 
 
 def all_runs(study: Study) -> list[Run]:
     """Every run of the design, in an order that has nothing to do with the changes: what happens to
     the machine on the way is no effect of theirs."""
     runs = []
-    for index, setting in enumerate(design(len(study.changes))):
-        if study.line_rows[0] and not setting:
+    for index, setting in enumerate(study.settings()):
+        if setting == "" and study.line_rows != NO_ROWS:
             continue
         first = study.first_seed + index * study.seeds
         for task in study.tasks:
@@ -322,6 +327,8 @@ def effects_by_measure(rows: Sequence[Row]) -> dict[str, Effects]:
 
 def report(name: str, rows: Sequence[Row]) -> list[str]:
     """A table: the mean of all runs, and the effect of each change with its standard error."""
+    if STUDIES[name].line_rows != NO_ROWS:
+        return []  # see again_report
     later = {*STUDIES[name].second_seeds, *STUDIES[name].part_seeds}
     own = [row for row in rows if row["study"] == name and int(row["seed"]) not in later]
     told = effects_by_measure(own)
@@ -440,52 +447,79 @@ def second_report(name: str, rows: Sequence[Row]) -> list[str]:
     return task_table(settings, study)
 
 
-# ------------------------------------------------------------------------- parts of a candidate
-def part_effects(groups: dict[str, np.ndarray], candidate: str) -> tuple[np.ndarray, float]:
-    """The effect of each of four changes on a task, and the standard error of each.
+# ------------------------------------------------------------------- effects with a known noise
+def effects_on_score(groups: dict[str, np.ndarray], letters: str) -> tuple[np.ndarray, float]:
+    """The effect of each change on a robot's score, and the standard error of each.
 
-    groups are the scores of the line, of every pair and of the candidate. An effect is the mean of
-    the four settings with the change minus that of the four without it, whatever their numbers of
-    runs are. The variance of a run is pooled over settings with two runs and more.
+    groups are the scores of every setting of a design, which makes each change in half of them. An
+    effect is the mean of the settings with the change minus that of those without it, whatever
+    their numbers of runs are. The variance of a run is pooled over settings with two runs and more.
     """
     means = {setting: own.mean() for setting, own in groups.items()}
+    half = len(means) / 2
     effects = [
-        sum(mean if letter in setting else -mean for setting, mean in means.items()) / 4
-        for letter in candidate
+        sum(mean if letter in setting else -mean for setting, mean in means.items()) / half
+        for letter in letters
     ]
     squares = sum(((own - own.mean()) ** 2).sum() for own in groups.values())
     freedom = sum(len(own) - 1 for own in groups.values())
     shares = sum(1 / len(own) for own in groups.values())
-    return np.array(effects), float(np.sqrt(squares / freedom * shares) / 4)
+    return np.array(effects), float(np.sqrt(squares / freedom * shares) / half)
 
 
-def part_report(name: str, rows: Sequence[Row]) -> list[str]:
-    """A table: the effect of each of four changes. Empty until all have run."""
-    study = STUDIES[name]
-    if not study.parts:
-        return []
-    candidate = study.parts
-    seeds = {*study.second_seeds, *study.part_seeds}
+def effects_table(
+    study: Study, letters: str, settings: Sequence[str], tasks: Sequence[str], rows: Sequence[Row]
+) -> list[str]:
+    """A table: the effect of each change on each robot's score. Empty until all settings have run."""
     found, errors = [], []
-    for task in study.part_tasks:
+    for task in tasks:
         groups: dict[str, list[float]] = {}
         for row in rows:
-            if row["study"] == name and row["task"] == task and int(row["seed"]) in seeds:
+            if row["task"] == task:
                 groups.setdefault(row["setting"], []).append(float(row["return_mean"]) / BEST[task])
-        wanted = ["", *pairs_of(candidate), candidate]
-        if not groups.keys() >= {*wanted}:
+        if not groups.keys() >= {*settings}:
             return []
-        own = {setting: np.array(groups[setting]) for setting in wanted}
-        effects, error = part_effects(own, candidate)
+        own = {setting: np.array(groups[setting]) for setting in settings}
+        effects, error = effects_on_score(own, letters)
         found.append(effects)
         errors.append(error)
     found.append(np.mean(found, axis=0))
     errors.append(float(np.linalg.norm(errors)) / len(errors))
-    lines = common.markdown_head(" | ".join(["effect on the score", *study.part_tasks, "mean"]))
-    for at, letter in enumerate(candidate):
+    lines = common.markdown_head(" | ".join(["effect on the score", *tasks, "mean"]))
+    for at, letter in enumerate(letters):
         cells = [f"{own[at]:+.3f} ± {error:.3f}" for own, error in zip(found, errors, strict=True)]
         lines.append(common.markdown_row([study.told(letter), *cells]))
     return lines
+
+
+def part_report(name: str, rows: Sequence[Row]) -> list[str]:
+    """A table: the effect of each of a candidate's four changes. Empty until all have run."""
+    study = STUDIES[name]
+    if not study.parts:
+        return []
+    seeds = {*study.second_seeds, *study.part_seeds}
+    own = [row for row in rows if row["study"] == name and int(row["seed"]) in seeds]
+    settings = ["", *pairs_of(study.parts), study.parts]
+    return effects_table(study, study.parts, settings, study.part_tasks, own)
+
+
+def again_report(name: str, rows: Sequence[Row]) -> list[str]:
+    """A table: the effect of each change, where another study's candidate is the line."""
+    study = STUDIES[name]
+    if study.line_rows == NO_ROWS:
+        return []
+    line_study, line_setting = study.line_rows
+    candidate = [
+        row | {"setting": ""}
+        for row in rows
+        if row["study"] == line_study and row["setting"] == line_setting
+        if int(row["seed"]) in STUDIES[line_study].second_seeds
+    ]
+    own = [
+        row for row in rows if row["study"] == name and int(row["seed"]) not in study.second_seeds
+    ]
+    letters = LETTERS[: len(study.changes)]
+    return effects_table(study, letters, study.settings(), study.tasks, candidate + own)
 
 
 def main() -> None:
@@ -501,7 +535,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.report:
         rows = TABLE.rows()
-        for table in (report, second_report, part_report):
+        for table in (report, second_report, part_report, again_report):
             print(*table(args.study, rows), "", sep="\n")
         return
     study = STUDIES[args.study]

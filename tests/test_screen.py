@@ -70,7 +70,8 @@ def test_a_design_that_is_not_whole_tells_no_effect(screen):
     assert list(screen.effects_by_measure(first)) == ["evaluation"]
     assert screen.effects_by_measure(first[1:] * 2) == {}
     for study in screen.STUDIES:
-        assert screen.report(study, []) == [f"{study}: not all settings have a row."]
+        waits = [] if study == "robots_again" else [f"{study}: not all settings have a row."]
+        assert screen.report(study, []) == waits
 
 
 def test_the_score_of_robots_has_the_error_of_its_own_means(screen):
@@ -321,7 +322,7 @@ def test_effects_of_parts_worked_by_hand(screen):
     one degree of freedom; the effects' is 2 (1/2 + 7) / 16."""
     groups = {"": np.array([1.0, 3.0]), "BDFG": np.array([6.0])}
     groups |= {pair: np.array([5.0 if "B" in pair else 4.0]) for pair in screen.pairs_of("BDFG")}
-    effects, error = screen.part_effects(groups, "BDFG")
+    effects, error = screen.effects_on_score(groups, "BDFG")
     assert effects.tolist() == [1.75, 0.75, 0.75, 0.75]
     assert error == pytest.approx((2 * 7.5 / 16) ** 0.5)
 
@@ -362,3 +363,44 @@ def test_a_candidate_that_has_stopped_runs_no_further(screen, monkeypatch):
     ]
     assert {run.cell.variant for run in screen.second_runs(study)} == {"", "B"}
     assert len(screen.second_report("robots", rows)) == 4
+
+
+def test_eight_settings_tell_five_changes_apart(screen):
+    """Resolution III: the columns are orthogonal to each other. The line is one of the settings."""
+    settings = screen.design(5)
+    assert settings[0] == ""
+    levels = np.array([[1 if x in setting else -1 for x in "ABCDE"] for setting in settings])
+    assert (levels.T @ levels == 8 * np.eye(5)).all()
+    assert (levels.sum(axis=0) == 0).all()
+
+
+def test_a_candidate_of_another_study_is_the_line_and_runs_no_more(screen, monkeypatch):
+    """Its rows of the second stage count. Rows of other stages, and of its other settings, do not.
+    Change B doubles the best score of every robot, 1, and each robot has two runs of the line."""
+    monkeypatch.setattr(screen.Table, "rows", lambda table: [])
+    study = screen.STUDIES["robots_again"]
+    runs = screen.missing("robots_again")
+    assert len(runs) == 7 * 4
+    assert "" not in {run.cell.variant for run in runs}
+    assert study.line == screen.STUDIES["robots"].flags("BDFG")
+    rows = [
+        {
+            "study": "robots_again",
+            "task": run.cell.task,
+            "setting": run.cell.variant,
+            "seed": str(run.seed),
+            "return_mean": str(screen.BEST[run.cell.task] * (1 + ("B" in run.cell.variant))),
+        }
+        for run in runs
+    ]
+    for task in study.tasks:
+        old = {"study": "robots", "task": task, "return_mean": str(screen.BEST[task])}
+        rows += [old | {"setting": "BDFG", "seed": seed} for seed in ("2100", "2101")]
+        rows += [old | {"setting": "BDFG", "seed": "2005", "return_mean": "0"}]
+        rows += [old | {"setting": "BFG", "seed": "2100", "return_mean": "0"}]
+    assert screen.again_report("robots", rows) == []
+    assert screen.again_report("robots_again", rows[1:]) == []
+    head, _, *lines = screen.again_report("robots_again", rows)
+    assert head == "| effect on the score | " + " | ".join([*study.tasks, "mean"]) + " |"
+    assert [line.split("|")[1].strip() for line in lines] == [study.told(x) for x in "ABCDE"]
+    assert [line.count("+1.000 ± 0.000") for line in lines] == [0, 5, 0, 0, 0]
