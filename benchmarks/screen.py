@@ -470,7 +470,7 @@ def effects_on_score(groups: dict[str, np.ndarray], letters: str) -> tuple[np.nd
 def effects_table(
     study: Study, letters: str, settings: Sequence[str], tasks: Sequence[str], rows: Sequence[Row]
 ) -> list[str]:
-    """A table: the effect of each change on each robot's score. Empty until all settings have run."""
+    """A table: the effect of each change on each robot's score. Empty until all settings ran."""
     found, errors = [], []
     for task in tasks:
         groups: dict[str, list[float]] = {}
