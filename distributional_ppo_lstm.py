@@ -88,6 +88,7 @@ import tempfile
 import threading
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, make_dataclass
@@ -167,6 +168,21 @@ class IdleWhile:
     flag: str
     value: Any
 
+    def holds(self, args: Args) -> bool:
+        """Tell whether it has none."""
+        return getattr(args, self.flag) == self.value
+
+
+@dataclass(frozen=True)
+class IdleWith:
+    """A flag has no effect where another one, `flag`, is given. Typing both is refused."""
+
+    flag: str
+
+    def holds(self, args: Args) -> bool:
+        """Tell whether it has none."""
+        return bool(getattr(args, self.flag))
+
 
 LOG_STD_RANGE = (-5.0, 2.0)  # of Gaussian actions: a std from 0.0067 to 7.4
 Count = bounded(int, 1)
@@ -212,11 +228,14 @@ class NetworkArgs:
     """Width of the actor's LSTM and of the critics' LSTM."""
     activation: Literal["tanh", "relu"] = "relu"
     """Activation of the encoders and of the value heads."""
-    log_std_init: LogStd = 0.0
+    log_std_init: Annotated[LogStd, IdleWith("init_from")] = 0.0
     """Initial log-std of Gaussian actions."""
     norm_obs: bool = True
     """Normalise observation vectors by running moments, clipped to +-10. The first rollout of a
     run that starts from nothing is only clipped."""
+
+
+UNTRAINED = IdleWhile("learning_rate", 0.0)  # what only the actor's training uses
 
 
 @dataclass
@@ -239,24 +258,24 @@ class PPOArgs:
     """Steps of a training sequence. They divide num_steps; 0 takes the whole rollout."""
     update_epochs: Count = 8
     """Passes over each rollout."""
-    norm_adv: bool = True
+    norm_adv: Annotated[bool, UNTRAINED] = True
     """Normalise the advantages of each rollout."""
-    norm_adv_memory: Annotated[CountOrZero, IdleWhile("norm_adv", False)] = 100
+    norm_adv_memory: Annotated[CountOrZero, IdleWhile("norm_adv", False), UNTRAINED] = 100
     """Rollouts over which the running std of advantages fades. Advantages are divided by their own
     std or by this one, whichever is larger. 0: always by their own."""
-    clip_coef: Positive = 0.2
+    clip_coef: Annotated[Positive, UNTRAINED] = 0.2
     """Clipping range of the probability ratio."""
-    ent_coef: NonNegative = 0.0
+    ent_coef: Annotated[NonNegative, UNTRAINED] = 0.0
     """Weight of the entropy bonus, per nat."""
-    ent_coef_final: NonNegativeOrNone = None
+    ent_coef_final: Annotated[NonNegativeOrNone, UNTRAINED] = None
     """Weight of the entropy bonus at the end of the run, reached linearly. None: constant."""
-    min_entropy: Annotated[Number, IdleWhile("min_entropy_penalty", 0.0)] = 0.0
+    min_entropy: Annotated[Number, IdleWhile("min_entropy_penalty", 0.0), UNTRAINED] = 0.0
     """Mean entropy below which a penalty applies, in nats. Needs --min-entropy-penalty."""
-    min_entropy_penalty: NonNegative = 0.0
+    min_entropy_penalty: Annotated[NonNegative, UNTRAINED] = 0.0
     """Weight of the mean entropy's distance below --min-entropy, per nat."""
     max_grad_norm: Positive = 0.5
     """Norm to which the gradient of the actor is clipped, and that of the critics by itself."""
-    target_kl: PositiveOrNone = None
+    target_kl: Annotated[PositiveOrNone, UNTRAINED] = None
     """Largest KL divergence from the policy that acted, in nats. A minibatch above it ends the
     actor's loop ahead of its step, and the critics stop with it. None: no limit."""
 
@@ -316,7 +335,7 @@ class RiskArgs:
 
     cvar_alpha: TailMass = 0.05
     """Share of the worst returns that CVaR averages. 1 gives the mean."""
-    cvar_weight: Annotated[Fraction, IdleWhile("cvar_alpha", 1.0)] = 0.0
+    cvar_weight: Annotated[Fraction, IdleWhile("cvar_alpha", 1.0), UNTRAINED] = 0.0
     """Weight of the CVaR advantage. 0 learns from the mean alone, 1 from CVaR alone. It goes with
     --value-target sr_lambda, as in the preset averse."""
 
@@ -340,7 +359,9 @@ class RunArgs:
     """Evaluate actions that the policy samples. The default evaluates the policy's mode."""
     checkpoint_every: CountOrZero = 100
     """Iterations between checkpoints. 0: at the end, and with each new best evaluation."""
-    save_envs: Literal["proven", "always", "never"] = "proven"
+    save_envs: Annotated[Literal["proven", "always", "never"], IdleWhile("async_envs", True)] = (
+        "proven"
+    )
     """Save the environments as well, for an exact resume. proven: if another process can read
     copies back and step them. always: if they can be pickled. never: a resume opens new
     episodes."""
@@ -2252,7 +2273,7 @@ def channel_axis(space: gym.Space) -> int | None:
     Two equal sides are an image's height and width. Otherwise its channels are the shorter one of
     the first and the last axis.
     """
-    if not isinstance(space, Box) or len(space.shape) not in (2, 3):
+    if not isinstance(space, Box) or len(space.shape) not in (2, 3) or 0 in space.shape:
         return None
     a, b, c = (*space.shape, 1)[:3]
     channels_first = (b == c != a) or (a != b and a < c)
@@ -2332,8 +2353,8 @@ def vector_view(space: gym.Space, args: Args, hidden: tuple[int, ...]) -> tuple[
 def misfit(space: gym.Space, value: Any, name: str = "observation") -> str:
     """Say how an observation, or a part of it, does not fit its space. "" means that it fits.
 
-    A Box compares shapes, and bytes must be whole numbers from 0 to 255. Other numbers fit beyond
-    the bounds of their Box.
+    A Box compares shapes, and a Box of integers holds whole numbers that its dtype can hold. Other
+    numbers fit beyond the bounds of their Box.
     """
     if isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
         parts = space.items() if isinstance(space, gym.spaces.Dict) else enumerate(space)
@@ -2359,9 +2380,10 @@ def misfit_of_one(space: gym.Space, value: Any) -> str:
         return f"is no array ({error})"
     if array.shape != space.shape:
         return f"has the shape {array.shape}"
-    if space.dtype in (np.uint8, np.bool_) and array.dtype not in (np.uint8, np.bool_):
+    if space.dtype.kind in "iub" and not np.can_cast(array.dtype, space.dtype):
+        dtype = np.uint8 if space.dtype == np.bool_ else space.dtype
         with np.errstate(invalid="ignore"):
-            whole = array.astype(np.uint8) == array
+            whole = array.astype(dtype) == array
         if not whole.all():
             return f"has numbers from {array.min():g} to {array.max():g} of {array.dtype}"
     return ""
@@ -2584,12 +2606,26 @@ def make_envs(args: Args) -> gym.vector.VectorEnv:
     own_envs = args.num_envs // WORLD_SIZE
     if not args.async_envs:
         makers = [lambda: make_env(args)] * own_envs
-        return gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=mode)
+        try:
+            return gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=mode)
+        except RuntimeError as error:  # environments whose spaces differ
+            raise UsageError(f"--env-id {args.env_id}: {error}") from error
     if "forkserver" not in multiprocessing.get_all_start_methods():
-        raise flag_error(args, "async_envs", "this system has no forkserver; leave it out")
+        text = f"this system has no forkserver; {without(args, '--no-async-envs')}"
+        raise flag_error(args, "async_envs", text)
     env = make_env(args)  # a mistake is told here, not by a process of many
     close_quietly(env)
-    return EnvsInProcesses(args, own_envs, env.observation_space, env.action_space)
+    try:
+        return EnvsInProcesses(args, own_envs, env.observation_space, env.action_space)
+    except (EOFError, OSError) as error:  # a process ended before it could say why
+        text = f"a process that makes the task ended ({error!r}), and may have said why above"
+        text += f"; {without(args, '--no-async-envs')}"
+        raise flag_error(args, "async_envs", text) from error
+
+
+def without(args: Args, flag: str) -> str:
+    """Say how to do without what a flag asks for. A resume keeps the flags of its run."""
+    return f"start anew with --init-from and {flag}" if args.resume else "leave it out"
 
 
 class EnvsInProcesses(gym.vector.VectorEnv):
@@ -2646,12 +2682,16 @@ class EnvsInProcesses(gym.vector.VectorEnv):
 
 @contextlib.contextmanager
 def faults_that_travel() -> Iterator[None]:
-    """Replace an exception that cannot be pickled by a RuntimeError with its text."""
+    """Replace an exception that does not reach the main process by a RuntimeError with its text.
+
+    AsyncVectorEnv pickles it and makes another one of the same class from it.
+    """
     try:
         yield
     except Exception as error:
         try:
-            pickle.loads(pickle.dumps(error))
+            copy = pickle.loads(pickle.dumps(error))
+            type(copy)(copy)
         except Exception:
             raise RuntimeError(repr(error)) from error
         raise
@@ -3106,6 +3146,9 @@ class VectorAdam(optim.Adam):
 
 
 # --------------------------------------------------------------------------- what a run keeps
+HOW_EVALUATED = ("eval_episodes", "eval_sampled")
+
+
 def close_quietly(env: gym.Env | gym.vector.VectorEnv) -> None:
     """Close environments. A fault becomes a warning, so that no result is lost."""
     try:
@@ -3136,7 +3179,9 @@ class StatusLine:
     @property
     def terminal(self) -> bool:
         """Tell whether a terminal shows what is printed. Some replacements of stdout cannot say."""
-        return hasattr(sys.stdout, "isatty") and sys.stdout.isatty()
+        with contextlib.suppress(AttributeError, ValueError):  # none has it, a closed one refuses
+            return sys.stdout.isatty()
+        return False
 
     @property
     def due(self) -> bool:
@@ -3182,6 +3227,8 @@ class Run:
         self.eval_env = eval_env  # None in all processes but the first, and without evaluations
         self.unused_envs: list[gym.Env] = []  # others were read back in their place
         self.proof: ReadBack | None = None  # that environments can be read back
+
+        self.sources = task_sources(envs, args.env_id)
 
         self.total_steps = args.num_iterations * args.batch_size
         self.step = 0  # environment steps taken
@@ -3519,7 +3566,7 @@ class Run:
         return {name: getattr(self, name) for name in self.SAVED} | {
             "optimizers": [x.state_dict() for x in self.optimizers],
             "parts": gather_objects(part),
-            "versions": loaded_versions(),
+            "versions": loaded_versions() | self.sources,
         }
 
     def pickled_envs(self) -> bytes | None:
@@ -3584,6 +3631,8 @@ class Run:
                 optimizer.load_state_dict(saved)
             for name in self.SAVED:
                 setattr(self, name, kept[name])
+            if any(content["args"][name] != getattr(args, name) for name in HOW_EVALUATED):
+                self.best_return = -math.inf  # of other evaluations, which do not compare
         except (ValueError, KeyError, ImportError, AttributeError, EOFError) as error:
             text = "is of another version of this script or of a library; start anew"
             raise UsageError(
@@ -3606,8 +3655,10 @@ class Run:
         """Go on with the environments of a checkpoint. Returns why that is impossible, or ""."""
         if pickled is None:
             return "the checkpoint has no environments"
-        here = loaded_versions()
+        here = loaded_versions() | self.sources
         for name in versions.keys() & here.keys():
+            if versions[name] != here[name] and name in self.sources:
+                return f"{name} has changed since they were saved"
             if versions[name] != here[name]:
                 return f"they were saved under {name} {versions[name]}, and this is {here[name]}"
         try:
@@ -3656,6 +3707,25 @@ def loaded_versions() -> dict[str, str]:
         version = getattr(module, "__dict__", {}).get("__version__")
         if isinstance(version, str) and "." not in name:
             found[name] = version
+    return found
+
+
+def task_sources(envs: gym.vector.VectorEnv, env_id: str) -> dict[str, str]:
+    """Return checksums of the files that define environments, by their names.
+
+    These are the files of the task's classes and wrappers, and of the module of `env_id`.
+    Environments in other processes have none here; no checkpoint holds them.
+    """
+    modules = {env_id.split(":")[0]}
+    layer = envs.envs[0] if hasattr(envs, "envs") else None
+    while layer is not None:
+        modules.add(type(layer).__module__)
+        layer = layer.env if isinstance(layer, gym.Wrapper) else None
+    found = {}
+    for module in modules:
+        file = getattr(sys.modules.get(module), "__file__", None)  # a notebook has none
+        if file and os.path.isfile(file):
+            found[Path(file).name] = f"{zlib.crc32(Path(file).read_bytes()):08x}"
     return found
 
 
@@ -3722,7 +3792,8 @@ def make_run_dir(args: Args, here: Path = Path()) -> Path:
     `run_dir` is relative to `here`.
     """
     task = args.env_id.split(":")[-1].replace("/", "_")
-    name = f"{task}__{args.exp_name}__s{args.seed}__{time.strftime('%m%d-%H%M%S')}"
+    experiment = args.exp_name.replace("/", "_")
+    name = f"{task}__{experiment}__s{args.seed}__{time.strftime('%m%d-%H%M%S')}"
     top = (here / expanded(args.run_dir)).resolve()
     try:
         top.mkdir(parents=True, exist_ok=True)
@@ -3975,6 +4046,7 @@ def make_eval_env(args: Args) -> gym.Env:
     if not args.capture_video:
         return make_env(args)
 
+    env = None
     try:
         import_module("moviepy")
         env = make_env(args, render_mode="rgb_array")
@@ -3986,6 +4058,8 @@ def make_eval_env(args: Args) -> gym.Env:
         if frame.dtype != np.uint8:
             raise ValueError(f"frames are of {frame.dtype}, not bytes")
     except Exception as error:  # a renderer may raise anything
+        if env is not None:
+            close_quietly(env)  # some tasks can be open only once
         unfilmed = make_env(args)
         try:
             unfilmed.reset(seed=0)  # making and resetting raise what is not the film's fault
@@ -4257,12 +4331,10 @@ def refuse_idle_flags(args: Args, argv: list[str]) -> None:
     for name, hint in get_type_hints(Args, include_extras=True).items():
         flag = f"--{name.replace('_', '-')}"
         typed = flag in words or flag.replace("--", "--no-", 1) in words
-        for idle in get_args(hint) if get_origin(hint) is Annotated else ():
-            if not typed or not isinstance(idle, IdleWhile):
-                continue
-            found = getattr(args, idle.flag)
-            if found == idle.value:
+        for idle in get_args(hint) if typed and get_origin(hint) is Annotated else ():
+            if isinstance(idle, IdleWhile | IdleWith) and idle.holds(args):
                 other = f"--{idle.flag.replace('_', '-')}"
+                found = getattr(args, idle.flag)
                 text = f"has no effect while {other} is {found}; change that, or leave {flag} out"
                 raise flag_error(args, name, text)
 

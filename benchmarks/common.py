@@ -136,7 +136,7 @@ def idle_flags(module: ModuleType, args: Any) -> set[str]:
         name
         for name, hint in hints.items()
         for extra in getattr(hint, "__metadata__", ())
-        if isinstance(extra, module.IdleWhile) and getattr(args, extra.flag) == extra.value
+        if isinstance(extra, module.IdleWhile | module.IdleWith) and extra.holds(args)
     }
 
 

@@ -73,6 +73,7 @@ SPACES = {
     "vector": Box(-1, 1, (4,), np.float32),
     "parts": Dict({"place": Box(-1, 1, (2,)), "doors": MultiBinary(3)}),
     "choice": Discrete(4),
+    "counts": Dict({"many": Box(-10, 10, (2,), np.int32)}),
 }
 CAMERA = np.full((6, 5, 3), 7.0)
 MISFITS = {  # a space, and an observation that does not belong to it
@@ -87,6 +88,9 @@ MISFITS = {  # a space, and an observation that does not belong to it
     "Part": ("parts", {"place": np.zeros(3, np.float32), "doors": np.zeros(3, np.int8)}),
     "Choice": ("choice", -1),
     "Half": ("choice", 0.5),
+    "Count": ("counts", {"many": np.array([0.7, 2.0])}),
+    "Lost": ("counts", {"many": np.array([1.0, np.nan])}),
+    "Wide": ("counts", {"many": np.array([1, 2**40])}),
 }
 
 
@@ -190,6 +194,20 @@ class Single(Walk):
         self.alive.clear()
 
 
+class Unfilmed(Single):
+    """Such a simulator, whose pictures fail."""
+
+    metadata: ClassVar[dict] = {"render_modes": ["rgb_array"]}
+
+    def __init__(self, render_mode=None):
+        super().__init__()
+        self.render_mode = render_mode
+
+    def render(self):
+        """Find no screen."""
+        raise RuntimeError("no screen")
+
+
 class Display(Walk):
     """One display for all, which shuts down for all when one of them is closed."""
 
@@ -264,8 +282,8 @@ class Sleeper(Walk):
 
 gym.register("Rude-v0", Rude)
 for probe in (
-    OldStep, OldReset, OldSeed, Exit, Torch, Single, Display, Sleeper, Mover, Dier, Spaceless,
-    Foreign, Lost,
+    OldStep, OldReset, OldSeed, Exit, Torch, Single, Unfilmed, Display, Sleeper, Mover, Dier,
+    Spaceless, Foreign, Lost,
 ):  # fmt: skip
     gym.register(f"{probe.__name__}-v0", probe)
 for kind in MISFITS:

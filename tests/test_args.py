@@ -427,6 +427,7 @@ NEEDED = {  # what stands beside a flag: without effect by the first, with one b
     "cvar_weight": ("--cvar-alpha 1", "--cvar-alpha 0.5"),
     "torch_deterministic": ("--no-cuda", "--cuda"),
     "hl_gauss_sigma": ("--target-encoding two_hot", "--target-encoding hl_gauss"),
+    "save_envs": ("--async-envs", "--no-async-envs"),
     "eval_every": ("--eval-episodes 0", "--eval-episodes 5"),
     "eval_sampled": ("--eval-episodes 0", "--eval-episodes 5"),
     "capture_video": ("--eval-episodes 0", "--eval-episodes 5"),
@@ -440,9 +441,21 @@ OTHERS = {  # a value that is not the default
     "cvar_weight": 0.5,
     "torch_deterministic": False,
     "hl_gauss_sigma": 1.0,
+    "save_envs": "always",
     "eval_every": 2,
     "eval_sampled": True,
     "capture_video": True,
+}
+OF_ACTOR = {  # without effect while the actor does not train, and a value that is not the default
+    "norm_adv": False,
+    "norm_adv_memory": 0,
+    "clip_coef": 0.01,
+    "ent_coef": 0.5,
+    "ent_coef_final": 0.1,
+    "min_entropy": 9.0,
+    "min_entropy_penalty": 0.5,
+    "target_kl": 0.5,
+    "cvar_weight": 1.0,
 }
 
 
@@ -462,6 +475,7 @@ def extras_of(script, kind):
         name: [extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, kind)]
         for name, hint in hints.items()
     }
+    found = {name: [x for x in own if x != script.UNTRAINED] for name, own in found.items()}
     return {name: extra for name, (extra,) in ((n, x) for n, x in found.items() if x)}
 
 
@@ -493,12 +507,60 @@ def test_a_typed_flag_without_effect_is_refused(script, capsys, tmp_path, name, 
     check_bad(script, capsys, tmp_path, " ".join(line).split(), parts)
 
 
+@with_both_scripts
+def test_flags_of_the_actor_are_idle_while_it_does_not_train(script, capsys, tmp_path):
+    """Each of them alone is refused by name, and all of them together change no weight."""
+    hints = get_type_hints(script.Args, include_extras=True)
+    marked = [
+        name
+        for name, hint in hints.items()
+        if script.UNTRAINED in getattr(hint, "__metadata__", ())
+    ]
+    assert sorted(marked) == sorted(OF_ACTOR)
+    frozen = ["--learning-rate", "0", "--critic-learning-rate", "0.01"]
+    for name, value in OF_ACTOR.items():
+        flag = name.replace("_", "-")
+        word = f"--no-{flag}" if value is False else f"--{flag}={value}"
+        more = ["--min-entropy-penalty", "0.5"] if name == "min_entropy" else []
+        if name == "min_entropy":
+            with pytest.raises(script.UsageError, match="--min-entropy"):
+                script.parse_args([*frozen, *more, word])
+            continue
+        parts = [
+            f"error: --{flag} {value}: has no effect while --learning-rate is 0.0; change that"
+        ]
+        check_bad(script, capsys, tmp_path, [*frozen, word], parts)
+
+    weights = []
+    for flags in ({}, {"cvar_alpha": 0.5, **OF_ACTOR}, {"cvar_alpha": 0.5, "target_kl": 1e-9}):
+        run_dir = str(tmp_path / "runs")
+        flags |= {"learning_rate": 0.0, "critic_learning_rate": 0.01, "run_dir": run_dir}
+        args = small_args(script, "Walk", value_target="sr_lambda", **flags)
+        agent, _ = script.load_agent(script.train(args)["run_dir"])
+        weights.append(agent.state_dict())
+    for others in weights[1:]:
+        for name, x in weights[0].items():
+            if "adv_moments" not in name:
+                assert torch.equal(x, others[name]), name
+
+
+@with_both_scripts
+@pytest.mark.parametrize("order", [1, -1])
+def test_weights_of_a_run_have_a_log_std_of_their_own(script, capsys, tmp_path, order):
+    """So the initial one is refused beside --init-from, even if it is the default."""
+    line = [["--log-std-init", "0"], ["--init-from", "elsewhere"]][::order]
+    parts = ["error: --log-std-init 0.0: has no effect while --init-from is elsewhere; change that"]
+    check_bad(script, capsys, tmp_path, [*line[0], *line[1]], parts)
+
+
 def test_a_system_without_forkserver_steps_in_one_process(script, monkeypatch, capsys, tmp_path):
     """As Windows is."""
     monkeypatch.setattr(script.multiprocessing, "get_all_start_methods", lambda: ["spawn"])
     parts = ["error: --async-envs True: this system has no forkserver; leave it out"]
     check_bad(script, capsys, tmp_path, ["--async-envs"], parts)
-    script.Args(async_envs=True)  # stored runs may be evaluated
+    args = script.Args(async_envs=True)  # stored runs may be evaluated
+    with pytest.raises(script.UsageError, match="start anew with --init-from and --no-async-envs"):
+        script.make_envs(replace(args, resume=str(tmp_path)))  # a resume keeps its flags
 
 
 @pytest.mark.parametrize("flag", ["--resume", "--evaluate", "--init-from"])

@@ -136,9 +136,12 @@ def test_runs_of_one_second_have_names_of_their_own(script, tmp_path, monkeypatc
     """A name that is taken gets a number."""
     monkeypatch.setattr(script.time, "strftime", lambda _: "0102-030405")
     args = small_args(script, "Walk", run_dir=str(tmp_path))
-    names = [script.make_run_dir(args).name for _ in range(3)]
+    made = [script.make_run_dir(args) for _ in range(3)]
+    names = [path.name for path in made]
     name = f"Walk-v0__{script.Args.exp_name}__s1__0102-030405"
     assert names == [name, f"{name}-2", f"{name}-3"]
+    nested = script.make_run_dir(replace(args, exp_name="a/b"))  # a slash opens no directory
+    assert nested == tmp_path / "Walk-v0__a_b__s1__0102-030405"
 
 
 @with_one_script
