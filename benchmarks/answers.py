@@ -1589,7 +1589,7 @@ def screenings() -> list[str]:
     rows = screen.TABLE.rows()
     lines = []
     for name in screen.STUDIES:
-        for make in (screen.report, screen.second_report, screen.part_report):
+        for make in (screen.report, screen.second_report, screen.part_report, screen.again_report):
             table = make(name, rows)
             if len(table) > 1:
                 lines += [*table, ""]

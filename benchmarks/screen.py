@@ -13,6 +13,11 @@ effect is the mean of the half with it minus that of the half without. One chang
 compare two settings. The design is the 2^(8-4) of resolution IV of
 Box, Hunter and Hunter, "Statistics for Experimenters", 1978: no effect of one change is mixed with
 that of another, nor with what two of them do together. Pairs are mixed with pairs.
+
+`robots_again` has five changes in eight settings, a smaller design (see `design`). Three of its
+flags are those of the commit "Trial flags for the critics", whose scripts have to run it. Its
+setting without a change is a candidate of `robots`. Those rows are of earlier commits, which
+compute the same but for rounding.
 """
 
 from __future__ import annotations
@@ -73,6 +78,7 @@ class Study(NamedTuple):
     part_tasks: Sequence[str] = ()
     part_seeds: range = range(0)
     line_rows: tuple[str, str] = NO_ROWS  # study and setting that have run the line already
+    rival_rows: tuple[str, str] = NO_ROWS  # and those that candidates meet in the second stage
 
     def flags(self, setting: str) -> str:
         """The line with a setting's changes."""
@@ -113,7 +119,7 @@ STUDIES = {
         seeds=1,
         second_seeds=range(2100, 2106),
         candidates=("BDFG", "BFG"),
-        stopped=("BDFG",),
+        stopped=("BDFG", "BFG"),
         parts="BDFG",
         part_tasks=("Ant-v5", "HalfCheetah-v5"),
         part_seeds=range(2200, 2201),
@@ -137,6 +143,7 @@ STUDIES = {
         seeds=1,
         second_seeds=range(2400, 2404),
         line_rows=("robots", "BDFG"),
+        rival_rows=("robots", ""),
     ),
     "cartpole_novel": Study(
         LSTM,
@@ -156,6 +163,7 @@ STUDIES = {
         seeds=2,
         second_seeds=range(2100, 2124),
         candidates=("ACDH",),
+        stopped=("ACDH",),
     ),
     "pendulum_novel": Study(
         LSTM,
@@ -216,12 +224,15 @@ def all_runs(study: Study) -> list[Run]:
 
 
 def second_runs(study: Study) -> list[Run]:
-    """Every run of the second stage: the candidates beside the line, seed by seed."""
+    """Every run of the second stage: the candidates beside the line, seed by seed. The line does
+    not run where no candidate is left, nor where another study has run it."""
+    settings = [setting for setting in study.candidates if setting not in study.stopped]
+    if settings and study.rival_rows == NO_ROWS:
+        settings.insert(0, "")
     cells = [
         Cell(task, study.script, setting, study.flags(setting), study.second_seeds)
-        for setting in ("", *study.candidates)
+        for setting in settings
         for task in study.tasks
-        if setting not in study.stopped
     ]
     return sorted(common.runs_of(cells), key=lambda run: run.seed)
 
@@ -347,6 +358,17 @@ def report(name: str, rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def rows_elsewhere(where: tuple[str, str], rows: Sequence[Row]) -> list[Row]:
+    """Rows of a second stage, `where` (a study and a setting), as rows without a change."""
+    study, _ = where
+    return [
+        row | {"setting": ""}
+        for row in rows
+        if (row["study"], row["setting"]) == where != NO_ROWS
+        if int(row["seed"]) in STUDIES[study].second_seeds
+    ]
+
+
 # ---------------------------------------------------------------------------------- second stage
 class Score(NamedTuple):
     """What a setting scores on several robots."""
@@ -435,6 +457,7 @@ def second_report(name: str, rows: Sequence[Row]) -> list[str]:
     It is empty until the line and a candidate have a row."""
     study = STUDIES[name]
     settings: dict[str, list[Row]] = {setting: [] for setting in ("", *study.candidates)}
+    settings[""] += rows_elsewhere(study.rival_rows, rows)
     for row in rows:
         second = row["study"] == name and int(row["seed"]) in study.second_seeds
         if second and row["setting"] in settings:
@@ -442,7 +465,7 @@ def second_report(name: str, rows: Sequence[Row]) -> list[str]:
     settings = {setting: found for setting, found in settings.items() if found}
     if "" not in settings or len(settings) < 2:
         return []
-    if name == "robots":
+    if set(study.tasks) == BEST.keys():
         return robots_table(settings, study)
     return task_table(settings, study)
 
@@ -508,18 +531,12 @@ def again_report(name: str, rows: Sequence[Row]) -> list[str]:
     study = STUDIES[name]
     if study.line_rows == NO_ROWS:
         return []
-    line_study, line_setting = study.line_rows
-    candidate = [
-        row | {"setting": ""}
-        for row in rows
-        if row["study"] == line_study and row["setting"] == line_setting
-        if int(row["seed"]) in STUDIES[line_study].second_seeds
-    ]
     own = [
         row for row in rows if row["study"] == name and int(row["seed"]) not in study.second_seeds
     ]
+    own += rows_elsewhere(study.line_rows, rows)
     letters = LETTERS[: len(study.changes)]
-    return effects_table(study, letters, study.settings(), study.tasks, candidate + own)
+    return effects_table(study, letters, study.settings(), study.tasks, own)
 
 
 def main() -> None:
@@ -548,6 +565,8 @@ def main() -> None:
         parser.error(f"--tasks {' '.join(unknown)}: {args.study} has {' '.join(tasks)}")
     stage = "second" if args.second else "parts" if args.parts else "first"
     runs = missing(args.study, args.tasks, stage)
+    for run in runs:
+        common.load_script(run.cell.script).parse_args(run.cell.flags.split())  # or say what is bad
     for _, row in common.run_all(run_one, runs, args.processes):
         row = {"study": args.study} | row
         TABLE.append(row)

@@ -404,3 +404,41 @@ def test_a_candidate_of_another_study_is_the_line_and_runs_no_more(screen, monke
     assert head == "| effect on the score | " + " | ".join([*study.tasks, "mean"]) + " |"
     assert [line.split("|")[1].strip() for line in lines] == [study.told(x) for x in "ABCDE"]
     assert [line.count("+1.000 ± 0.000") for line in lines] == [0, 5, 0, 0, 0]
+
+
+def test_a_candidate_of_robots_again_meets_the_line_of_robots(screen, monkeypatch):
+    """Which runs no more: a candidate has four runs on each robot. Both have half of the best, and
+    the rows of another candidate, of another stage and of the study's own line do not count."""
+    study = screen.STUDIES["robots_again"]._replace(candidates=("B",))
+    monkeypatch.setitem(screen.STUDIES, "robots_again", study)
+    assert [run.cell.variant for run in screen.second_runs(study)] == ["B"] * 16
+    rows = []
+    for task, best in screen.BEST.items():
+        old = {"study": "robots", "task": task, "return_mean": str(best / 2)}
+        rows += [old | {"setting": "", "seed": seed} for seed in ("2100", "2101")]
+        rows += [old | {"setting": "BDFG", "seed": "2100", "return_mean": "0"}]
+        rows += [old | {"setting": "", "seed": "2000", "return_mean": "0"}]
+        new = old | {"study": "robots_again"}
+        rows += [new | {"setting": "B", "seed": seed} for seed in ("2400", "2401")]
+        rows += [new | {"setting": "B", "seed": "2301", "return_mean": "0"}]
+    told = screen.second_report("robots_again", rows)
+    assert len(told) == 4
+    assert told[2].startswith("| the line | 8 | ")
+    assert "| 0.500 ± 0.000 | 0% |" in told[2]
+    assert told[3].startswith("| `--critic-hidden-size 256` | 8 | ")
+    assert told[3].endswith("| +0.000 ± 0.000 |")
+
+
+def test_a_study_without_candidates_left_runs_no_line(screen):
+    """As `robots`, whose candidates have all stopped."""
+    assert screen.second_runs(screen.STUDIES["robots"]) == []
+    assert screen.second_runs(screen.STUDIES["cartpole_novel"]) == []
+
+
+def test_flags_that_the_script_lacks_are_said_ahead_of_any_run(screen, monkeypatch, capsys):
+    """The trial flags are those of another commit."""
+    monkeypatch.setattr(sys, "argv", ["screen.py", "robots_again"])
+    monkeypatch.setattr(screen.Table, "rows", lambda table: [])
+    monkeypatch.setattr(screen.common, "run_all", None)
+    with pytest.raises((SystemExit, ValueError)):
+        screen.main()
