@@ -212,9 +212,13 @@ def scalars(directory: Path, tags: Iterable[str]) -> dict[str, list[Point]]:
 def runs_of(
     cells: Iterable[Cell], words: Iterable[str] = (), seeds: Iterable[int] = ()
 ) -> list[Run]:
-    """Runs of the cells that match all words, with these seeds or else the cell's own."""
+    """Runs of the cells that match all words, with all of a cell's seeds or those that are named.
+
+    A seed that a cell has not is none of its runs: reports count every row of a setting.
+    """
+    named = set(seeds)
     chosen = [cell for cell in cells if cell.matches(words)]
-    return [Run(cell, seed) for cell in chosen for seed in seeds or cell.seeds]
+    return [Run(cell, seed) for cell in chosen for seed in cell.seeds if not named or seed in named]
 
 
 def with_words(work: Work, run: Run) -> Any:
@@ -305,14 +309,19 @@ class Table:
     def append(self, *rows: dict[str, Any]) -> None:
         """Write rows at the end, all at once, below a header if the file is new.
 
-        Programs that append at the same time wait for each other.
+        Programs that append at the same time wait for each other. Raises ValueError for a file
+        with other columns.
         """
-        with self.path.open("a", newline="") as file:
+        with self.path.open("a+", newline="") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # until all is written and the file closed
             writer = csv.DictWriter(file, self.columns, lineterminator=self.end)
-            if os.fstat(file.fileno()).st_size == 0:
+            file.seek(0)
+            if header := file.readline():
+                if header.strip().split(",") != [*self.columns]:
+                    raise ValueError(f"{self.path} has the columns {header.strip()}")
+            else:
                 writer.writeheader()
-            writer.writerows(rows)
+            writer.writerows(rows)  # at the end, wherever the file was read
 
     def record(self, work: Work, runs: Iterable[Run], processes: int = 1) -> None:
         """Append and print the row, or the rows, that each run's work gives."""
@@ -449,7 +458,8 @@ class Archive:
         changed = path.stat().st_mtime_ns if path.exists() else 0
         rows = rows_by_setting(self.table, changed).get(cell.setting, [])
         newer = [row for row in rows if int(row["seed"]) >= RENEWED]
-        if len(newer) >= len(cell.seeds) and min(cell.seeds, default=0) >= RENEWED:
+        seeds = {int(row["seed"]) for row in newer}
+        if min(cell.seeds, default=0) >= RENEWED and seeds >= {*cell.seeds}:
             return newer
         return [row for row in rows if int(row["seed"]) < RENEWED]
 

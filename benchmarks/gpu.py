@@ -82,7 +82,8 @@ def measure_all(name: str, repeat: int) -> None:
 
     same = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, **common.origin()}
     keys = ("work", "program", "repeat", "gpu", "commit")
-    known = {tuple(row[key] for key in keys) for row in TABLE.rows()}
+    rows = [row for row in TABLE.rows() if not row["commit"].endswith("+")]
+    known = {tuple(row[key] for key in keys) for row in rows}
     for program in PROGRAMS:
         if (name, program, str(repeat), same["gpu"], same["commit"]) not in known:
             row = {"work": name, "program": program, "repeat": repeat}

@@ -17,7 +17,6 @@ earlier version.
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
 import json
 import math
@@ -141,7 +140,7 @@ NEW_THREE, NEW_FIVE, NEW_TEN, NEW_TWENTY = (
 # flags: beyond --env-id and --seed
 GRID = [
     Cell("CartPoleNoVel-v1", LSTM, "default", "", NEW_TWENTY),
-    Cell("CartPoleNoVel-v1", LSTM, "no_memory", "", THREE),
+    Cell("CartPoleNoVel-v1", LSTM, "no_memory", "", NEW_THREE),
     Cell("PendulumNoVel-v1", LSTM, "default", PENDULUM_NOVEL, NEW_TWENTY),
     Cell("PendulumNoVel-v1", LSTM, "memory_100", PENDULUM_NOVEL + RETURNS_OVER_100, TWENTY),
     Cell("MountainCarContinuousNoVel-v0", LSTM, "default", MOUNTAIN, NEW_TWENTY),
@@ -182,7 +181,7 @@ BOTH = {  # variant: flags; one thing differs from the row of the task in GRID
     "twin_min_quantile": "--twin-reduce min_quantile",  # its runs are kept, the flag is gone
     "clip_mean_only": "--vf-clip mean_only",
     "no_norm_returns": "--no-norm-returns",
-    "no_popart": "",  # normalised returns without rescaling, see `unscaled`
+    "no_popart": "",  # its runs are kept, the code that took rescaling out is gone
     "raw_observations": "--no-norm-obs",
     "sr_lambda": "--value-target sr_lambda",
 }
@@ -266,42 +265,12 @@ def forget(module: ModuleType) -> None:
     module.lstm_in_numpy = acting_without_state
 
 
-def unscaled(module: ModuleType) -> None:
-    """Return normalisation as the older system's description has it: the heads keep their weights,
-    and the statistics move when the update is done."""
-    move = module.ValueDistribution.move_statistics
-    update = module.update
-    moved = []  # the statistics as they will be after the update
-
-    def stay(dist, heads, outputs, targets):
-        moments = dist.moments
-        dist.moments = copy.deepcopy(moments)
-        move(dist, [], outputs, targets)
-        moved.append(dist.moments)
-        dist.moments = moments
-        args = dist.args
-        dist.args = dataclasses.replace(args, norm_returns=False)
-        stayed = move(dist, heads, outputs, targets)
-        dist.args = args
-        return stayed
-
-    def update_then_move(agent, *rest):
-        metrics = update(agent, *rest)
-        agent.value_dist.moments = moved.pop()
-        return metrics
-
-    module.ValueDistribution.move_statistics = stay
-    module.update = update_then_move
-
-
 def run_ours(run: Run) -> Result:
     """Train one seed of a script of this repository."""
     cell = run.cell
     module = common.load_script(cell.script)
     if cell.variant == "no_memory":
         forget(module)
-    if cell.variant == "no_popart":
-        unscaled(module)
 
     with common.trained(module, cell.task, run.seed, cell.flags) as done:
         metrics = done.metrics

@@ -147,9 +147,8 @@ def measure_slow(repeats: int) -> None:
     for repeat in range(repeats):
         if str(repeat) not in known:
             found = {how: round(float(speed_of_slow(how)), 2) for how in ("sync", "async")}
-            for how, value in found.items():
-                row = {"kind": "slow", "cell": cell, "processes": how}
-                TABLE.append(row | {"repeat": repeat, "value": value} | same)
+            row = {"kind": "slow", "cell": cell, "repeat": repeat} | same
+            TABLE.append(*(row | {"processes": how, "value": x} for how, x in found.items()))
             print(found, f"ratio {found['async'] / found['sync']:.2f}", flush=True)
     rows = [row for row in TABLE.rows() if kept <= row.items()]
     gained = ratio(values(rows, cell, "async") / values(rows, cell, "sync"))

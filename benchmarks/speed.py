@@ -533,9 +533,11 @@ def programs_of(cell: str, peer: str, threads: int) -> list[str]:
 def missing(
     rows: list[Row], commit: str, cells: list[str], threads: list[int], repeats: int, peer: str
 ) -> list[Measurement]:
-    """What the CSV lacks for this commit of the scripts."""
+    """What the CSV lacks for this commit of the scripts. Changed scripts are measured anew."""
     columns = (*Measurement._fields, "commit")
-    known = {tuple(row[column] for column in columns) for row in rows}
+    known = {
+        tuple(row[column] for column in columns) for row in rows if not row["commit"].endswith("+")
+    }
     every = [
         Measurement(number, repeat, cell, program)
         for number, repeat, cell in itertools.product(threads, range(repeats), cells)

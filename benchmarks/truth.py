@@ -6,11 +6,11 @@ neutral, and do units matter? Runs what is missing, reports.
     python benchmarks/truth.py --only rare-1 categorical --seeds 1 2
 
 Three tasks pay rarely, and the value is known; in a fourth one arm looks better but for a rare
-disaster; the rest are CartPole-v1 in other units. Every critic has the same flags beside its own.
-One row of results/truth.csv is one run; interrupted at any point, the next call continues. Reported
-seeds are 1 to 10. Seed k trains with --seed 1000 k: environments took consecutive seeds when the
-rows were made, so that runs on neighbouring ones would have shared most of their data. So seed 1 is
---seed 1000, on which CartPole-v1's flags were tuned among others.
+disaster; the rest are CartPole-v1 in other units. Every critic of a script has the same flags
+beside its own. One row of results/truth.csv is one run; interrupted at any point, the next call
+continues. Reported seeds are 1 to 10. Seed k trains with --seed 1000 k: environments took
+consecutive seeds when the rows were made, so that runs on neighbouring ones would have shared most
+of their data. So seed 1 is --seed 1000, on which CartPole-v1's flags were tuned among others.
 """
 
 from __future__ import annotations

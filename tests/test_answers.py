@@ -492,14 +492,15 @@ def test_warnings_worked_by_hand(answers, monkeypatch):
 
 def test_aversion_on_robots_worked_by_hand(answers, monkeypatch):
     """Worst tenths of 10 and 30 with a neutral policy, of 12 with full aversion, and of 15 with the
-    chosen one."""
+    chosen one. A reported seed is no tuning seed."""
     names = {"neutral": ("10", "30"), "averse": ("12",), "penalty": ("99",)}
     names[answers.tails.CHOSEN] = ("15",)
     rows = [
-        {"task": answers.tails.TASK, "variant": variant, "cvar_10": tail}
+        {"task": answers.tails.TASK, "variant": variant, "cvar_10": tail, "seed": "1000"}
         for variant, tails in names.items()
         for tail in tails
     ]
+    rows.append(rows[0] | {"seed": "8001", "cvar_10": "999"})
     monkeypatch.setattr(answers.Table, "rows", lambda self: rows)
     told = answers.averse_robots()
     assert told.endswith("worse: 12 by `averse`, and 15 with a lower weight, instead of 20.")

@@ -1040,7 +1040,6 @@ def test_speed_beside_the_peer_is_measured(monkeypatch, tmp_path):
 # names that variants of `learning` replace
 REPLACED = {
     "no_memory": ["unroll_lstm", "lstm_in_numpy"],
-    "no_popart": ["update"],
     "default": [],
 }
 
@@ -1048,7 +1047,7 @@ REPLACED = {
 @pytest.mark.parametrize(
     ("script", "variant"),
     [(NAMES[0], variant) for variant in REPLACED]
-    + [(NAMES[1], "default"), (NAMES[1], "no_popart")]
+    + [(NAMES[1], "default")]
     + [pytest.param(name, "exchanged", marks=pytest.mark.slow) for name in COMPOSED],
 )
 def test_learning_keeps_a_run(script, variant, monkeypatch, tmp_path):
@@ -1123,30 +1122,6 @@ def test_without_memory_what_acts_is_what_is_trained(monkeypatch):
     with learning.common.trained(script, run.cell.task, 1, run.cell.flags) as done:
         assert done.metrics["policy/ratio_first_minibatch_error"] < 1e-4
         assert done.metrics["policy/ratio_std"] > 1e-3
-
-
-def test_without_popart_the_statistics_move_after_the_update(script, monkeypatch):
-    """By as much as otherwise; heads and values stay as they are until then."""
-    learning = importlib.import_module("learning")
-    run = make_run(script, "Walk")
-    other = make_run(script, "Walk")
-    roll(run)
-    other.rollout = run.rollout
-    keep_as_it_is(monkeypatch, script, "update")
-    keep_as_it_is(monkeypatch, script.ValueDistribution, "move_statistics")
-    prepare_rollout(other)
-    learning.unscaled(script)
-
-    before = {name: x.clone() for name, x in run.agent.state_dict().items()}
-    batch, _, _ = prepare_rollout(run)
-    after = run.agent.state_dict()
-    assert all(after[name].equal(x) for name, x in before.items() if "adv_moments" not in name)
-    script.update(run.agent, run.optimizers, batch, run.args, 0.0)
-    moved = run.agent.value_dist.moments
-    expected = other.agent.value_dist.moments
-    for name in ("mean", "var", "count"):
-        assert getattr(moved, name) == getattr(expected, name)
-    assert moved.mean != before["value_dist.moments.mean"]
 
 
 @pytest.mark.parametrize("variant", ["zoo", "equal_time"])
