@@ -390,7 +390,7 @@ def tasks_notes() -> list[str]:
     blind = scores(LSTM, "CartPoleNoVel-v1", "no_memory")
     return [
         f"* **Memory is used.** With the LSTM's state zeroed at every step CartPoleNoVel-v1 ends "
-        f"at {blind.mean():.1f} ({count_of(len(blind))} older runs) instead of "
+        f"at {blind.mean():.1f} ({count_of(len(blind))} runs) instead of "
         f"{novel.mean():.1f}.",
         terms(),
     ]
@@ -406,12 +406,12 @@ def terms() -> str:
     }
     apart, one = (np.array([float(row["return_mean"]) for row in own[name]]) for name in own)
     gap = np.mean([float(row["gap"]) for row in own["terms"]])
+    change = welch(apart, one)
+    cost = "cost no measurable return" if change.verdict == "undecided" else "change the return"
     return (
-        f"* **A value for each reward term** of Hopper-v5: their sum is {100 * gap:.1f} % away "
-        f"from the value of the whole reward. After {int(longest):,} steps the return is "
-        f"{apart.mean():.0f}, and with one value {one.mean():.0f}, a difference of "
-        f"{welch(apart, one).told()} with {count_of(len(one))} runs each "
-        f"([table](results/reward_terms.md))."
+        f"* **A value for each reward term** of Hopper-v5: they add up to the value of the whole "
+        f"reward, {100 * gap:.1f} % apart, and {cost} ({change.told()} after {int(longest):,} "
+        f"steps, {count_of(len(one))} runs each; [table](results/reward_terms.md))."
     )
 
 
@@ -528,10 +528,11 @@ def critics_notes(verdicts: dict[Contest, Verdict]) -> list[str]:
         f"Scores are scaled for each task: 1 is the mean of a "
         f"scalar critic (a single one on MuJoCo, twins elsewhere), and 0 is a return of 0 "
         f"({pendulum} on PendulumNoVel-v1, about a random policy's; -1 on POPGym). Low runs end "
-        f"below 0.9. The single quantile critic met a single scalar critic, not scalar twins. All "
-        f"rows are from before separate updates, of commits that often differ between the two "
-        f"critics; scalar critics have `--vf-coef 10`.",
-        f"Of the single quantile critic only the fresh seeds were to count: {held}. "
+        f"below 0.9.",
+        "The single quantile critic met a single scalar critic, not scalar twins. All rows are "
+        "from before separate updates, of commits that often differ between the two critics; "
+        "scalar critics have `--vf-coef 10`.",
+        f"We said ahead that only fresh seeds count for the single quantile critic: {held}. "
         f"{lower}{caution}",
     ]
 
@@ -581,6 +582,15 @@ def proven(ratio: critics.Estimate) -> str:
     return ", so take it" if ratio.low > 1 else ". This is not proven, so keep the default"
 
 
+def on_hopper() -> str:
+    """What today's preset has on tuning seeds, if it ran there."""
+    for one in changes():
+        if one.task == "Hopper-v5":
+            runs = count_of(len(one.after))
+            return f"On Hopper-v5 it has {one.after.mean():.0f} on {runs} tuning seeds. "
+    return ""
+
+
 def mujoco_lines() -> list[str]:
     """Which settings to take."""
     return [
@@ -604,11 +614,13 @@ CELLS = [
     Cell("recurrent", "ours-1core", "sb3-1core", "the same, on one core"),
     Cell("recurrent-episodes20", "ours", "", "recurrent, episodes of 20 steps"),
     Cell("cartpole", "ours", "", "feed-forward, CartPole-v1"),
+    Cell("cartpole", "ours-1core", "sb3-1core", "the same, on one core"),
     Cell("cheetah-8x256", "ours", "", "HalfCheetah-v5, 8 environments"),
     Cell("cheetah-8x256", "compiled", "", "the same, with `--compile`"),
     Cell("cheetah-8x256", "ours", "cleanrl", "HalfCheetah-v5, 8 environments, beside CleanRL"),
     Cell("cheetah-1x2048", "compiled", "", "HalfCheetah-v5, 1 environment, with `--compile`"),
     Cell("minatar", "ours", "", "MinAtar Breakout, convolutions"),
+    Cell("minatar", "ours-1core", "sb3-1core", "the same, on one core"),
     Cell("pong", "ours", "", "Pong, 84 x 84 x 4"),
     Cell("pong-recurrent", "ours", "", "Pong, recurrent"),
 ]
@@ -670,11 +682,11 @@ def before_speed_up(cell: Cell) -> speed.Programs | None:
 
 def load_note() -> str:
     """How slow the machine was for the current rows, by peers that did not change."""
-    shares, _ = with_less_load()
+    shares, ratios = with_less_load()
     return (
-        f"* **Load.** When the current rows were measured, the same peers ran at "
-        f"{min(shares):.2f} to {max(shares):.2f} of their speed in the older rows. How much of the "
-        f"rise in our ratios since then is due to load is unknown."
+        f"* **Load.** The machine was slower for the current rows: the same peers ran at "
+        f"{min(shares):.2f} to {max(shares):.2f} of their speed in the older rows. So do not "
+        f"compare current ratios with older ones, which are {joined(ratios)}."
     )
 
 
@@ -732,17 +744,12 @@ def speed_table() -> list[str]:
 
 def speed_notes() -> list[str]:
     """What the table of speed does not say, a line each."""
-    waits = {line[1].split(",")[0]: line for line in speed.waiting_lines()}
-    ours, theirs = waits[LSTM], waits[CONTRIB]
     compiled = [
         pace(Cell(name, "compiled", "ours", "")).told()
         for name in ("cheetah-1x2048", "cheetah-8x256", "minatar")
     ]
     return [
         load_note(),
-        f"* **To a solved task.** On CartPoleNoVel-v1 the mean of {common.SMOOTHED} training "
-        f"returns reached {learning.THRESHOLDS['CartPoleNoVel-v1']} after {ours[2]} steps with our "
-        f"older version, and after {theirs[2]} with sb3-contrib and the zoo's flags (medians).",
         f"* **`--compile`** makes HalfCheetah-v5 with one and eight environments {compiled[0]} and "
         f"{compiled[1]} times as fast, and MinAtar's convolutions {compiled[2]} times.",
         gpu_note(),
@@ -876,7 +883,7 @@ def risk_notes() -> list[str]:
     }
     least = f"{lottery['neutral'].min():.3f}"
     chance = (
-        "always (1.000 to three digits)"
+        "with a probability of 1.000"
         if least == "1.000"
         else f"with a probability of at least {least}"
     )
@@ -887,12 +894,11 @@ def risk_notes() -> list[str]:
     best = risk.cliff_optima()
     return [
         f"* **A lottery of one step.** Neutral policies take the risky arm {chance}. "
-        f"Those with `--cvar-weight 0.5` take it with a probability of at most "
-        f"{lottery['weight 0.5'].max():.3f}.",
+        f"Those with `--cvar-weight 0.5` do with at most {lottery['weight 0.5'].max():.3f}.",
         f"* **A slippery cliff.** By dynamic programming the best mean ({best.mean:.1f}) comes "
         f"with the best tail ({best.its_cvar:.1f}). `--cvar-weight 1` moves the worst tenth from "
         f"{tails[0][0]} to {tails[0][1]} (feed-forward) and from {tails[1][0]} to {tails[1][1]} "
-        f"(recurrent), where policies then wait at the start.",
+        f"(recurrent), whose policies then just wait at the start.",
     ]
 
 
@@ -1009,7 +1015,6 @@ def calibration_notes() -> list[str]:
         f"`--preset calibrated` reach all. With `--kappa 1` instead the distance of "
         f"quantiles from the truth is {min(away):.0f} to {max(away):.0f} % of the standard "
         f"deviation in {count_of(len(away))} runs.",
-        "* **The other two have no goal**: heavy tails and a rare disaster.",
         f"* **Presets** had a goal, set ahead: at most 0.05 in all three runs. {goal_told()}",
     ]
 
@@ -1093,7 +1098,7 @@ def truth_notes() -> list[str]:
         f"atoms), and {found['peer']} do with SB3's PPO.",
         f"* **Other units.** Rewards or observations of CartPole-v1 were multiplied by 1e-8 to "
         f"1e18. {sum(mean == 500 for mean in units)} of {len(units)} runs end at "
-        f"500; the others are of one seed, which fails without a factor, too.",
+        f"500; the other runs all have one seed, which fails with the factor 1, too.",
     ]
 
 
@@ -1174,15 +1179,16 @@ def current() -> str:
         )
     fresh = any(newer(cell) for cell in learning.GRID if cell.script in (LSTM, CATEGORICAL))
     told = (
-        " Newer are the returns with *, the speeds called current, the second table of "
-        "calibration, warnings, reward terms and the robots' tails."
+        " Of today's scripts are the returns with *, the speeds called current, the second table "
+        "of calibration, warnings, reward terms and the robots' tails."
         if fresh
         else ""
     )
     most = "Most" if 2 * old > rows else "Some"
     return (
-        f"**{most} returns are of an older version.** {old} of {rows} runs of ours were trained "
-        f"{what}, and so were those behind risk, calibration and truth.{told} {effect}"
+        f"**{most} returns are of an older version.** Today's scripts may score differently "
+        f"there. {old} of {rows} runs of ours were trained {what}, and so were those behind risk, "
+        f"calibration and truth.{told} {effect}"
     )
 
 
@@ -1219,7 +1225,7 @@ def optimism() -> str:
     return (
         f"* **Tuning seeds may look better than reported ones.** With the same flags, before "
         f"separate updates, their mean is higher on {higher} of {len(gaps)} tasks, and clearly on "
-        f"{clear or 'none'}. Flags were chosen on them."
+        f"{clear or 'none'}."
     )
 
 
@@ -1263,18 +1269,19 @@ def behind_scalar() -> str:
                     continue
                 chance = critics.estimate(critics.improvement, known[name], known[critic.rival])
                 if chance.high < 0.5:
-                    found.append(f"{title} {name.replace(', ', ' by ')} with {chance} {when}")
-    return f" Worse than a scalar critic: {joined(found)}." if found else ""
+                    what = f"{title} {name.replace(', ', ' by ')}"
+                    found.append(f"{what} (above it with probability {chance} {when})")
+    return f" Behind a scalar critic are {joined(found)}." if found else ""
 
 
 def worth(verdicts: dict[Contest, Verdict]) -> str:
     """The bullet about the return."""
     robots, recurrent, games = (verdicts[contest] for contest in DEFAULTS)
     return (
-        f"* **Is a distributional critic worth it for the return?** {gain_told(verdicts)} V, the "
-        f"mean, is an output of its own, and by default the policy learns from V alone. So the "
-        f"distribution can help only through the critic's features. In our older version a run "
-        f"with the default critic ends above one with a scalar critic with probability "
+        f"* **Is a distributional critic worth it for the return?** {gain_told(verdicts)} By "
+        f"default the policy learns from V, the mean, which is an output of its own. So the "
+        f"distribution can only shape the critics' hidden layers. In our older version a run with "
+        f"the default critic ends above one with a scalar critic with probability "
         f"{robots.at_the_end} on "
         f"MuJoCo, {recurrent.at_the_end} on recurrent tasks and {games.at_the_end} on MinAtar, "
         f"where 0.5 is a tie."
@@ -1290,16 +1297,14 @@ def calibrated() -> str:
     told = (before <= 0.05).sum(), (after <= 0.05).sum(), len(after)
     cells = [(task, script) for task in REAL for script in (LSTM, CATEGORICAL)]
     runs = np.concatenate([coverage(task, script, "mean") for task, script in cells])
-    presets = {(task, calibration.PRESETS[task][0]) for task in preset_errors()}
-    shared = len(presets.intersection(cells))
     return (
         f"* **Is the predicted distribution calibrated?** Not by default. `--preset calibrated` "
         f"reaches our goals in {chain} of {len(chains())} runs on three of five known processes. A "
-        f"rare disaster's depth is underestimated by {disasters()}. On real tasks the coverage of "
-        f"deciles is off by at most 0.05 in {told[0]} of {told[2]} runs with presets, in "
-        f"{told[1]} after `--preset critics`, and in {(runs <= 0.05).sum()} of {len(runs)} with "
-        f"[flags for each task](tuning.md#calibration) ({count_of(shared)} tasks are in both). "
-        f"[Details](#calibration)"
+        f"rare disaster's depth is underestimated by {disasters()}. On real tasks a run counts as "
+        f"calibrated if the shares of returns below its deciles are off by at most 0.05. Presets "
+        f"reach that in {told[0]} of {told[2]} runs, `--preset critics` behind them in {told[1]}, "
+        f"and [flags for each task](tuning.md#calibration) in {(runs <= 0.05).sum()} of "
+        f"{len(runs)}. [Details](#calibration)"
     )
 
 
@@ -1343,10 +1348,11 @@ def trusted() -> str:
     agents = count_of(len({row["seed"] for row in rows}))
     return (
         f"* **Does it know when not to be trusted?** {short} Gravity, friction or the noise of "
-        f"sensors changed after training, for {agents} runs each of {robots}. Where the return "
-        f"fell ({cases(fallen)}), a low first decile warned by then in {first}, twins far apart in "
-        f"{second}. Where it held ({cases(len(held))}), they gave false alarms in {false[0]} and "
-        f"{false[1]}. [Table](results/trust.md), [figure](results/trust.png)"
+        f"sensors changed after training, for {agents} runs each of {robots}. In "
+        f"{cases(fallen)} the return fell. A low predicted decile warned in time in {first} of "
+        f"them, and twins far apart in {second}. In {cases(len(held))} it held, and the two gave "
+        f"false alarms in {false[0]} and {false[1]}. [Table](results/trust.md), "
+        f"[figure](results/trust.png)"
     )
 
 
@@ -1373,16 +1379,16 @@ def beside_others() -> list[str]:
     verdicts = [one.verdict for one in novel.values()]
     verdict = f"all {verdicts[0]}" if len(set(verdicts)) == 1 else joined(verdicts)
     return [
-        f"* **How good is the feed-forward script?** Its mean return over that of the zoo's one "
-        f"published run is {zoo.each}; on Swimmer-v5, with another discount, it is {swimmer:.2f}. "
+        f"* **How good is the feed-forward script?** Its mean return, divided by that of the zoo's "
+        f"one published run, is {zoo.each}; on Swimmer-v5, with another discount, {swimmer:.2f}. "
         f"The zoo used older simulators and one run, so no difference is tested. On "
         f"{below_best()} the best published value is higher. On MinAtar, beside SB3's PPO with "
         f"equal flags, the script is {standing(games)} of {count_of(len(games))} games. "
         f"[Details](#tasks)",
         f"* **How good is the recurrent script?** Its difference from sb3-contrib's tuned PPO is "
-        f"{told} ({verdict}). On POPGym, with equal flags and wall time, it is {standing(quiz)} of "
-        f"{count_of(len(quiz))} tasks; sb3-contrib made {shares[0]:.0f} to {shares[1]:.0f} % of "
-        f"our steps, and at equal steps nothing was compared. [Details](#tasks)",
+        f"{told} ({verdict}). On POPGym, with equal flags and equal wall time, sb3-contrib makes "
+        f"{shares[0]:.0f} to {shares[1]:.0f} % of our steps, and ours is {standing(quiz)} of "
+        f"{count_of(len(quiz))} tasks. At equal steps nothing was compared. [Details](#tasks)",
     ]
 
 
@@ -1399,15 +1405,13 @@ def fast() -> str:
     named = {(cell.name, cell.mine, cell.peer): pace(cell) for cell in CELLS}
     lstm, one_core = named["recurrent", "ours", ""], named["recurrent", "ours-1core", "sb3-1core"]
     eight = named["cheetah-8x256", "compiled", ""]
-    pole, breakout = named["cartpole", "ours", ""], named["minatar", "ours", ""]
-    plain = named["cheetah-8x256", "ours", ""]
+    pole = named["cartpole", "ours", ""]
     return (
-        f"* **How fast are they?** On a loaded machine the recurrent script with an LSTM of 128 is "
-        f"{aged(lstm)} times as fast as sb3-contrib on two cores and {aged(one_core)} times on "
-        f"one. The feed-forward script is {aged(pole)} times as fast as SB3's PPO on CartPole-v1, "
-        f"{aged(breakout)} times on MinAtar's Breakout and {aged(plain)} times with eight "
-        f"HalfCheetahs, or {aged(eight)} times with `--compile`. With less load our older version "
-        f"had {joined(with_less_load()[1])}. [Details](#speed)"
+        f"* **How fast are they?** On two cores the recurrent script with an LSTM of 128 is "
+        f"{aged(lstm)} times as fast as sb3-contrib, and on one core {aged(one_core)} times. The "
+        f"feed-forward script is {aged(pole)} times as fast as SB3's PPO on CartPole-v1, and "
+        f"{aged(eight)} times with eight HalfCheetahs and `--compile`. The machine was loaded, "
+        f"which may flatter these ratios. [Details](#speed)"
     )
 
 
@@ -1430,32 +1434,31 @@ def answers(verdicts: dict[Contest, Verdict]) -> list[str]:
         f"`--cvar-weight 1` lifts the mean of the worst tenth of episodes from "
         f"{tail['cvar', 'neutral']} to {tail['cvar', 'weight 1']} and lowers the mean of all from "
         f"{tail['mean', 'neutral']} to {tail['mean', 'weight 1']} (feed-forward). On a slippery "
-        f"cliff there is nothing to gain, and {tails_told()}. So has [a robot](#what-failed) (one "
+        f"cliff the best mean comes with the best tail, so there is nothing to gain, and "
+        f"{tails_told()}. On [a robot](#what-failed) aversion made the tail worse as well (one "
         f"seed). [Details](#risk)",
         calibrated(),
         *([trusted()] if trust.TABLE.rows() else []),
         *beside_others(),
         fast(),
-        f"* **What does the value get right?** A reward with a chance of 1 % is valued at "
-        f"{rare[LSTM, 'default']} times the truth by V as a separate output, and at "
-        f"{rare[LSTM, 'scalar']} times by a plain scalar critic. V taken from the distribution has "
-        f"{rare[LSTM, 'distribution']} with quantiles, {rare[CATEGORICAL, 'distribution']} with "
-        f"HL-Gauss atoms and {rare[CATEGORICAL, 'two_hot wide']} with wide two-hot atoms. "
-        f"[Details](#truth)",
-        f"* **Which settings for MuJoCo?** Take `--preset mujoco --compile`. [These returns]"
-        f"(#tasks) were measured before it got `--norm-adv-memory 0`; with it only tuning "
-        f"seeds ran. The single quantile critic scores {fresh} times as much "
-        f"as the default one on seeds 6 to 10{proven(fresh)}. [Details](#settings-for-mujoco)",
+        f"* **What does the value get right?** Where a reward comes once in a hundred times, V as "
+        f"an output of its own is {rare[LSTM, 'default']} times the truth, and a plain scalar "
+        f"critic's {rare[LSTM, 'scalar']} times. V taken from the distribution is "
+        f"{rare[LSTM, 'distribution']} times the truth with quantiles, "
+        f"{rare[CATEGORICAL, 'distribution']} times with HL-Gauss atoms and "
+        f"{rare[CATEGORICAL, 'two_hot wide']} times with wide two-hot atoms. [Details](#truth)",
+        f"* **Which settings for MuJoCo?** Take `--preset mujoco --compile`. No reported run "
+        f"has today's preset: it got `--norm-adv-memory 0` after [these](#tasks). {on_hopper()}The "
+        f"single quantile critic scores {fresh} times as much as the default one on seeds 6 to 10"
+        f"{proven(fresh)}. [Details](#settings-for-mujoco)",
         "* **How were the flags tuned?** By hand, on seeds 1000 to 7999; reported seeds influenced "
-        "[eight choices](#how-to-read-the-numbers). The preset `pendulum_novel` came from a "
-        "search and a screening, and `memory` is not tuned. "
-        "[Details](tuning.md#chosen-flags)",
-        "* **Can the numbers be trusted?** Differences whose intervals are far from 0 can, though "
-        "most are of an older version. Others cannot: intervals are too narrow, and eight choices "
-        "were made after seeing reported seeds. [Details](#how-to-read-the-numbers)",
-        f"* **What failed?** Among others {few} of {many} HalfCheetah-v5 runs (below 4,000), "
-        f"{(novel < 475).sum()} of {len(novel)} CartPoleNoVel-v1 runs (below 475) and Swimmer-v5. "
-        f"[More](#what-failed)",
+        "[eight choices](#how-to-read-the-numbers). [Details](tuning.md#chosen-flags)",
+        "* **Can the numbers be trusted?** A difference can whose interval stays away from 0 by "
+        "more than its own half width, though most are of an older version. Others cannot: "
+        "intervals are somewhat too narrow, and eight choices were made after seeing reported "
+        "seeds. [Details](#how-to-read-the-numbers)",
+        f"* **What failed?** Among others {few} of {many} HalfCheetah-v5 runs and "
+        f"{(novel < 475).sum()} of {len(novel)} CartPoleNoVel-v1 runs. [More](#what-failed)",
     ]
 
 
@@ -1469,7 +1472,8 @@ def averse_robots() -> str:
     kind = "worse" if max(full, chosen) < neutral else "no worse"
     return (
         f"* **Aversion on robots** ([table](results/tails.md), one tuning seed). On the public "
-        f"tasks of Urpi et al. neutral policies seldom take the risk. On a task of our own "
+        f"tasks of Urpi et al. neutral policies seldom take the risk, and where it is rarer "
+        f"(tasks of ours) to avoid it costs too much. On another task of our own "
         f"aversion makes the worst tenth {kind}: {full:.0f} by `averse`, and {chosen:.0f} with a "
         f"lower weight, instead of {neutral:.0f}."
     )
@@ -1504,9 +1508,10 @@ def failed() -> list[str]:
         f"that "
         f"([tuning](tuning.md#other-tasks)).",
         averse_robots(),
-        f"* **We broke a rule of our own.** Separate updates were to stay only if no more "
+        f"* **We broke two rules of our own.** Separate updates were to stay only if no more "
         f"CartPoleNoVel-v1 runs ended below 475 than before. {after} of {len(seeds)} did, and "
-        f"before it were {before}. We kept them by an older, laxer rule "
+        f"before it were {before}. We kept them by an older, laxer rule. In a screening three "
+        f"changes went on beside the one that its rule named, and lost "
         "([tuning](tuning.md#how-advantages-that-hardly-vary-are-kept-small)).",
     ]
 

@@ -220,15 +220,16 @@ def test_age_is_told_from_the_rows(answers, monkeypatch):
     """All rows old, some, none."""
     for old, begin in (
         (9, "**The returns on this page are of an older version.** All 9"),
-        (5, "**Most returns are of an older version.** 5 of 9"),
-        (4, "**Some returns are of an older version.** 4 of 9"),
+        (5, "**Most returns are of an older version.** Today's scripts may score differently"),
+        (4, "**Some returns are of an older version.** Today's scripts may score differently"),
         (0, "**The returns are of today's update.** None of 9"),
     ):
         monkeypatch.setattr(answers, "older_rows", lambda old=old: {"runs": (old, 9)})
         assert answers.current().startswith(begin)
+        assert f"{old or 'None'} of 9" in answers.current() or old == 9
     monkeypatch.setattr(answers, "OLDER", set())
     monkeypatch.setattr(answers, "older_rows", lambda: {"runs": (5, 9)})
-    assert " Newer are the returns with *, the speeds called current" in answers.current()
+    assert " Of today's scripts are the returns with *, the speeds called c" in answers.current()
     assert all(answers.newer(cell) == "*" for cell in answers.learning.GRID[:3])
     assert all(answers.ages(contest) == {False} for contest in answers.CONTESTS)
 
@@ -484,10 +485,10 @@ def test_warnings_worked_by_hand(answers, monkeypatch):
     monkeypatch.setattr(answers.Table, "rows", lambda self: rows)
     told = answers.trusted()
     assert "for two runs each of Hopper-v5" in told
-    assert "Where the return fell (1 case), a low first decile" in told
+    assert "In 1 case the return fell. A low predicted decile" in told
     assert "** Yes. Gravity" in told
-    assert "a low first decile warned by then in 1, twins far apart in 0." in told
-    assert "Where it held (1 case), they gave false alarms in 0 and 1." in told
+    assert "A low predicted decile warned in time in 1 of them, and twins far apart in 0." in told
+    assert "In 1 case it held, and the two gave false alarms in 0 and 1." in told
 
 
 def test_aversion_on_robots_worked_by_hand(answers, monkeypatch):
@@ -522,5 +523,5 @@ def test_reward_terms_worked_by_hand(answers, monkeypatch):
     ]
     monkeypatch.setattr(answers.Table, "rows", lambda self: rows)
     told = answers.terms()
-    assert "their sum is 0.3 % away from the value of the whole reward." in told
-    assert "the return is 3, and with one value 2, a difference of +1 (-5 to +7) with two" in told
+    assert "they add up to the value of the whole reward, 0.3 % apart, and cost no meas" in told
+    assert "return (+1 (-5 to +7) after 9,000 steps, two runs each;" in told

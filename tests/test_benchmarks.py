@@ -1525,7 +1525,7 @@ def test_the_decision_is_told_as_its_rows_say():
     for start, task, count in (
         ("| CartPole-v1 |", "CartPole-v1", 32),
         ("| CartPoleNoVel-v1 |", "CartPoleNoVel-v1", 32),
-        ("| the same, doubled once |", "CartPoleNoVel-v1", 64),
+        ("| the same, more seeds |", "CartPoleNoVel-v1", 64),
         ("| PendulumNoVel-v1 |", "PendulumNoVel-v1", 32),
         ("| MinAtar Breakout |", "envs:MinAtar/Breakout-v1", 2),
     ):
