@@ -3275,6 +3275,8 @@ class Run:
         facts = [f"{args.env_id}: networks see {seen}", f"actions {space!s:.100}"]
         if args.log_std_init != Args.log_std_init and not isinstance(space, Box):
             facts.append("--log-std-init has no effect on them")
+        if self.agent.sees_images and not args.norm_obs:
+            facts.append("--no-norm-obs has no effect on images")
         if args.resume:
             facts.append(f"resumed after {self.step:,} steps")
         if args.preset:
@@ -3380,7 +3382,8 @@ class Run:
             self.say(f"best evaluation: {best}, {self.directory / 'best.pt'}")
         self.say(f"to watch: tensorboard --logdir {shlex.quote(str(self.directory.parent))}")
         longer = f"--resume {self.quoted} --total-timesteps {2 * self.step}"
-        self.say(f"to continue: python {SCRIPT}.py {longer}")
+        script = shlex.quote(sys.argv[0]) if __name__ == "__main__" else f"{SCRIPT}.py"
+        self.say(f"to continue: python {script} {longer}")
 
     def lap(self, part: str) -> None:
         """Take the time of a part of the iteration, which ends here."""
@@ -3632,7 +3635,8 @@ class Run:
             for name in self.SAVED:
                 setattr(self, name, kept[name])
             if any(content["args"][name] != getattr(args, name) for name in HOW_EVALUATED):
-                self.best_return = -math.inf  # of other evaluations, which do not compare
+                self.best_return = -math.inf  # that of other evaluations does not compare
+                self.best_step = 0
         except (ValueError, KeyError, ImportError, AttributeError, EOFError) as error:
             text = "is of another version of this script or of a library; start anew"
             raise UsageError(

@@ -464,7 +464,7 @@ def test_a_task_that_was_edited_opens_new_episodes(script, somewhere, monkeypatc
 
 @pytest.mark.parametrize(("flags", "kept"), [([], True), (["--eval-sampled"], False)])
 def test_another_kind_of_evaluation_has_a_record_of_its_own(
-    script, somewhere, monkeypatch, flags, kept
+    script, somewhere, monkeypatch, capsys, flags, kept
 ):
     """Returns of samples and of the mode do not compare, so best.pt is written anew."""
     flags_of_run = {"eval_every": 1, "eval_episodes": 2, "env_id": "probes:Walk-v0"}
@@ -474,6 +474,8 @@ def test_another_kind_of_evaluation_has_a_record_of_its_own(
     before = (directory / "best.pt").read_bytes()
     resumed(script, monkeypatch, directory, *flags)
     assert ((directory / "best.pt").read_bytes() == before) == kept
+    resumed(script, monkeypatch, directory, "--eval-every", "0", "--eval-episodes", "3")
+    assert "-inf" not in capsys.readouterr().out  # without a record there is none to tell
 
 
 def test_environments_that_cannot_be_read_back_open_new_episodes(
@@ -918,6 +920,8 @@ def test_a_module_may_lie_in_the_working_directory(tmp_path):
     program = [sys.executable, script.__file__, *flags.split()]
     done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith(f"to continue: python {script.__file__} --resume ")  # it can be pasted
 
 
 def test_a_masked_entry_is_zero_whatever_the_task_shows(script):

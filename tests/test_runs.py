@@ -197,6 +197,14 @@ def test_commands_that_are_printed_can_be_pasted(script, tmp_path, capsys):
     assert f" --resume '{directory}' --total" in lines[-1]
 
 
+@pytest.mark.parametrize("env", ["ImageDiscrete", "VectorDiscrete"])
+def test_images_are_not_normalised_and_the_run_says_so(script, tmp_path, capsys, env):
+    """Of a vector the flag has an effect."""
+    run(script, tmp_path, env, norm_obs=False)
+    told = "--no-norm-obs has no effect on images" in capsys.readouterr().out.splitlines()[0]
+    assert told == (env == "ImageDiscrete")
+
+
 def test_a_run_says_where_it_stands(script, tmp_path, capsys):
     """Ahead: task, what is seen, actions, directory. At the end: how to watch, how to go on."""
     _, directory = run(script, tmp_path, "VectorDiscrete")
