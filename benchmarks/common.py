@@ -284,11 +284,33 @@ def origin() -> dict[str, str]:
 
 
 # ---------------------------------------------------------------------------------------- CSV files
-@cache
-def rows_of_file(path: Path, changed: int, size: int) -> list[Row]:
-    """The rows of a CSV file, which is read again once its time or its size has changed."""
-    with path.open(newline="") as file:
+def once_a_version(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    """Read a file again only when its time or its size has changed. No file has no rows."""
+
+    @lru_cache(maxsize=16)
+    def read_version(path: Path, changed: int, size: int) -> Any:
+        return read(path)
+
+    def read_now(path: Path) -> Any:
+        if not path.exists():
+            return read(Path(os.devnull))
+        found = path.stat()
+        return read_version(path, found.st_mtime_ns, found.st_size)
+
+    return read_now
+
+
+@once_a_version
+def rows_of_file(path: Path) -> list[Row]:
+    """The rows of a CSV file, compressed or not."""
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", newline="") as file:
         return list(csv.DictReader(file))
+
+
+@once_a_version
+def groups_of_file(path: Path) -> dict[Setting, list[Row]]:
+    """The rows of each setting, in the order of their seeds."""
+    return by_setting(sorted(rows_of_file(path), key=lambda row: int(row["seed"])))
 
 
 @dataclass(frozen=True)
@@ -301,10 +323,7 @@ class Table:
 
     def rows(self) -> list[Row]:
         """Those so far, none if there is no file."""
-        if not self.path.exists():
-            return []
-        found = self.path.stat()
-        return [dict(row) for row in rows_of_file(self.path, found.st_mtime_ns, found.st_size)]
+        return [dict(row) for row in rows_of_file(self.path)]
 
     def append(self, *rows: dict[str, Any]) -> None:
         """Write rows at the end, all at once, below a header if the file is new.
@@ -454,9 +473,7 @@ class Archive:
         wants them has these rows as soon as all of its seeds have run, and the older ones until
         then.
         """
-        path = self.table.path
-        changed = path.stat().st_mtime_ns if path.exists() else 0
-        rows = rows_by_setting(self.table, changed).get(cell.setting, [])
+        rows = groups_of_file(self.table.path).get(cell.setting, [])
         newer = [row for row in rows if int(row["seed"]) >= RENEWED]
         seeds = {int(row["seed"]) for row in newer}
         if min(cell.seeds, default=0) >= RENEWED and seeds >= {*cell.seeds}:
@@ -465,16 +482,12 @@ class Archive:
 
     def curve_rows(self) -> list[Row]:
         """All bins of all runs, as text."""
-        if not self.curves.exists():
-            return []
-        with gzip.open(self.curves, "rt", newline="") as file:
-            return list(csv.DictReader(file))
+        return rows_of_file(self.curves)
 
     def curves_of(self, cell: Cell) -> list[list[Bin]]:
         """The bins of each of a cell's runs, in the order of their seeds."""
         runs: dict[int, list[Bin]] = {int(row["seed"]): [] for row in self.rows_of(cell)}
-        changed = self.curves.stat().st_mtime_ns if self.curves.exists() else 0
-        for row in curve_rows_by_setting(self, changed).get(cell.setting, []):
+        for row in groups_of_file(self.curves).get(cell.setting, []):
             mean, latest = float(row["return"]), float(row["last_20"])
             one = Bin(int(row["step"]), mean, int(row["episodes"]), latest)
             if (seed := int(row["seed"])) in runs:
@@ -506,20 +519,6 @@ class Archive:
             exchange(self.curves, gzip.compress(curves, mtime=0))
             runs = csv_bytes(RUN_COLUMNS, merged(self.table.rows(), rows))
             exchange(self.table.path, runs)
-
-
-@lru_cache(maxsize=4)
-def rows_by_setting(table: Table, changed: int) -> dict[Setting, list[Row]]:
-    """Rows of each setting in the order of their seeds. `changed`: when the file was written, so
-    that a newer one is read anew."""
-    return by_setting(sorted(table.rows(), key=lambda row: int(row["seed"])))
-
-
-@lru_cache(maxsize=1)
-def curve_rows_by_setting(archive: Archive, changed: int) -> dict[Setting, list[Row]]:
-    """Return the bins of each setting. `changed` is when the file was written, so that a newer one
-    is read anew."""
-    return by_setting(archive.curve_rows())
 
 
 def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
