@@ -72,6 +72,7 @@ import ast
 import atexit
 import contextlib
 import copyreg
+import inspect
 import io
 import json
 import math
@@ -160,25 +161,16 @@ def bounded(kind: Any, *bounds: Any) -> Any:
 
 @dataclass(frozen=True)
 class IdleWhile:
-    """A flag has no effect while another one, `flag`, is `value`. Typing it then is refused."""
+    """A flag has no effect while another one, `flag`, is `value`, or is given at all if that is
+    None. Typing it then is refused."""
 
     flag: str
-    value: Any
+    value: Any = None
 
     def holds(self, args: Args) -> bool:
         """Tell whether it has none."""
-        return getattr(args, self.flag) == self.value
-
-
-@dataclass(frozen=True)
-class IdleWith:
-    """A flag has no effect where another one, `flag`, is given. Typing both is refused."""
-
-    flag: str
-
-    def holds(self, args: Args) -> bool:
-        """Tell whether it has none."""
-        return bool(getattr(args, self.flag))
+        found = getattr(args, self.flag)
+        return bool(found) if self.value is None else found == self.value
 
 
 LOG_STD_RANGE = (-5.0, 2.0)  # of Gaussian actions: a std from 0.0067 to 7.4
@@ -223,14 +215,14 @@ class NetworkArgs:
     """Width of all hidden layers."""
     activation: Literal["tanh", "relu"] = "relu"
     """Activation of all hidden layers."""
-    log_std_init: Annotated[LogStd, IdleWith("init_from")] = 0.0
+    log_std_init: Annotated[LogStd, IdleWhile("init_from")] = 0.0
     """Initial log-std of Gaussian actions."""
     norm_obs: bool = True
     """Normalise observation vectors by running moments, clipped to +-10. The first rollout of a
     run that starts from nothing is only clipped."""
 
 
-UNTRAINED = IdleWhile("learning_rate", 0.0)  # what only the actor's training uses
+UNTRAINED = IdleWhile("learning_rate", 0.0)  # then it changes no weight and no statistic
 
 
 @dataclass
@@ -251,9 +243,9 @@ class PPOArgs:
     process's share of that."""
     update_epochs: Count = 8
     """Passes over each rollout."""
-    norm_adv: Annotated[bool, UNTRAINED] = True
+    norm_adv: bool = True
     """Normalise the advantages of each rollout."""
-    norm_adv_memory: Annotated[CountOrZero, IdleWhile("norm_adv", False), UNTRAINED] = 100
+    norm_adv_memory: Annotated[CountOrZero, IdleWhile("norm_adv", False)] = 100
     """Rollouts over which the running std of advantages fades. Advantages are divided by their own
     std or by this one, whichever is larger. 0: always by their own."""
     clip_coef: Annotated[Positive, UNTRAINED] = 0.2
@@ -338,7 +330,7 @@ class RiskArgs:
 
     cvar_alpha: TailMass = 0.05
     """Share of the worst returns that CVaR averages. 1 gives the mean."""
-    cvar_weight: Annotated[Fraction, IdleWhile("cvar_alpha", 1.0), UNTRAINED] = 0.0
+    cvar_weight: Annotated[Fraction, IdleWhile("cvar_alpha", 1.0)] = 0.0
     """Weight of the CVaR advantage. 0 learns from the mean alone, 1 from CVaR alone. It goes with
     --value-target sr_lambda, as in the preset averse."""
 
@@ -362,9 +354,7 @@ class RunArgs:
     """Evaluate actions that the policy samples. The default evaluates the policy's mode."""
     checkpoint_every: CountOrZero = 100
     """Iterations between checkpoints. 0: at the end, and with each new best evaluation."""
-    save_envs: Annotated[Literal["proven", "always", "never"], IdleWhile("async_envs", True)] = (
-        "proven"
-    )
+    save_envs: Literal["proven", "always", "never"] = "proven"
     """Save the environments as well, for an exact resume. proven: if another process can read
     copies back and step them. always: if they can be pickled. never: a resume opens new
     episodes."""
@@ -2491,21 +2481,37 @@ def make_envs(args: Args) -> gym.vector.VectorEnv:
     own_envs = args.num_envs // WORLD_SIZE
     if not args.async_envs:
         makers = [lambda: make_env(args)] * own_envs
-        try:
+        with differing_spaces(args):
             return gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=mode)
-        except RuntimeError as error:  # environments whose spaces differ
-            raise UsageError(f"--env-id {args.env_id}: {error}") from error
     if "forkserver" not in multiprocessing.get_all_start_methods():
         text = f"this system has no forkserver; {without(args, '--no-async-envs')}"
         raise flag_error(args, "async_envs", text)
     env = make_env(args)  # a mistake is told here, not by a process of many
     close_quietly(env)
     try:
-        return EnvsInProcesses(args, own_envs, env.observation_space, env.action_space)
-    except (EOFError, OSError) as error:  # a process ended before it could say why
+        with differing_spaces(args):
+            return EnvsInProcesses(args, own_envs, env.observation_space, env.action_space)
+    except (EOFError, ConnectionError) as error:  # a process ended before it could say why
         text = f"a process that makes the task ended ({error!r}), and may have said why above"
         text += f"; {without(args, '--no-async-envs')}"
-        raise flag_error(args, "async_envs", text) from error
+        raise of_this_process(flag_error(args, "async_envs", text)) from error
+
+
+@contextlib.contextmanager
+def differing_spaces(args: Args) -> Iterator[None]:
+    """Turn what gymnasium raises for environments whose spaces differ into a `UsageError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        mistake = flag_error(args, "num_envs", f"{args.env_id} is not the same each time: {error}")
+        raise of_this_process(mistake) from error
+
+
+def of_this_process(mistake: UsageError) -> UsageError:
+    """Return a mistake that may be of one process alone: `main` then tells it from any."""
+    if WORLD_SIZE > 1:
+        mistake.add_note(f"in process {RANK}")
+    return mistake
 
 
 def without(args: Args, flag: str) -> str:
@@ -2930,6 +2936,8 @@ def open_environments(args: Args) -> tuple[gym.vector.VectorEnv, gym.Env | None]
         if eval_env is None:
             raise
         close_quietly(eval_env)
+        if not str(error).startswith("--env-id"):
+            raise
         text = "evaluations have one environment more; --eval-episodes 0 does without"
         raise UsageError(f"{error}; {text}") from error
 
@@ -3049,9 +3057,6 @@ class VectorAdam(optim.Adam):
 
 
 # --------------------------------------------------------------------------- what a run keeps
-HOW_EVALUATED = ("eval_episodes", "eval_sampled")
-
-
 def close_quietly(env: gym.Env | gym.vector.VectorEnv) -> None:
     """Close environments. A fault becomes a warning, so that no result is lost."""
     try:
@@ -3285,7 +3290,8 @@ class Run:
             self.say(f"best evaluation: {best}, {self.directory / 'best.pt'}")
         self.say(f"to watch: tensorboard --logdir {shlex.quote(str(self.directory.parent))}")
         longer = f"--resume {self.quoted} --total-timesteps {2 * self.step}"
-        script = shlex.quote(sys.argv[0]) if __name__ == "__main__" else f"{SCRIPT}.py"
+        typed = __name__ == "__main__" and "__file__" in globals()  # a notebook has no file
+        script = shlex.quote(sys.argv[0]) if typed else f"{SCRIPT}.py"
         self.say(f"to continue: python {script} {longer}")
 
     def lap(self, part: str) -> None:
@@ -3537,9 +3543,6 @@ class Run:
                 optimizer.load_state_dict(saved)
             for name in self.SAVED:
                 setattr(self, name, kept[name])
-            if any(content["args"][name] != getattr(args, name) for name in HOW_EVALUATED):
-                self.best_return = -math.inf  # that of other evaluations does not compare
-                self.best_step = 0
         except (ValueError, KeyError, ImportError, AttributeError, EOFError) as error:
             text = "is of another version of this script or of a library; start anew"
             raise UsageError(
@@ -3618,22 +3621,28 @@ def loaded_versions() -> dict[str, str]:
 
 
 def task_sources(envs: gym.vector.VectorEnv, env_id: str) -> dict[str, str]:
-    """Return checksums of the files that define environments, by their names.
+    """Return checksums of the sources that define environments, by name.
 
-    These are the files of the task's classes and wrappers, and of the module of `env_id`.
-    Environments in other processes have none here; no checkpoint holds them.
+    These are the files of the classes of the task and its wrappers, of their bases, and of the
+    module of `env_id`. Of a program's own classes it is the class alone, since a program may be
+    edited to resume. Environments in other processes have no classes here, and are not saved.
     """
-    modules = {env_id.split(":")[0]}
     layer = envs.envs[0] if hasattr(envs, "envs") else None
+    classes = set()
     while layer is not None:
-        modules.add(type(layer).__module__)
+        classes |= {*type(layer).__mro__}
         layer = layer.env if isinstance(layer, gym.Wrapper) else None
-    found = {}
-    for module in modules:
-        file = getattr(sys.modules.get(module), "__file__", None)  # a notebook has none
+    modules = {kind.__module__ for kind in classes} | {env_id.split(":")[0]}
+    sources = {}
+    for module in modules - {"__main__", *sys.stdlib_module_names}:
+        file = getattr(sys.modules.get(module), "__file__", None)
         if file and os.path.isfile(file):
-            found[Path(file).name] = f"{zlib.crc32(Path(file).read_bytes()):08x}"
-    return found
+            sources[f"{module}.py"] = Path(file).read_bytes()
+    for kind in classes:
+        if kind.__module__ == "__main__":
+            with contextlib.suppress(OSError, TypeError):  # a class that was typed in
+                sources[f"the class {kind.__name__}"] = inspect.getsource(kind).encode()
+    return {name: f"{zlib.crc32(source):08x}" for name, source in sources.items()}
 
 
 class ReadBack:
@@ -4236,7 +4245,7 @@ def refuse_idle_flags(args: Args, argv: list[str]) -> None:
         flag = f"--{name.replace('_', '-')}"
         typed = flag in words or flag.replace("--", "--no-", 1) in words
         for idle in get_args(hint) if typed and get_origin(hint) is Annotated else ():
-            if isinstance(idle, IdleWhile | IdleWith) and idle.holds(args):
+            if isinstance(idle, IdleWhile) and idle.holds(args):
                 other = f"--{idle.flag.replace('_', '-')}"
                 found = getattr(args, idle.flag)
                 text = f"has no effect while {other} is {found}; change that, or leave {flag} out"
@@ -4278,8 +4287,10 @@ def parse_args(argv: list[str]) -> Args:
 
 def require_stored_flags(args: Args, stored: Args, path: str) -> None:
     """Raise `UsageError` where a flag differs from that of a stored run, and may not."""
-    free = "eval_episodes eval_sampled capture_video torch_threads"
-    if not args.evaluate:
+    free = "eval_episodes capture_video torch_threads"
+    if args.evaluate:
+        free += " eval_sampled"  # a resumed run compares its evaluations with earlier ones
+    else:
         free = f"total_timesteps {free} eval_every checkpoint_every save_envs"
     before = asdict(stored)
     changed = {name for name, value in asdict(args).items() if value != before[name]}

@@ -526,6 +526,7 @@ def run_presets(run: Run) -> list[dict[str, Any]]:
         first = {"variant": "presets", "seconds": done.seconds}
         first |= measure_real(script, agent, args)
         flags = run.cell.flags.replace("calibrated", "calibrated critics")
+        flags = flags.replace(SAMPLES, "")  # the bonus is the actor's, which is not trained
         flags = f"{flags} {quick} --init-from {done.directory}"
         with common.trained(script, task, run.seed, flags) as done:
             agent, args = script.load_agent(done.directory)
@@ -725,7 +726,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--report", action="store_true", help="only rebuild tables and figure")
     parser.add_argument("--only", nargs="*", default=[], help="tasks, scripts, parts of variants")
-    parser.add_argument("--seeds", nargs="*", type=int, default=[], help="seeds to run")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[], help="some of the seeds")
     parser.add_argument("--processes", type=int, default=1, help="runs at a time")
     parser.add_argument("--tune", help="flags to add to those of real tasks; give --seeds 10 ...")
     args = parser.parse_args()

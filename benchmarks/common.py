@@ -136,7 +136,7 @@ def idle_flags(module: ModuleType, args: Any) -> set[str]:
         name
         for name, hint in hints.items()
         for extra in getattr(hint, "__metadata__", ())
-        if isinstance(extra, module.IdleWhile | module.IdleWith) and extra.holds(args)
+        if isinstance(extra, module.IdleWhile) and extra.holds(args)
     }
 
 
@@ -344,6 +344,9 @@ class Table:
 
     def record(self, work: Work, runs: Iterable[Run], processes: int = 1) -> None:
         """Append and print the row, or the rows, that each run's work gives."""
+        runs = list(runs)
+        if not runs:
+            print("no run is missing of what matches")
         for _, found in run_all(work, runs, processes):
             rows = found if isinstance(found, list) else [found]
             self.append(*rows)

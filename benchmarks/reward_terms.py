@@ -349,7 +349,7 @@ def main() -> None:
     """Parse, run, report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=STEPS, help=f"of a run; default: {STEPS:,}")
-    parser.add_argument("--seeds", nargs="*", type=int, default=[], help="seeds to run")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[], help="some of the seeds")
     parser.add_argument(
         "--report",
         action="store_true",

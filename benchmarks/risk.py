@@ -360,7 +360,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--report", action="store_true", help="only rebuild table and figure")
     parser.add_argument("--only", nargs="*", default=[], help="tasks, scripts, variants to run")
-    parser.add_argument("--seeds", nargs="*", type=int, default=[], help="seeds to run")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[], help="some of the seeds")
     args = parser.parse_args()
     common.require("matplotlib")
     if not args.report:

@@ -315,6 +315,9 @@ class Member(tune.Trainable):
         line = self.sweep.line(self.config, "--seed", seed, "--total-timesteps", steps)
         line += ["--no-anneal-lr"]
         if self.weights:
+            while "--log-std-init" in line:  # without effect beside weights
+                at = line.index("--log-std-init")
+                del line[at : at + 2]
             line += ["--init-from", str(self.weights)]
         folder = self.folder / f"interval{self.iteration + 1}"
         shutil.rmtree(folder, ignore_errors=True)  # of a member that was killed

@@ -385,7 +385,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--report", action="store_true", help="only rebuild the tables")
     parser.add_argument("--only", nargs="*", default=[], help="tasks, scripts, variants to run")
-    parser.add_argument("--seeds", nargs="*", type=int, default=[], help="seeds to run")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[], help="some of the seeds")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     args = parser.parse_args()
     if not args.report:

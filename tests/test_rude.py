@@ -13,6 +13,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -305,22 +306,30 @@ def test_environments_with_different_spaces_cost_one_line(script, capsys, monkey
         "__init__",
         lambda env: setattr(env, "observation_space", gym.spaces.Box(0, 1, (next(sizes),))),
     )
-    line = words(small_args(script, "Walk", eval_episodes=0))
-    code, _, err = run_main(script, capsys, line)
-    assert code == 2, err
-    assert err.startswith("error: --env-id probes:Walk-v0: ")
-    assert "Traceback" not in err
+    for more in ([], ["--async-envs"]):
+        line = [*words(small_args(script, "Walk", eval_episodes=1)), *more]
+        code, _, err = run_main(script, capsys, line)
+        assert code == 2, err
+        assert err.startswith("error: --num-envs 4: probes:Walk-v0 is not the same each time: ")
+        assert err.count("\n") == 1
+        assert "--eval-episodes" not in err  # which has nothing to do with it
 
 
-def test_a_process_that_cannot_make_the_task_costs_one_line(script, monkeypatch):
-    """As for a task that is registered in a notebook, which other processes do not know."""
+def test_a_process_that_cannot_make_the_task_costs_one_line(script, capsys, monkeypatch):
+    """As for a task that is registered in a notebook, which other processes do not know. Under
+    torchrun it may be one process alone, which says so."""
 
     def end(*inputs):
         raise EOFError
 
     monkeypatch.setattr(script, "EnvsInProcesses", end)
-    with pytest.raises(script.UsageError, match="--async-envs True: a process that makes the task"):
-        script.make_envs(small_args(script, "Walk", async_envs=True))
+    line = [*words(small_args(script, "Walk", eval_episodes=1)), "--async-envs"]
+    code, _, err = run_main(script, capsys, line)
+    assert code == 2
+    begin = "error: --async-envs True: a process that makes the task ended (EOFError()), and may "
+    assert err == f"{begin}have said why above; leave it out\n"
+    monkeypatch.setattr(script, "WORLD_SIZE", 2)
+    assert script.of_this_process(script.UsageError("it")).__notes__ == ["in process 0"]
 
 
 def test_a_space_may_be_empty(script):
@@ -448,8 +457,8 @@ gymnasium.register("Mine-v0", entry_point="{module}:Mine", max_episode_steps={li
 
 @pytest.mark.parametrize("limit", [5, 9])
 def test_a_task_that_was_edited_opens_new_episodes(script, somewhere, monkeypatch, capsys, limit):
-    """A resume would otherwise go on with the task as it was when the run began, and evaluate on
-    the one that was edited. The same file is no change."""
+    """A resume would otherwise go on with what the environments kept, their time limit here, and
+    evaluate on the task that was edited. The same file is no change."""
     module = f"mine_{limit}_{script.SCRIPT}"
     monkeypatch.syspath_prepend(str(somewhere))
     (somewhere / f"{module}.py").write_text(TASK.format(module=module, limit=5))
@@ -462,20 +471,37 @@ def test_a_task_that_was_edited_opens_new_episodes(script, somewhere, monkeypatc
     assert edited == (limit == 9)
 
 
-@pytest.mark.parametrize(("flags", "kept"), [([], True), (["--eval-sampled"], False)])
-def test_another_kind_of_evaluation_has_a_record_of_its_own(
-    script, somewhere, monkeypatch, capsys, flags, kept
-):
-    """Returns of samples and of the mode do not compare, so best.pt is written anew."""
-    flags_of_run = {"eval_every": 1, "eval_episodes": 2, "env_id": "probes:Walk-v0"}
-    args = flags_for(script, somewhere, 2, **flags_of_run)
+def test_what_defines_a_task_is_told_by_its_module(script, monkeypatch):
+    """Two files may have one name, and a class of the program itself counts alone: the program may
+    be edited to resume. Bases count as well."""
+
+    class Own(Walk):
+        pass
+
+    monkeypatch.setattr(Own, "__module__", "__main__")
+    envs = gym.vector.SyncVectorEnv([lambda: gym.wrappers.RecordEpisodeStatistics(Own())])
+    found = script.task_sources(envs, "probes:Walk-v0")
+    assert {"gymnasium.wrappers.common.py", "gymnasium.core.py", "probes.py"} <= found.keys()
+    assert not any("typing" in name or "__main__" in name for name in found)
+    assert all(len(checksum) == 8 for checksum in found.values())
+    spaces = script.task_sources(SimpleNamespace(), "probes:Walk-v0")
+    assert spaces == {"probes.py": found["probes.py"]}  # of other processes the module alone
+
+
+def test_a_resumed_run_compares_evaluations_of_one_kind(script, somewhere, monkeypatch, capsys):
+    """Another number of episodes keeps the record. Samples and the mode do not compare, so a resume
+    may not change that; an evaluation alone may."""
+    flags = {"eval_every": 1, "eval_episodes": 2, "env_id": "probes:Walk-v0"}
+    args = flags_for(script, somewhere, 2, **flags)
     directory = stopped(script, monkeypatch, args, 1)
     change_run(directory / "checkpoint.pt", lambda run: run | {"best_return": 1e9})
     before = (directory / "best.pt").read_bytes()
-    resumed(script, monkeypatch, directory, *flags)
-    assert ((directory / "best.pt").read_bytes() == before) == kept
-    resumed(script, monkeypatch, directory, "--eval-every", "0", "--eval-episodes", "3")
-    assert "-inf" not in capsys.readouterr().out  # without a record there is none to tell
+    code, _, err = run_main(script, capsys, ["--resume", str(directory), "--eval-sampled"])
+    assert (code, "eval_sampled: not as in" in err) == (2, True)
+    resumed(script, monkeypatch, directory, "--eval-episodes", "3")
+    assert (directory / "best.pt").read_bytes() == before
+    code, _, err = run_main(script, capsys, ["--evaluate", str(directory), "--eval-sampled"])
+    assert code == 0, err
 
 
 def test_environments_that_cannot_be_read_back_open_new_episodes(
