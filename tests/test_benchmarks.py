@@ -1204,7 +1204,7 @@ def test_presets_are_spelt_out_as_the_script_takes_them():
     assert tune.parts(told) == tune.parts(f"{same} --compile --cvar-weight 0")
     frozen = common.spelt_out(NAMES[1], "--preset mujoco critics --init-from elsewhere")
     assert "--learning-rate 0.0" in frozen  # so flags of the actor's training are idle as well
-    assert not {"--log-std-init", "--target-kl", "--norm-adv-memory"} & {*frozen.split()}
+    assert not {"--log-std-init", "--target-kl"} & {*frozen.split()}
     assert common.spelt_out(NAMES[1], "--gamma 0.9") == "--gamma 0.9"
     alone = common.spelt_out(NAMES[1], "--preset pendulum --num-critics 1")
     assert "twin-reduce" not in alone  # which one critic leaves without effect
