@@ -513,7 +513,7 @@ def critics_notes(verdicts: dict[Contest, Verdict]) -> list[str]:
     fresh = verdicts[AGAIN]
     pendulum = critics.FAMILIES["recurrent"].low["PendulumNoVel-v1"]
     both = joined(contest.told for contest in CONTESTS if len(ages(contest)) > 1)
-    caution = f" Runs from before and after separate updates are mixed in: {both}." if both else ""
+    caution = f" Older and current runs are mixed in: {both}." if both else ""
     held = "confirmed" if shown(fresh.at_the_end) else "not confirmed"
     fewer = [
         f"{found.low[0]} of {found.low[1]} against {found.rivals[0]} of {found.rivals[1]} {told}"
@@ -530,8 +530,8 @@ def critics_notes(verdicts: dict[Contest, Verdict]) -> list[str]:
         f"({pendulum} on PendulumNoVel-v1, about a random policy's; -1 on POPGym). Low runs end "
         f"below 0.9.",
         "The single quantile critic met a single scalar critic, not scalar twins. All rows are "
-        "from before separate updates, of commits that often differ between the two critics; "
-        "scalar critics have `--vf-coef 10`.",
+        "older, of commits that often differ between the two critics; scalar critics have "
+        "`--vf-coef 10`.",
         f"We said ahead that only fresh seeds count for the single quantile critic: {held}. "
         f"{lower}{caution}",
     ]
@@ -1168,7 +1168,7 @@ def current() -> str:
     moved = [one for one in changes() if one.before.std() or one.after.std()]
     clear = [one.task for one in moved if welch(one.after, one.before).verdict != "undecided"]
     effect = (
-        f"On tuning seeds of {count_of(len(changes()))} tasks the new update changed "
+        f"On tuning seeds of {count_of(len(changes()))} tasks the change moved "
         f"{f'the mean of {joined(clear)}' if clear else 'no mean'} measurably, but "
         f"[intervals are wide](#how-to-read-the-numbers)."
     )
@@ -1187,8 +1187,8 @@ def current() -> str:
     most = "Most" if 2 * old > rows else "Some"
     return (
         f"**{most} returns are of an older version.** Today's scripts may score differently "
-        f"there. {old} of {rows} runs of ours were trained {what}, and so were those behind risk, "
-        f"calibration and truth.{told} {effect}"
+        f"there. {old} of {rows} runs of ours, called *older* below, were trained {what}, and so "
+        f"were those behind risk, calibration and truth.{told} {effect}"
     )
 
 
@@ -1223,8 +1223,8 @@ def optimism() -> str:
         if gap.low > 0
     )
     return (
-        f"* **Tuning seeds may look better than reported ones.** With the same flags, before "
-        f"separate updates, their mean is higher on {higher} of {len(gaps)} tasks, and clearly on "
+        f"* **Tuning seeds may look better than reported ones.** With the same flags, among "
+        f"older rows, their mean is higher on {higher} of {len(gaps)} tasks, and clearly on "
         f"{clear or 'none'}."
     )
 
@@ -1241,8 +1241,7 @@ def method_notes() -> list[str]:
         f"* **Machine.** {kinds}, two runs at a time or more. So the "
         f"seconds in [learning.md](results/learning.md) and POPGym's equal wall time come from a "
         f"loaded machine.",
-        f"* **Rows from before separate updates** of our scripts: {told}. Means "
-        f"on tuning seeds are below.",
+        f"* **Older rows** of our scripts: {told}. Means on tuning seeds are below.",
         optimism(),
     ]
 
