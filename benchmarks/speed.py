@@ -868,7 +868,11 @@ def tables(threads: str, picked: dict[str, Programs]) -> list[str]:
     beside = [cell for cell in GRID if picked[cell]["cleanrl"]]
     passes = [cell for cell in PASSES if picked[cell]["pass"]]
     growth = [line for axis in AXES for line in growth_lines(axis, picked)]
-    head = f"Torch threads: {threads}; commit, machine, versions: {origins(picked)}"
+    head = (
+        f"Torch threads: {threads}. Where there are LSTMs or images, newer versions of ours train "
+        f"actor and critics at once, in two such threads, but not on one core. Commit, machine, "
+        f"versions: {origins(picked)}"
+    )
     return [
         head,
         "",
