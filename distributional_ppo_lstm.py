@@ -4388,9 +4388,9 @@ def parse_args(argv: list[str]) -> Args:
 def require_stored_flags(args: Args, stored: Args, path: str) -> None:
     """Raise `UsageError` where a flag differs from that of a stored run, and may not."""
     free = "eval_episodes capture_video torch_threads"
-    if args.evaluate:
-        free += " eval_sampled"  # a resumed run compares its evaluations with earlier ones
-    else:
+    if args.evaluate or not stored.eval_every:  # else best.pt compares samples with the mode
+        free += " eval_sampled"
+    if not args.evaluate:
         free = f"total_timesteps {free} eval_every checkpoint_every save_envs"
     before = asdict(stored)
     changed = {name for name, value in asdict(args).items() if value != before[name]}

@@ -89,7 +89,7 @@ MISFITS = {  # a space, and an observation that does not belong to it
     "Choice": ("choice", -1),
     "Half": ("choice", 0.5),
     "Count": ("counts", {"many": np.array([0.7, 2.0])}),
-    "Lost": ("counts", {"many": np.array([1.0, np.nan])}),
+    "Gap": ("counts", {"many": np.array([1.0, np.nan])}),
     "Wide": ("counts", {"many": np.array([1, 2**40])}),
 }
 

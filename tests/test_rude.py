@@ -154,7 +154,7 @@ NAMED = {
     "Choice": ["observation is -1; its space is Discrete(4)"],
     "Half": ["observation is 0.5; its space is Discrete(4)"],
     "Count": ["observation['many'] has numbers from 0.7 to 2 of float64", "int32"],
-    "Lost": ["observation['many'] has numbers from nan to nan of float64", "int32"],
+    "Gap": ["observation['many'] has numbers from nan to nan of float64", "int32"],
     "Wide": ["observation['many'] has numbers from 1 to 1.09951e+12 of int64", "int32"],
 }
 
