@@ -1,4 +1,4 @@
-"""What aversion to risk buys on robots that now and then pay for speed.
+"""What aversion to risk buys on robots that now and then pay for speed, and on LunarLander.
 
     python benchmarks/tails.py --pilot     # the tuning seed: is there a tail?
     python benchmarks/tails.py             # reported seeds: run what is missing, report
@@ -33,7 +33,9 @@ What was decided ahead of what:
     goal       CVaR_0.1 better than the neutral policy's by more than its 95 % interval, for at most
                PRICE of the neutral policy's mean.
 
-Rows of the first two steps had their hits drawn in the episodes, once.
+Rows of the first two steps had their hits drawn in the episodes, once. LunarLander-v3 has no hits:
+a lander that crashes is its tail. It runs on the tuning seed with the task's own preset, and goes to
+reported seeds if an aversion meets the goal there.
 """
 
 from __future__ import annotations
@@ -64,6 +66,12 @@ VARIANTS = {
     "averse, lambda 0.7": f"{AVERSE} --gae-lambda 0.7",
     "averse 0.5, lambda 0.7": f"{AVERSE} --cvar-weight 0.5 --gae-lambda 0.7",
 }
+LANDER = "LunarLander-v3"
+LANDERS = {
+    "neutral": "--preset lunarlander averse --cvar-weight 0",
+    "averse": "--preset lunarlander averse",
+    "averse 0.5": "--preset lunarlander averse --cvar-weight 0.5",
+}
 CHOSEN = "averse 0.5"
 SHOWN = ("neutral", CHOSEN, "penalty")
 PILOT = range(1000, 1001)
@@ -80,11 +88,12 @@ TABLE = Table(RESULTS / "tails.csv", COLUMNS, end="\n")
 # ------------------------------------------------------------------------------------------- runs
 def cells(pilot: bool) -> list[Cell]:
     """The variants, on the tuning seed or on reported ones."""
-    seeds = PILOT if pilot else REPORTED
+    if not pilot:
+        return [Cell(TASK, CATEGORICAL, name, VARIANTS[name], REPORTED) for name in SHOWN]
     return [
-        Cell(TASK, CATEGORICAL, variant, flags, seeds)
-        for variant, flags in VARIANTS.items()
-        if pilot or variant in SHOWN
+        Cell(task, CATEGORICAL, variant, flags, PILOT)
+        for task, variants in ((TASK, VARIANTS), (LANDER, LANDERS))
+        for variant, flags in variants.items()
     ]
 
 
@@ -103,11 +112,13 @@ def run_one(run: Run) -> dict[str, Any]:
     script = common.load_script(cell.script)
     flags = f"{cell.flags} --eval-episodes 0 --save-envs never --checkpoint-every 0"
     penalised = "Penalty" if cell.variant == "penalty" else ""
-    task = f"envs:{cell.task}{penalised}-v0"
+    own = cell.task == LANDER
+    task = cell.task if own else f"envs:{cell.task}{penalised}-v0"
     with common.trained(script, task, run.seed, flags) as done:
         agent, args = script.load_agent(done.directory)
     row = {**cell.setting._asdict(), "seed": run.seed, "seconds": done.seconds}
-    args = replace(args, env_id=f"envs:{cell.task}-v0", eval_episodes=EPISODES)
+    played = cell.task if own else f"envs:{cell.task}-v0"
+    args = replace(args, env_id=played, eval_episodes=EPISODES)
     row |= measure(script, agent, args) | origin
     return {name: round(x, 4) if isinstance(x, float) else x for name, x in row.items()}
 
@@ -117,17 +128,22 @@ def measure(script: Any, agent: Any, args: Any) -> dict[str, float]:
     import torch
 
     env = script.make_eval_env(args)
-    probability = env.get_wrapper_attr("probability")
-    env.set_wrapper_attr("probability", 0.0)
+    hits = env.has_wrapper_attr("probability")
+    if hits:
+        probability = env.get_wrapper_attr("probability")
+        env.set_wrapper_attr("probability", 0.0)
     with contextlib.redirect_stdout(io.StringIO()):
         episodes = [*script.play(env, agent, args)]
     safe = np.array([sum(rewards) for rewards in episodes])
     lengths = [len(rewards) for rewards in episodes]
-    stakes = np.array(env.get_wrapper_attr("stakes"))
+    returns, risky = safe[:, None], 0.0
+    if hits:
+        stakes = np.array(env.get_wrapper_attr("stakes"))
+        returns = draw_hits(safe, np.split(stakes, np.cumsum(lengths)[:-1]), probability)
+        risky = (stakes > 0).mean()
     env.close()
-    returns = draw_hits(safe, np.split(stakes, np.cumsum(lengths)[:-1]), probability)
     found = {"mean": returns.mean(), "std": returns.std(), "safe_mean": safe.mean()}
-    found |= {"risky_share": (stakes > 0).mean(), "length": np.mean(lengths)}
+    found |= {"risky_share": risky, "length": np.mean(lengths)}
     for name, sample, alpha in (
         ("cvar_10", returns, 0.1),
         ("cvar_5", returns, 0.05),

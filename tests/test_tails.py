@@ -184,14 +184,27 @@ def test_hits_are_drawn_with_their_probability(tails):
 def test_neutral_policies_differ_from_averse_ones_in_the_weight_alone(tails):
     """A weight of 0 turns one into the other, or the lambda besides. Penalties are in the task."""
     script = tails.common.load_script(tails.CATEGORICAL)
-    args = {cell.variant: script.parse_args(cell.flags.split()) for cell in tails.cells(True)}
-    assert args.keys() == tails.VARIANTS.keys()
-    assert args["averse"].cvar_weight == 1
-    for name, own in args.items():
-        if "lambda" in name:
-            assert own.gae_lambda == 0.7
-            own = replace(own, gae_lambda=args["neutral"].gae_lambda)
-        assert replace(own, cvar_weight=0.0) == args["neutral"]
+    for task, variants in ((tails.TASK, tails.VARIANTS), (tails.LANDER, tails.LANDERS)):
+        cells = [cell for cell in tails.cells(True) if cell.task == task]
+        args = {cell.variant: script.parse_args(cell.flags.split()) for cell in cells}
+        assert args.keys() == variants.keys()
+        assert args["averse"].cvar_weight == 1
+        for name, own in args.items():
+            if "lambda" in name:
+                assert own.gae_lambda == 0.7
+                own = replace(own, gae_lambda=args["neutral"].gae_lambda)
+            assert replace(own, cvar_weight=0.0) == args["neutral"]
+
+
+def test_a_task_without_hits_is_measured_as_it_is(tails, monkeypatch):
+    """CartPole-v1, two episodes: nothing is drawn, and no step is risky."""
+    monkeypatch.setattr(tails, "LANDER", "CartPole-v1")
+    monkeypatch.setattr(tails, "EPISODES", 2)
+    flags = "--total-timesteps 64 --num-steps 8"
+    row = tails.run_one(tails.Run(tails.Cell("CartPole-v1", tails.CATEGORICAL, "", flags, ()), 1))
+    assert row["mean"] == row["safe_mean"] == row["length"]
+    assert row["cvar_10"] == row["safe_cvar_10"] <= row["mean"]
+    assert row["risky_share"] == 0
 
 
 def rows_of_a_pilot(tails, safe, **better):
@@ -226,7 +239,7 @@ def test_reported_seeds_wait_for_a_pilot_with_a_tail(tails, monkeypatch):
 def test_a_pilot_never_sees_a_reported_seed(tails):
     """Seeds that are named are some of the cells' own, and runs come seed by seed."""
     assert tails.missing(True, [], [8001]) == tails.missing(False, [], [1000]) == []
-    assert [run.seed for run in tails.missing(True, [], [])] == [1000] * 7
+    assert [run.seed for run in tails.missing(True, [], [])] == [1000] * 10
     assert [run.seed for run in tails.missing(False, [], [])[:4]] == [8001] * 3 + [8002]
     assert len(tails.missing(False, [], [])) == 30
     assert len(tails.missing(False, ["penalty"], [8001, 1000])) == 1
