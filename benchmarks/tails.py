@@ -34,8 +34,8 @@ What was decided ahead of what:
                PRICE of the neutral policy's mean.
 
 Rows of the first two steps had their hits drawn in the episodes, once. LunarLander-v3 has no hits:
-a lander that crashes is its tail. It runs on the tuning seed with the task's own preset, and goes to
-reported seeds if an aversion meets the goal there.
+a lander that crashes is its tail. It runs on the tuning seed with the task's own preset, and goes
+to reported seeds if an aversion meets the goal there.
 """
 
 from __future__ import annotations

@@ -196,12 +196,14 @@ def test_neutral_policies_differ_from_averse_ones_in_the_weight_alone(tails):
             assert replace(own, cvar_weight=0.0) == args["neutral"]
 
 
-def test_a_task_without_hits_is_measured_as_it_is(tails, monkeypatch):
+def test_a_task_without_hits_is_measured_as_it_is(monkeypatch):
     """CartPole-v1, two episodes: nothing is drawn, and no step is risky."""
+    tails = importlib.import_module("tails")
     monkeypatch.setattr(tails, "LANDER", "CartPole-v1")
     monkeypatch.setattr(tails, "EPISODES", 2)
     flags = "--total-timesteps 64 --num-steps 8"
-    row = tails.run_one(tails.Run(tails.Cell("CartPole-v1", tails.CATEGORICAL, "", flags, ()), 1))
+    cell = tails.Cell("CartPole-v1", tails.CATEGORICAL, "", flags, range(1))
+    row = tails.run_one(tails.Run(cell, 1))
     assert row["mean"] == row["safe_mean"] == row["length"]
     assert row["cvar_10"] == row["safe_cvar_10"] <= row["mean"]
     assert row["risky_share"] == 0
