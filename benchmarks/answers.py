@@ -1468,13 +1468,20 @@ def averse_robots() -> str:
         tails.values(rows, tails.TASK, variant, "cvar_10").mean()
         for variant in ("neutral", "averse", tails.CHOSEN)
     )
+    lander = [
+        " and ".join(
+            f"{tails.values(rows, tails.LANDER, variant, column).mean():.0f}"
+            for column in ("mean", "cvar_10")
+        )
+        for variant in tails.LANDERS
+    ]
     kind = "worse" if max(full, chosen) < neutral else "no worse"
     return (
         f"* **Aversion on robots** ([table](results/tails.md), one tuning seed). On the public "
-        f"tasks of Urpi et al. neutral policies seldom take the risk, and where it is rarer "
-        f"(tasks of ours) to avoid it costs too much. On another task of our own "
+        f"tasks of Urpi et al. neutral policies seldom take the risk. On a task of our own "
         f"aversion makes the worst tenth {kind}: {full:.0f} by `averse`, and {chosen:.0f} with a "
-        f"lower weight, instead of {neutral:.0f}."
+        f"lower weight, instead of {neutral:.0f}. On LunarLander-v3 mean and worst tenth are "
+        f"{lander[1]} by `averse` and {lander[2]} with half the weight, instead of {lander[0]}."
     )
 
 

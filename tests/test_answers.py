@@ -502,9 +502,17 @@ def test_aversion_on_robots_worked_by_hand(answers, monkeypatch):
         for tail in tails
     ]
     rows.append(rows[0] | {"seed": "8001", "cvar_10": "999"})
+    lander = {"task": answers.tails.LANDER, "seed": "1000"}
+    rows += [
+        lander | {"variant": variant, "mean": str(number), "cvar_10": str(number - 9)}
+        for number, variant in ((90, "neutral"), (10, "averse"), (50, "averse 0.5"))
+    ]
     monkeypatch.setattr(answers.Table, "rows", lambda self: rows)
     told = answers.averse_robots()
-    assert told.endswith("worse: 12 by `averse`, and 15 with a lower weight, instead of 20.")
+    assert "worse: 12 by `averse`, and 15 with a lower weight, instead of 20. On LunarL" in told
+    assert told.endswith(
+        "10 and 1 by `averse` and 50 and 41 with half the weight, instead of 90 and 81."
+    )
 
 
 def test_reward_terms_worked_by_hand(answers, monkeypatch):
