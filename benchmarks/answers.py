@@ -1480,7 +1480,7 @@ def averse_robots() -> str:
         f"* **Aversion on robots** ([table](results/tails.md), one tuning seed). On the public "
         f"tasks of Urpi et al. neutral policies seldom take the risk. On a task of our own "
         f"aversion makes the worst tenth {kind}: {full:.0f} by `averse`, and {chosen:.0f} with a "
-        f"lower weight, instead of {neutral:.0f}. On LunarLander-v3 mean and worst tenth are "
+        f"lower weight, instead of {neutral:.0f}. On LunarLander-v3 mean and tail are "
         f"{lander[1]} by `averse` and {lander[2]} with half the weight, instead of {lander[0]}."
     )
 
