@@ -2598,9 +2598,11 @@ def make_envs(args: Args) -> gym.vector.VectorEnv:
         makers = [lambda: make_env(args)] * own_envs
         with differing_spaces(args):
             return gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=mode)
+
     if "forkserver" not in multiprocessing.get_all_start_methods():
         text = f"this system has no forkserver; {without(args, '--no-async-envs')}"
         raise flag_error(args, "async_envs", text)
+
     env = make_env(args)  # a mistake is told here, not by a process of many
     close_quietly(env)
     try:
@@ -3729,16 +3731,19 @@ def task_sources(envs: gym.vector.VectorEnv, env_id: str) -> dict[str, str]:
     while layer is not None:
         classes |= {*type(layer).__mro__}
         layer = layer.env if isinstance(layer, gym.Wrapper) else None
+
     modules = {kind.__module__ for kind in classes} | {env_id.split(":")[0]}
     sources = {}
     for module in modules - {"__main__", *sys.stdlib_module_names}:
         file = getattr(sys.modules.get(module), "__file__", None)
         if file and os.path.isfile(file):
             sources[f"{module}.py"] = Path(file).read_bytes()
+
     for kind in classes:
         if kind.__module__ == "__main__":
             with contextlib.suppress(OSError, TypeError):  # a class that was typed in
                 sources[f"the class {kind.__name__}"] = inspect.getsource(kind).encode()
+
     return {name: f"{zlib.crc32(source):08x}" for name, source in sources.items()}
 
 
@@ -4064,23 +4069,30 @@ def make_eval_env(args: Args) -> gym.Env:
         import_module("moviepy")
         env = make_env(args, render_mode="rgb_array")
         follow_robot(env)
-        env.reset(seed=0)
-        frame = np.asarray(env.render())
-        if env.render_mode != "rgb_array":
-            raise ValueError("the task forgets its render_mode")
-        if frame.dtype != np.uint8:
-            raise ValueError(f"frames are of {frame.dtype}, not bytes")
+        check_frames(env)
     except Exception as error:  # a renderer may raise anything
         if env is not None:
             close_quietly(env)  # some tasks can be open only once
+
         unfilmed = make_env(args)
         try:
             unfilmed.reset(seed=0)  # making and resetting raise what is not the film's fault
         finally:
             close_quietly(unfilmed)
+
         remedy = "needs moviepy (pip install moviepy) and a task that renders rgb_array"
         raise UsageError(f"--capture-video: {str(error) or repr(error)}; {remedy}") from error
     return env
+
+
+def check_frames(env: gym.Env) -> None:
+    """Raise ValueError, or what a renderer raises, unless an environment gives frames of bytes."""
+    env.reset(seed=0)
+    frame = np.asarray(env.render())
+    if env.render_mode != "rgb_array":
+        raise ValueError("the task forgets its render_mode")
+    if frame.dtype != np.uint8:
+        raise ValueError(f"frames are of {frame.dtype}, not bytes")
 
 
 def follow_robot(env: gym.Env) -> None:

@@ -97,14 +97,17 @@ class Study(NamedTuple):
         return f"`{self.own_flags(setting)}`" if setting else "the line"
 
 
+ROBOTS = (  # the preset mujoco
+    "--compile --total-timesteps 1000000 --num-steps 256 --log-std-init -0.5 "
+    # The critics' rate is told, so that it stays where that of the actor changes.
+    "--learning-rate 0.0003 --critic-learning-rate 0.0003 --num-minibatches 32 "
+    "--update-epochs 10 --norm-adv-memory 0 --target-kl 0.02 --norm-returns-memory 10"
+)
 STUDIES = {
     "robots": Study(
         CATEGORICAL,
         tuple(BEST),
-        "--compile --total-timesteps 1000000 --num-steps 256 --log-std-init -0.5 "
-        # The critics' rate is told, so that it stays where that of the actor changes.
-        "--learning-rate 0.0003 --critic-learning-rate 0.0003 --num-minibatches 32 "
-        "--update-epochs 10 --norm-adv-memory 0 --target-kl 0.02 --norm-returns-memory 10",
+        ROBOTS,
         (
             "--num-envs 64 --num-steps 32",
             "--num-minibatches 16",
@@ -128,10 +131,8 @@ STUDIES = {
     "robots_again": Study(
         CATEGORICAL,
         tuple(BEST),
-        "--compile --total-timesteps 1000000 --num-steps 256 --log-std-init -0.5 "
-        "--learning-rate 0.0003 --critic-learning-rate 0.0003 --num-minibatches 32 "
-        "--update-epochs 10 --norm-adv-memory 0 --target-kl 0.02 --norm-returns-memory 10 "
-        "--num-minibatches 16 --critic-learning-rate 0.001 --activation tanh --gae-lambda 0.9",
+        f"{ROBOTS} --num-minibatches 16 --critic-learning-rate 0.001 --activation tanh "
+        "--gae-lambda 0.9",
         (
             "--recompute-advantages",
             "--critic-hidden-size 256",
