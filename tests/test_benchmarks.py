@@ -1076,6 +1076,25 @@ def test_learning_keeps_a_run(script, variant, monkeypatch, tmp_path):
     assert sum(one.episodes for one in bins) == len(result.points) > 0
 
 
+def test_seeds_that_a_cell_has_not_are_none_of_its_runs():
+    """Of seeds 1 to 3, those that are named among 2 and 9 leave 2; without names all are left."""
+    common = importlib.import_module("common")
+    cell = common.Cell("CartPole-v1", common.LSTM, "default", "", range(1, 4))
+    assert [run.seed for run in common.runs_of([cell], ["CartPole"], [2, 9])] == [2]
+    assert common.runs_of([cell], ["Pendulum"], [2]) == []
+    assert [run.seed for run in common.runs_of([cell])] == [1, 2, 3]
+
+
+def test_rows_of_other_columns_are_refused(tmp_path):
+    """They would stand below a header that means something else."""
+    common = importlib.import_module("common")
+    common.Table(tmp_path / "a.csv", ("x", "y")).append({"x": 1, "y": 2}, {"x": 3, "y": 4})
+    other = common.Table(tmp_path / "a.csv", ("y", "x"))
+    with pytest.raises(ValueError, match="has the columns x,y"):
+        other.append({"x": 1, "y": 2})
+    assert [row["x"] for row in other.rows()] == ["1", "3"]
+
+
 def test_no_run_is_added_to_rows_of_earlier_versions(monkeypatch, tmp_path):
     """Of four cells without a row, those of our scripts with seeds of earlier versions are not
     trained: today's update would be mixed in. Peers have such seeds."""

@@ -479,9 +479,11 @@ def test_what_defines_a_task_is_told_by_its_module(script, monkeypatch):
         pass
 
     monkeypatch.setattr(Own, "__module__", "__main__")
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules[__name__])  # the program is this file
     envs = gym.vector.SyncVectorEnv([lambda: gym.wrappers.RecordEpisodeStatistics(Own())])
     found = script.task_sources(envs, "probes:Walk-v0")
     assert {"gymnasium.wrappers.common.py", "gymnasium.core.py", "probes.py"} <= found.keys()
+    assert "the class Own" in found
     assert not any("typing" in name or "__main__" in name for name in found)
     assert all(len(checksum) == 8 for checksum in found.values())
     spaces = script.task_sources(SimpleNamespace(), "probes:Walk-v0")
