@@ -227,7 +227,7 @@ class NetworkArgs:
     run that starts from nothing is only clipped."""
 
 
-UNTRAINED = IdleWhile("learning_rate", 0.0)  # then it changes no weight and no statistic
+UNTRAINED = IdleWhile("learning_rate", 0.0)  # on flags of the actor's update
 
 
 @dataclass
