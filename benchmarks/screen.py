@@ -143,6 +143,7 @@ STUDIES = {
         first_seed=2300,
         seeds=1,
         second_seeds=range(2400, 2404),
+        candidates=("E",),
         line_rows=("robots", "BDFG"),
         rival_rows=("robots", ""),
     ),
