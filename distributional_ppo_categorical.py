@@ -204,7 +204,8 @@ class TaskArgs:
     """Indices of entries of the observation vector that the networks see as zero, from 0. The
     velocities of CartPole are 1 and 3."""
     preset: tuple[str, ...] = ()
-    """Presets of the list above. They apply from left to right. Typed flags override them."""
+    """Presets of the list above. They apply from left to right. Typed flags override them. In
+    Python, `preset_args` applies them; here their names are kept."""
 
 
 @dataclass
@@ -1483,12 +1484,12 @@ class ValueDistribution(nn.Module):
 
     def __init__(self, args: Args) -> None:
         super().__init__()
-        if args.v_min >= args.v_max:
-            bounds = f"--v-min {args.v_min} --v-max {args.v_max}"
-            raise UsageError(f"{bounds}: must be finite, v_min < v_max")
         self.args = args
         self.moments = RunningMoments((), max_count=args.norm_returns_memory)
         atoms = torch.linspace(args.v_min, args.v_max, args.num_atoms)
+        if not atoms.diff().gt(0).all():
+            bounds = f"--v-min {args.v_min} --v-max {args.v_max}"
+            raise UsageError(f"{bounds}: must be finite, v_min < v_max, their atoms apart")
         self.register_buffer("support", atoms, persistent=False)
         self.num_outputs = args.num_atoms + (args.value_from == "mean_head")
 
@@ -2255,6 +2256,8 @@ def misfit_of_one(space: gym.Space, value: Any) -> str:
         return f"is no array ({error})"
     if array.shape != space.shape:
         return f"has the shape {array.shape}"
+    if array.dtype.kind not in "biuf":
+        return f"has no numbers ({array.dtype})"
     if space.dtype.kind in "iub" and not np.can_cast(array.dtype, space.dtype):
         dtype = np.uint8 if space.dtype == np.bool_ else space.dtype
         with np.errstate(invalid="ignore"):
@@ -2412,7 +2415,9 @@ def refuse_old_atari(env: gym.Env, args: Args) -> None:
     """
     if args.is_atari or not str(env.spec.entry_point).startswith("ale_py"):
         return
-    game = args.env_id.split(":")[-1].split("-")[0].removesuffix("NoFrameskip")
+    game = args.env_id.split(":")[-1].split("-")[0]
+    for kind in ("NoFrameskip", "Deterministic"):
+        game = game.removesuffix(kind)
     text = "is an old id, which is not set up as Machado et al. 2018 ask"
     raise UsageError(f"--env-id {args.env_id}: {text}; use ale_py:ALE/{game}-v5")
 
@@ -2505,6 +2510,8 @@ def differing_spaces(args: Args) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if " space" not in str(error):
+            raise  # as of a program that starts processes while it is imported
         mistake = flag_error(args, "num_envs", f"{args.env_id} is not the same each time: {error}")
         raise of_this_process(mistake) from error
 
@@ -2688,7 +2695,7 @@ def describe_critics(
         "cvar/weight": dist.args.cvar_weight,
         "twin/abs_difference": (twins[0] - twins[-1]).abs().mean(),
         "twin/critic1_is_min": (twins[0] <= twins[-1]).float().mean(),
-        "data/truncated_fraction": rollout.truncated.float().mean(),
+        "data/truncated_fraction": (rollout.truncated & ~rollout.terminated).float().mean(),
     }
 
 
@@ -2755,7 +2762,7 @@ DESCRIPTIONS = {
     "charts/learning_rate": "Learning rate of the actor's Adam.",
     "charts/recent_returns": "Returns of the last 100 training episodes.",
     "cvar/coverage": "Share of returns, bootstrapped where cut, below the predicted quantile "
-    "cvar_alpha. It equals cvar_alpha where the tail is right.",
+    "cvar_alpha. It is near cvar_alpha where the tail is right.",
     "cvar/empirical": "CVaR of the last 100 training returns, undiscounted.",
     "cvar/predicted": "CVaR of the predicted distributions, discounted, the mean over states.",
     "cvar/weight": "Weight of the CVaR advantage.",
@@ -2815,7 +2822,7 @@ def describe_run(args: Args) -> dict[str, str | float]:
     column in a table that lists runs of both.
     """
     values = asdict(args)
-    for name in RunArgs.__dataclass_fields__.keys() - {"exp_name", "seed"}:
+    for name in RunArgs.__dataclass_fields__.keys() - {"exp_name", "seed", "init_from"}:
         del values[name]
     for name in ("async_envs", "torch_threads"):
         del values[name]
@@ -2870,6 +2877,9 @@ def derived_seed(seed: int, stream: str, index: int, bits: int = 63) -> int:
 def start(args: Args) -> tuple[Run, Agent, Optimizers, gym.vector.VectorEnv]:
     """Make what a run consists of: anew, resumed, or with the weights of another run."""
     check_flags(args)  # again: a flag may have changed since
+    if args.evaluate:
+        text = "is of the command line, and nothing is trained; use load_agent and evaluate"
+        raise flag_error(args, "evaluate", text)
     if args.resume:
         require_stored_flags(args, read_checkpoint(args.resume)[1], args.resume)
     set_up_process(args)
@@ -3207,7 +3217,8 @@ class Run:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         for number, handler in self.handlers.items():
-            signal.signal(number, handler)
+            # Python knows none of those that a library in C has installed.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         if isinstance(error, Exception):
             path = self.directory / "checkpoint.pt"
             last = f"last checkpoint: {path}" if path.exists() else "no checkpoint yet"
@@ -3545,7 +3556,7 @@ class Run:
                 optimizer.load_state_dict(saved)
             for name in self.SAVED:
                 setattr(self, name, kept[name])
-        except (ValueError, KeyError, ImportError, AttributeError, EOFError) as error:
+        except Exception as error:  # whatever reading another version's objects raises
             text = "is of another version of this script or of a library; start anew"
             raise UsageError(
                 f"--resume {args.resume}: {text} with --init-from ({error!r})"
@@ -3883,7 +3894,7 @@ def checkpoint_path(path: str | Path) -> Path:
 
 # ------------------------------------------------------------------------------------- evaluation
 def evaluate(agent: Agent, args: Args, video_dir: Path | None = None) -> dict[str, float]:
-    """Play `eval_episodes` fresh episodes and summarise them. Statistics stay as they are."""
+    """Play `eval_episodes` episodes and summarise them. Statistics stay as they are."""
     env = make_eval_env(args)
     try:
         return summarise(list(play(env, agent, args, video_dir)), args)
@@ -3894,14 +3905,17 @@ def evaluate(agent: Agent, args: Args, video_dir: Path | None = None) -> dict[st
 def play(
     env: gym.Env, agent: Agent, args: Args, video_dir: Path | None = None
 ) -> Iterator[list[float]]:
-    """Play `eval_episodes` fresh episodes, and yield the rewards of each.
+    """Play `eval_episodes` episodes from their start, and yield the rewards of each.
 
-    Every evaluation of a run resets with the same seeds, one for each episode. Tasks without a time
+    Every evaluation with the same `seed` plays the same episodes, so that of `best.pt` is the best
+    of many on these, and flatters it. Tasks without a time
     limit are cut at 10,000 steps. With `capture_video` the first 3 episodes are filmed into
     `video_dir`; each is kept in memory to its end. The state of torch's generator is the same
     afterwards. The environment, one of `make_eval_env`, stays open.
     """
-    films = args.capture_video and video_dir
+    if args.capture_video and video_dir is None:
+        raise ValueError("capture_video needs video_dir, the folder that films go to")
+    films = args.capture_video
     if films:
         env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: episode < 3)
     status = StatusLine(seconds=30)
@@ -4112,6 +4126,7 @@ def check_flags(args: Args) -> None:
         check_range(args, name, extras)
     check_sizes(args)
     check_machine(args)
+    check_presets(args)
 
     if args.learning_rate == 0 and args.critic_learning_rate is None:
         raise flag_error(args, "learning_rate", "trains nothing without --critic-learning-rate")
@@ -4119,6 +4134,19 @@ def check_flags(args: Args) -> None:
         raise flag_error(args, "resume", "is not a run directory")
     if args.resume and args.evaluate:
         raise flag_error(args, "evaluate", "excludes --resume; give one of them")
+
+
+def check_presets(args: Args) -> None:
+    """Require known presets, whose flags are set: `Args` records their names and sets no flag."""
+    preset_flags(args.preset)
+    defaults = {one.name: one.default for one in fields(args)}
+    for name in args.preset:
+        flags = PRESETS[name].flags
+        if flags and all(getattr(args, flag) == defaults[flag] for flag in flags):
+            text = f"none of its flags is set; in Python use preset_args({name!r})"
+            raise UsageError(f"--preset {name}: {text}")
+    if "critics" in args.preset and not args.init_from:
+        raise UsageError("--preset critics: needs --init-from, the run whose policy acts")
 
 
 def check_kind(args: Args, name: str, kind: Any) -> None:
@@ -4282,10 +4310,7 @@ def parse_args(argv: list[str]) -> Args:
     names = [name for names in given.preset for name in names]
     path = given.evaluate if given.resume is None else given.resume
     if path is None:
-        args = parse_flags(argv, preset_flags(names))
-        if "critics" in names and not args.init_from:
-            raise UsageError("--preset critics: needs --init-from, the run whose policy acts")
-        return args
+        return parse_flags(argv, preset_flags(names))
     if names:
         raise UsageError(f"--preset {' '.join(names)}: a stored run has flags of its own")
 
@@ -4302,6 +4327,8 @@ def require_stored_flags(args: Args, stored: Args, path: str) -> None:
     free = "eval_episodes capture_video torch_threads"
     if args.evaluate or not stored.eval_every:  # else best.pt compares samples with the mode
         free += " eval_sampled"
+    if args.evaluate:  # other episodes: those that chose best.pt flatter it
+        free += " seed"
     if not args.evaluate:
         free = f"total_timesteps {free} eval_every checkpoint_every save_envs"
     before = asdict(stored)
@@ -4333,6 +4360,7 @@ def evaluate_stored(args: Args) -> None:
         close_quietly(env)
 
     result = {"step": step, "episodes": args.eval_episodes, "sampled": args.eval_sampled}
+    result["seed"] = args.seed
     result |= summarise(played, args)
     file = path.parent / "evaluation.json"
     kept = {}

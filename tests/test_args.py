@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from command import run_main, undisturbed, words
-from conftest import ONE_SCRIPT, each_of, with_both_scripts
+from conftest import ONE_SCRIPT, each_of, with_both_scripts, with_one_script
 from helpers import small_args
 
 script = each_of(ONE_SCRIPT)  # but for what differs between them
@@ -912,7 +912,8 @@ def test_every_preset_makes_a_run(script):
     """Its flags are the script's, differ from the defaults, and are none of the machine's."""
     machine = {*script.MachineArgs.__dataclass_fields__, *script.RunArgs.__dataclass_fields__}
     for name, preset in script.PRESETS.items():
-        args = script.preset_args(name)
+        needed = {"init_from": "a run"} if name == "critics" else {}
+        args = script.preset_args(name, **needed)
         assert preset.about.endswith(".")
         assert not (machine - {"eval_sampled"}) & preset.flags.keys()
         defaults = script.Args()
@@ -998,3 +999,85 @@ def test_velocities_of_robots_are_hidden(script):
         skipped = inner.data.qpos.size - positions
         assert len(inner.data.qpos[skipped:]) == positions
         assert (obs[:positions] != 0).all()
+
+
+@with_both_scripts
+def test_the_defaults_keep_a_run(script):
+    """A run that is killed leaves a checkpoint, and environments that can be read back."""
+    expected = {
+        "checkpoint_every": 100,
+        "save_envs": "proven",
+        "eval_every": 0,
+        "torch_deterministic": True,
+        "torch_threads": 1,
+        "seed": 1,
+    }
+    assert {name: getattr(script.Args(), name) for name in expected} == expected
+
+
+@with_both_scripts
+def test_the_preset_of_atari_is_that_of_cleanrl(script):
+    """ppo_atari.py of CleanRL at fe8d8a0, whose network ends in 512 units."""
+    expected = {
+        "num_envs": 8,
+        "num_steps": 128,
+        "learning_rate": 2.5e-4,
+        "gamma": 0.99,
+        "gae_lambda": 0.95,
+        "num_minibatches": 4,
+        "update_epochs": 4,
+        "clip_coef": 0.1,
+        "ent_coef": 0.01,
+        "total_timesteps": 10**7,
+        "hidden_size": 512,
+    }
+    args = script.preset_args("atari")
+    assert {name: getattr(args, name) for name in expected} == expected
+
+
+@with_one_script
+def test_each_process_takes_the_gpu_of_its_own_number(script, monkeypatch):
+    """On the second machine of two: process 3 of 4 is the second one there."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(script, "WORLD_SIZE", 4)
+    monkeypatch.setenv("MASTER_ADDR", "here")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    flags = {"cuda": True, "num_envs": 8, "num_minibatches": 1}
+    with pytest.raises(script.UsageError, match="LOCAL_RANK is not set"):
+        script.Args(**flags)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(script, "RANK", 3)
+    monkeypatch.setattr(script, "LOCAL_RANK", 1)
+    with undisturbed():
+        script.set_up_process(script.Args(**flags))
+    assert chosen == [1]
+
+
+@with_one_script
+def test_names_of_presets_set_no_flags_from_python(script):
+    """`Args` refuses names that are unknown, and those whose flags nobody has set."""
+    with pytest.raises(script.UsageError, match="--preset nonsense: is unknown"):
+        script.Args(preset=("nonsense",))
+    with pytest.raises(script.UsageError, match=r"none of its flags .* preset_args\('averse'\)"):
+        script.Args(preset=("averse",))
+    assert script.preset_args("averse", cvar_weight=0.5).cvar_weight == 0.5
+    with pytest.raises(script.UsageError, match="--preset critics: needs --init-from"):
+        script.preset_args("critics")
+
+
+@with_one_script
+def test_training_does_not_evaluate(script, tmp_path):
+    """`--evaluate` is read by the command line alone."""
+    with pytest.raises(script.UsageError, match=r"--evaluate .*nothing is trained"):
+        script.train(small_args(script, "Walk", evaluate=str(tmp_path)))
+
+
+def test_atoms_lie_apart():
+    """In float32, in which 1e8 and 1e8 + 1 are one number."""
+    script = importlib.import_module("distributional_ppo_categorical")
+    for low, high in ((5.0, -5.0), (1.0, 1.0), (1e8, 1e8 + 1)):
+        with pytest.raises(script.UsageError, match="v_min < v_max"):
+            script.ValueDistribution(script.Args(v_min=low, v_max=high))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -84,3 +86,21 @@ def test_an_id_without_its_module_is_told_the_whole_one(script, capsys, monkeypa
     assert code == 2
     assert "Use ale_py:ALE/Pong-v5" in err
     assert "pip install ale-py" in err
+
+
+def test_episodes_begin_without_no_ops(script):
+    """Sticky actions take their place (Machado et al. 2018)."""
+    layer = script.make_env(small_args(script, "", **PACMAN))
+    while not isinstance(layer, gym.wrappers.AtariPreprocessing):
+        layer = layer.env
+    assert layer.noop_max == 0
+
+
+@pytest.mark.parametrize("kind", ["NoFrameskip", "Deterministic", ""])
+def test_old_ids_are_told_their_new_name(script, kind):
+    """ale_py has no BreakoutDeterministic-v5."""
+    spec = gym.envs.registration.EnvSpec(f"Breakout{kind}-v4", entry_point="ale_py.env:AtariEnv")
+    args = small_args(script, "Walk")
+    args.env_id = f"ale_py:Breakout{kind}-v4"
+    with pytest.raises(script.UsageError, match="use ale_py:ALE/Breakout-v5"):
+        script.refuse_old_atari(SimpleNamespace(spec=spec), args)

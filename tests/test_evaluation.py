@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import sys
 from dataclasses import replace
@@ -12,10 +13,19 @@ import numpy as np
 import pytest
 import torch
 from command import fill_the_disk, run_main, undisturbed, words
-from conftest import ONE_SCRIPT, each_of, with_both_scripts
+from conftest import ONE_SCRIPT, each_of, with_both_scripts, with_one_script
 from helpers import make_agent, make_run, small_args
 from probes import Filmed
-from test_resume import assert_same, contents, flags_for, resumed, scalars, stopped, timeless
+from test_resume import (
+    assert_same,
+    contents,
+    fail_at,
+    flags_for,
+    resumed,
+    scalars,
+    stopped,
+    timeless,
+)
 
 script = each_of(ONE_SCRIPT)  # but for what differs between them
 
@@ -536,3 +546,38 @@ def test_a_run_of_another_version_is_refused_in_one_line(script, tmp_path, capsy
     assert err.startswith(f"error: --resume {directory}: ")
     assert "--init-from" in err
     assert err.count("\n") == 1
+
+
+def test_a_checkpoint_knows_of_the_best_agent_at_once(script, tmp_path, monkeypatch):
+    """A run that breaks in its third evaluation, without a checkpoint of its own accord."""
+    flags = {"env_id": "probes:Walk-v0", "eval_every": 1, "checkpoint_every": 0}
+    args = flags_for(script, tmp_path, 5, **flags)
+    scripted(script, monkeypatch, (5, 3))
+    monkeypatch.setattr(script, "play", fail_at(script.play, 3))
+    with pytest.raises(OSError, match="Input"):
+        script.train(args)
+    [path] = (tmp_path / "runs").glob("*/checkpoint.pt")
+    kept = pickle.loads(torch.load(path, weights_only=True)["run"])
+    assert kept["step"] == kept["best_step"] == args.batch_size
+
+
+@with_one_script
+def test_an_evaluation_repeats_whatever_a_task_draws_from(script, tmp_path, capsys):
+    """Here from NumPy's global generator. Another seed plays other episodes, and is kept."""
+    args = flags_for(script, tmp_path, 1, env_id="probes:Filmed-v0")
+    directory, told = script.train(args)["run_dir"], []
+    for global_seed, words_of_seed in ((1, ()), (2, ()), (2, ("--seed", "7"))):
+        np.random.seed(global_seed)
+        assert run_main(script, capsys, ["--evaluate", directory, *words_of_seed])[0] == 0
+        told.append(json.loads(Path(directory, "evaluation.json").read_text())["checkpoint.pt"])
+    assert told[0] == told[1] != told[2]
+    assert [one["seed"] for one in told] == [args.seed, args.seed, 7]
+
+
+@with_one_script
+def test_films_need_a_folder(script):
+    """`evaluate` has none of its own."""
+    run = make_run(script, "Filmed")
+    args = replace(run.args, capture_video=True, eval_episodes=1)
+    with pytest.raises(ValueError, match="capture_video needs video_dir"):
+        next(script.play(run.envs.envs[0], run.agent, args))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from command import await_end, run_main, start, undisturbed, words
-from conftest import ONE_SCRIPT, each_of, with_both_scripts
+from conftest import ONE_SCRIPT, each_of, with_both_scripts, with_one_script
 from helpers import make_run, prepare, roll, small_args
 from probes import ENVIRONMENT_1
 
@@ -487,7 +487,7 @@ def test_modules_are_looked_for_in_the_working_directory(script, monkeypatch):
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path != os.getcwd()])
     monkeypatch.setattr(script, "train", lambda args: None)
     script.main([])
-    assert os.getcwd() in sys.path
+    assert sys.path[-1] == os.getcwd()  # behind all others: its modules hide none of theirs
 
 
 @pytest.mark.parametrize(
@@ -509,3 +509,12 @@ def test_a_rank_counts_under_a_launcher_alone(script, environ, found):
     scope = {"os": SimpleNamespace(environ=environ)}
     exec(compile(ast.Module(lines, []), "", "exec"), scope)
     assert [scope[name] for name in names] == found
+
+
+@with_one_script
+def test_one_process_evaluates_for_all(script, monkeypatch, tmp_path):
+    """The others have nothing to do."""
+    directory = script.train(flags_for(script, tmp_path, "VectorBox"))["run_dir"]
+    monkeypatch.setattr(script, "RANK", 1)
+    monkeypatch.setattr(script, "evaluate_stored", None)
+    script.main(["--evaluate", directory])

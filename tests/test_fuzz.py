@@ -85,11 +85,12 @@ WRONG = {
     ),
     **dict.fromkeys(
         ("--num-envs", "--num-steps", "--num-minibatches", "--hidden-size", "--update-epochs",
-         "--eval-episodes", "--torch-threads"), ("0", "-3", "1.5", "inf", ""),
+         "--torch-threads"), ("0", "-3", "1.5", "inf", ""),
     ),
+    "--eval-episodes": ("-3", "1.5", "inf", ""), "--learning-rate": ("-1", "nan", "inf", "much"),
     **dict.fromkeys(
-        ("--learning-rate", "--clip-coef", "--max-grad-norm", "--target-kl", "--vf-clip-coef",
-         ), ("0", "-1", "nan", "inf", "-inf", "much"),
+        ("--clip-coef", "--max-grad-norm", "--target-kl", "--vf-clip-coef"),
+        ("0", "-1", "nan", "inf", "-inf", "much"),
     ),
     **dict.fromkeys(("--gamma", "--gae-lambda", "--cvar-weight"), ("-0.01", "1.01", "nan", "inf")),
     **dict.fromkeys(("--ent-coef", "--min-entropy-penalty"), ("-1", "nan", "inf")),

@@ -45,6 +45,7 @@ LAST, FIRST = 2, 0
         (Box(shape=(3, 2, 84), **BYTES), None),
         (Box(shape=(144,), **BYTES), None),
         (Box(0, 1, (2, 4, 12, 12), np.float32), None),
+        (Box(-np.inf, 1, (12, 12, 3), np.float32), None),
         (Discrete(5), None),
         (MultiBinary((12, 12)), None),
         (Dict(a=Box(shape=(84, 84, 3), **BYTES)), None),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers import is_recurrent, make_run, prepare, roll, small_args
+from helpers import act, is_recurrent, make_run, prepare, roll, small_args
 
 LEVELS = (0.1, 0.25, 0.5, 0.9)
 
@@ -141,3 +141,23 @@ def test_levels_are_shares(script, levels):
         predict(agent, np.zeros(5), (0.5,))
     with pytest.raises(ValueError, match="has the shape"):
         value(agent, np.zeros(5))
+
+
+def test_images_may_be_views(script):
+    """`act` takes flipped bytes, whose strides are negative, as it takes their copy."""
+    run = make_run(script, "QuadrantUint8First")
+    rng = np.random.default_rng(1)
+    shape = run.envs.single_observation_space.shape
+    rows = rng.integers(0, 256, (4, *shape)).astype(np.uint8)
+    expected = act(run.agent, rows)[0]
+    assert (act(run.agent, rows[::-1])[0][::-1] == expected).all()
+    flipped = np.flip(rows, 2)
+    assert (act(run.agent, flipped)[0] == act(run.agent, flipped.copy())[0]).all()
+
+
+def test_what_is_no_number_is_refused(script):
+    """With ValueError, as `act` says."""
+    agent = make_run(script, "VectorBox").agent
+    for wrong in (np.array(["a"] * 4), np.array([None] * 4)):
+        with pytest.raises(ValueError, match="has no numbers"):
+            act(agent, wrong)

@@ -13,6 +13,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -320,3 +321,17 @@ def test_two_nodes_train_cartpole(tmp_path):
     assert codes == [0, 0], (tmp_path / "one" / "err").read_text()
     _, run = checkpoint(tmp_path)
     assert run["logged"]["eval/return_mean"] >= 475
+
+
+def test_the_others_wait_for_days(script, monkeypatch):
+    """The first process may evaluate for longer than torch's 30 minutes."""
+    asked = []
+
+    def begin(*given, timeout=None):
+        asked.append(timeout)
+
+    monkeypatch.setattr(script.distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(script.distributed, "init_process_group", begin)
+    monkeypatch.setattr(script.atexit, "register", lambda *given: None)
+    script.exchange(lambda: None)
+    assert asked[0] >= timedelta(days=1)

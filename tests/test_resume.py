@@ -25,7 +25,7 @@ from command import (
     undisturbed,
     words,
 )
-from conftest import ONE_SCRIPT, SCRIPTS, each_of, with_both_scripts
+from conftest import ONE_SCRIPT, SCRIPTS, each_of, with_both_scripts, with_one_script
 from helpers import carried_obs, is_recurrent, small_args
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -678,3 +678,38 @@ def test_the_generator_of_python_goes_on(script, tmp_path, monkeypatch):
     run, *_ = script.start(replace(args, resume=str(directory)))
     with run:
         assert random.getstate() == state
+
+
+@with_one_script
+def test_environments_that_others_replace_are_kept_to_be_closed(script, tmp_path, monkeypatch):
+    """Those that a resume had opened ahead of reading the stored ones."""
+    args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0")
+    directory = stopped(script, monkeypatch, args, 1)
+    run, *_, envs = script.start(replace(args, resume=str(directory)))
+    with undisturbed(), run:
+        assert len(run.unused_envs) == args.num_envs
+        assert not {*map(id, run.unused_envs)} & {*map(id, envs.envs)}
+
+
+@with_one_script
+def test_what_may_change_in_a_resume(script, tmp_path):
+    """What moves no number of the training."""
+    args = flags_for(script, tmp_path, 1, env_id="probes:Walk-v0", eval_episodes=1)
+    line = ["--resume", script.train(args)["run_dir"]]
+    found = script.parse_args([*line, "--checkpoint-every", "3", "--torch-threads", "2"])
+    assert (found.checkpoint_every, found.torch_threads) == (3, 2)
+    with pytest.raises(script.UsageError, match="seed: not as in"):
+        script.parse_args([*line, "--seed", "7"])
+
+
+@with_one_script
+def test_bytes_that_are_no_checkpoint_cost_one_line(script, tmp_path, capsys):
+    """Whatever `pickle` raises."""
+    directory = script.train(flags_for(script, tmp_path, 1, env_id="probes:Walk-v0"))["run_dir"]
+    path = Path(directory) / "checkpoint.pt"
+    content = torch.load(path, weights_only=True)
+    torch.save(content | {"run": b"x"}, path)
+    code, _, err = run_main(script, capsys, ["--resume", directory, "--total-timesteps", "999"])
+    assert code == 2
+    assert "is of another version of this script" in err
+    assert "Traceback" not in err

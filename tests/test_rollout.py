@@ -358,3 +358,15 @@ def test_a_process_acts_with_its_part_of_the_noise(script, monkeypatch, rank):
     run.carry = opened[0] if recurrent else opened
     torch.manual_seed(7)
     assert torch.equal(roll(run).actions, whole[:, 2 * rank : 2 * rank + 2])
+
+
+def test_what_acts_is_clipped_as_what_is_trained(script):
+    """500 is far beyond 10 standard deviations."""
+    run = make_run(script, "VectorBox")
+    rows = np.float32([[500, -500, 0, 1]] * 4)
+    state = run.agent.initial_state(4) if is_recurrent(script) else None
+    found = run.agent.numpy_policy()(rows, *(() if state is None else (state.numpy(),)))
+    found = found[0] if is_recurrent(script) else found
+    with torch.no_grad():
+        expected, _ = stepwise(run.agent, rows, state)
+    assert_close(torch.as_tensor(found), expected, rtol=1e-5, atol=1e-5)

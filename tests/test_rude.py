@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from command import await_end, await_file, run_main, start, undisturbed, words
-from conftest import ONE_SCRIPT, each_of, with_both_scripts
+from conftest import ONE_SCRIPT, each_of, with_both_scripts, with_one_script
 from helpers import act, make_agent, make_run, roll, small_args
 from probes import Walk
 from rude import MISFITS, Display, Single
@@ -965,3 +965,76 @@ def test_older_robots_have_no_velocities_where_newer_ones_do(script, monkeypatch
     monkeypatch.setitem(script.VELOCITIES, "CartPoleNoVel", (1, 4))
     with pytest.raises(script.UsageError, match="--env-id CartPoleNoVel-v1: it shows 4 entries"):
         script.make_env(script.Args(env_id="CartPoleNoVel-v1"))
+
+
+@with_one_script
+def test_a_fault_of_a_reset_in_another_process_is_told(script):
+    """As one of `step` is: an error that can be pickled."""
+
+    class Bad:
+        def reset(self, **options):
+            raise Stuck("no grip")
+
+    group = script.Group.__new__(script.Group)
+    group.envs = Bad()
+    with pytest.raises(RuntimeError, match="no grip") as found:
+        group.reset(seed=[1])
+    assert type(found.value) is RuntimeError
+
+
+@with_one_script
+def test_a_process_that_cannot_make_its_task_says_which_it_is(script, monkeypatch):
+    """And so does one whose tasks differ. An error about something else stays as it is."""
+
+    def end(error):
+        def raise_it(*inputs):
+            raise error
+
+        return raise_it
+
+    args = small_args(script, "Walk", async_envs=True)
+    monkeypatch.setattr(script, "WORLD_SIZE", 2)
+    for error in (EOFError(), RuntimeError("Some environments have an action space different")):
+        monkeypatch.setattr(script, "EnvsInProcesses", end(error))
+        with pytest.raises(script.UsageError) as found:
+            script.make_envs(args)
+        assert found.value.__notes__ == ["in process 0"]
+    early = RuntimeError("An attempt has been made to start a new process before")
+    monkeypatch.setattr(script, "EnvsInProcesses", end(early))
+    with pytest.raises(RuntimeError, match="An attempt"):
+        script.make_envs(args)
+
+
+@with_one_script
+def test_loading_and_evaluating_leave_nothing_open(script, somewhere, monkeypatch, capsys):
+    """The simulator can be open once."""
+    monkeypatch.setattr(Single, "alive", [])
+    flags = {"num_envs": 1, "num_minibatches": 1, "num_steps": 24, "eval_episodes": 0}
+    directory = script.train(task(script, "Single", **flags))["run_dir"]
+    agent, args = script.load_agent(directory)
+    assert Single.alive == []
+    script.evaluate(agent, replace(args, eval_episodes=1))
+    assert Single.alive == []
+    line = ["--evaluate", directory, "--eval-episodes", "1"]
+    assert run_main(script, capsys, line)[0] == 0
+    assert Single.alive == []
+
+
+@with_one_script
+def test_signals_to_the_run_are_not_for_its_proof(script):
+    """Ctrl-C reaches the processes of a session."""
+    proof = script.ReadBack(SimpleNamespace(envs=()))
+    assert os.getsid(proof.process.pid) != os.getsid(0)
+    assert proof.fault() == ""
+
+
+@with_one_script
+def test_a_run_in_the_home_directory_is_found(script, monkeypatch, tmp_path, capsys):
+    """`--resume=~/runs/x`: no shell expands it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    args = small_args(script, "Walk", run_dir="~/runs", total_timesteps=48)
+    there = f"~/runs/{Path(script.train(args)['run_dir']).name}"
+    lines = (["--resume", there, "--total-timesteps", "96"], [*words(args), "--init-from", there])
+    for line in lines:
+        code, _, err = run_main(script, capsys, line)
+        assert code == 0, err

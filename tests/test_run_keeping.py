@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pickle
 import random
@@ -622,7 +623,7 @@ def test_a_signal_is_confirmed(begin, capsys):
 
 def test_a_run_says_what_it_sees_and_which_preset_it_has(script, capsys, tmp_path):
     """In its first line."""
-    flags = {"preset": ("averse",), "run_dir": str(tmp_path)}
+    flags = script.preset_flags(["averse"]) | {"run_dir": str(tmp_path)}
     run, *_ = script.start(small_args(script, "QuadrantUint8First", **flags))
     with undisturbed(), run:
         said = capsys.readouterr().out
@@ -669,3 +670,52 @@ def test_velocities_of_lunar_lander(script):
     """Entries 2, 3 and 5 of gymnasium's documentation: both speeds and the angular one."""
     for name in ("LunarLanderNoVel-v3", "LunarLanderContinuousNoVel-v3"):
         assert script.velocities(name) == (2, 3, 5)
+
+
+def test_a_signal_may_come_while_a_line_is_printed(script, begin, monkeypatch):
+    """Python refuses to print inside of printing; the run stops all the same."""
+
+    def fail(*given, **options):
+        raise RuntimeError("reentrant call inside <_io.BufferedWriter>")
+
+    run = begin()
+    monkeypatch.setattr(script, "tell_over", fail)
+    run.request_stop(signal.SIGTERM, None)
+    assert run.signals == [signal.SIGTERM]
+
+
+def test_a_line_does_not_wait_in_a_buffer(script):
+    """A pipe would show nothing for hours."""
+    stream, flushed = io.StringIO(), []
+    stream.flush = lambda: flushed.append(stream.getvalue())
+    script.tell("one", file=stream)
+    assert flushed == ["one\n"]
+
+
+def test_the_commit_is_that_of_the_script(script, tmp_path, monkeypatch):
+    """And not that of the folder in which it runs."""
+    asked = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(script, "commit_of", lambda folder: asked.append(folder) or "")
+    args = small_args(script, "Walk", run_dir=str(tmp_path))
+    script.make_run_dir(args)
+    assert asked == [Path(script.__file__).resolve().parent]
+    named = script.make_run_dir(replace(args, env_id="m:A/B-v0")).name
+    assert named.startswith("A_B-v0__")
+
+
+def test_the_first_process_alone_opens_an_environment_to_evaluate(script, monkeypatch):
+    """The others wait for its result."""
+    monkeypatch.setattr(script, "RANK", 1)
+    envs, eval_env = script.open_environments(small_args(script, "Walk"))
+    envs.close()
+    assert eval_env is None
+
+
+def test_handlers_that_python_does_not_know_are_put_back(script, begin, monkeypatch):
+    """`signal.signal` gives None for one of a library in C, and does not take None."""
+    run, restored = begin(), {}
+    run.handlers = {signal.SIGTERM: None}
+    monkeypatch.setattr(signal, "signal", restored.__setitem__)
+    run.__exit__(None, None, None)
+    assert restored == {signal.SIGTERM: signal.SIG_DFL}

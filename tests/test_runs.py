@@ -21,7 +21,7 @@ import torch
 from command import run_main
 from conftest import with_one_script
 from helpers import act, carried_obs, is_recurrent, make_agent, make_run, prepare, small_args
-from probes import ACTIONS, OBSERVATIONS
+from probes import ACTIONS, OBSERVATIONS, Walk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.testing import assert_close
 
@@ -712,3 +712,38 @@ def test_processes_seed_their_tasks_apart_and_their_weights_alike(script, monkey
     monkeypatch.setattr(script, "WORLD_SIZE", 2)
     script.make_envs(args)
     assert [maker.args[2] for maker in made] == [4, 5, 6]
+
+
+def test_evaluation_keeps_to_the_time_limit_of_a_task(script, monkeypatch):
+    """Of 5 steps, which is more than the cut of tasks without one."""
+    monkeypatch.setattr(script, "LONGEST_EPISODE", 3)
+    args = small_args(script, "TimeLimit", eval_episodes=1)
+    assert script.evaluate(make_agent(script, args), args)["eval/length_mean"] == 5
+
+
+@with_one_script
+def test_groups_are_no_forks_of_the_run(script, monkeypatch):
+    """A fork would copy the locks of torch's threads."""
+    asked = []
+    monkeypatch.setattr(gym.vector, "AsyncVectorEnv", lambda makers, **given: asked.append(given))
+    script.make_envs(small_args(script, "Walk", async_envs=True, num_envs=2))
+    assert asked[0]["context"] == "forkserver"
+
+
+@with_one_script
+def test_a_group_closes_its_environments(script, monkeypatch):
+    """All three."""
+    closed = []
+    monkeypatch.setattr(Walk, "close", lambda env: closed.append(env))
+    script.Group(small_args(script, "Walk"), os.getpid(), 1, 3).close()
+    assert len(closed) == 3
+
+
+@with_one_script
+def test_the_environment_that_is_tried_out_is_closed(script, monkeypatch):
+    """It shows a mistake ahead of many processes."""
+    closed = []
+    monkeypatch.setattr(script, "close_quietly", closed.append)
+    monkeypatch.setattr(gym.vector, "AsyncVectorEnv", lambda makers, **options: None)
+    script.make_envs(small_args(script, "Walk", async_envs=True, num_envs=2))
+    assert len(closed) == 1

@@ -1159,3 +1159,25 @@ def test_parameters_that_a_loss_does_not_use_have_a_gradient_of_0(script):
     x, y = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
     gradient, *_ = script.with_gradient(lambda: (x.sum(), {}), [x, y])
     assert gradient.tolist() == [1, 1, 0, 0, 0]
+
+
+def test_the_second_thread_is_told_the_number_of_torch_s_threads(script, two_cores, monkeypatch):
+    """Torch would take all cores there. Asking there would set it, so the call is looked at."""
+    told = []
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: told.append((threading.get_ident(), n)))
+    agent = make_agent(script, small_args(script, "VectorBox"))
+    told.clear()
+    places = {*script.run_both(threading.get_ident, threading.get_ident, agent)}
+    [other] = places - {threading.get_ident()}
+    assert told == [(other, torch.get_num_threads())]
+
+
+def test_a_stop_leaves_later_updates_their_epochs(run):
+    """The same flags and the same agent, first with a tiny limit and then without one."""
+    before = dict(vars(run.args))
+    epochs = []
+    for run.args.target_kl in (1e-6, 1e6):
+        metrics = run.script.update(run.agent, run.optimizers, run.batch, run.args, 0.0)
+        epochs.append(metrics["policy/epochs_done"])
+    assert epochs == [pytest.approx(1 / run.args.num_minibatches), run.args.update_epochs]
+    assert vars(run.args) | {"target_kl": None} == before | {"target_kl": None}
