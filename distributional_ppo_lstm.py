@@ -164,14 +164,16 @@ def bounded(kind: Any, *bounds: Any) -> Any:
 
 @dataclass(frozen=True)
 class IdleWhile:
-    """A flag has no effect while another one, `flag`, is `value`, or is given at all if that is
-    None. Typing it then is refused."""
+    """A flag has no effect while another one, `flag`, has this value. Typing it then is refused.
+
+    With the value None it has no effect while `flag` is given at all.
+    """
 
     flag: str
     value: Any = None
 
     def holds(self, args: Args) -> bool:
-        """Tell whether it has none."""
+        """Tell whether the flag has no effect beside these others."""
         found = getattr(args, self.flag)
         return bool(found) if self.value is None else found == self.value
 
@@ -239,7 +241,7 @@ class PPOArgs:
     """Learning rate of the actor's Adam at the start of the run. 0 keeps the actor as it is, and
     needs --critic-learning-rate."""
     anneal_lr: bool = True
-    """Lower the learning rates of actor and critics linearly to 0 over the run."""
+    """Lower the learning rates of actor and critics linearly towards 0 over the run."""
     gamma: Fraction = 0.99
     """Discount per step."""
     gae_lambda: Fraction = 0.9
@@ -261,7 +263,7 @@ class PPOArgs:
     ent_coef: Annotated[NonNegative, UNTRAINED] = 0.0
     """Weight of the entropy bonus, per nat."""
     ent_coef_final: Annotated[NonNegativeOrNone, UNTRAINED] = None
-    """Weight of the entropy bonus at the end of the run, reached linearly. None: constant."""
+    """Weight that the entropy bonus moves towards, linearly over the run. None: constant."""
     min_entropy: Annotated[Number, IdleWhile("min_entropy_penalty", 0.0), UNTRAINED] = 0.0
     """Mean entropy below which a penalty applies, in nats. Needs --min-entropy-penalty."""
     min_entropy_penalty: Annotated[NonNegative, UNTRAINED] = 0.0
@@ -285,8 +287,8 @@ class CriticArgs:
     """Where V comes from. distribution: its mean. mean_head: the mean
     output, one more output. Squared error fits it, so V learns rare rewards, too."""
     twin_reduce: Annotated[Literal["min", "mean"], IdleWhile("num_critics", 1)] = "min"
-    """How two critics give one prediction. min: that of the critic with the smaller V. mean: their
-    mean."""
+    """How two critics give one prediction. min: that of the critic with the smaller V. mean: an
+    equal mixture of both, whose V is the mean of theirs."""
     norm_returns: bool = True
     """Critics predict (return - running mean) / running std (PopArt)."""
     norm_returns_memory: Annotated[Count, IdleWhile("norm_returns", False)] = 10
@@ -313,7 +315,8 @@ class ValueDistributionArgs:
     """Huber threshold of the quantile loss, in normalised returns. 0 gives the pinball loss."""
     vf_clip: Literal["none", "per_quantile", "mean_only", "mean_and_variance"] = "none"
     """What value clipping keeps near its old value. per_quantile: each quantile by itself.
-    mean_only: their mean. mean_and_variance: their mean and their spread. V is clipped, too."""
+    mean_only: their mean. mean_and_variance: their mean, and their
+    spread to at most twice the old one. V is clipped, too."""
 
 
 CALIBRATED = {"kappa": 0.0, "num_quantiles": 51}  # the presets calibrated and averse set these
@@ -351,7 +354,8 @@ class RunArgs:
     eval_sampled: Annotated[bool, IdleWhile("eval_episodes", 0)] = False
     """Evaluate actions that the policy samples. The default evaluates the policy's mode."""
     checkpoint_every: CountOrZero = 100
-    """Iterations between checkpoints. 0: at the end, and with each new best evaluation."""
+    """Iterations between checkpoints. There is one at the end and with each new best evaluation as
+    well; 0: no others."""
     save_envs: Literal["proven", "always", "never"] = "proven"
     """Save the environments as well, for an exact resume. proven: if another process can read
     copies back and step them. always: if they can be pickled. never: a resume opens new
@@ -788,17 +792,17 @@ def first_return_moments(rollout: Rollout, args: Args) -> tuple[Tensor, Tensor]:
 def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
     """Normalise the advantages of a rollout, but divide by no less than their usual std.
 
-        A' = (A - mean) / max(std, running std)
+        A' = (A - mean) / (std + 1e-30) * min(1, std / running std)
 
     The running std is that of `agent.adv_moments`, which take in this rollout first. Where all
     returns are alike, the std is the noise of rounding and of the critics. Dividing by it would
     turn that noise into a gradient of full size. Once an earlier rollout has varied, the running
-    std prevents that. Adam undoes this in the long run, since Adam divides by the size of the
-    gradients. The running std is our addition.
+    std prevents that, for as long as Adam remembers larger gradients: it divides by their size,
+    and forgets within about a thousand steps. The running std is our addition.
     """
     if not args.norm_adv:
         return advantages
-    eps = 1e-30  # in the unit of the rewards, which may be any
+    eps = 1e-30  # tiny beside rewards of any unit, and the floor of `RunningMoments.std`
     normalized = normalize_advantages(advantages, eps, average)
     if not args.norm_adv_memory:
         return normalized

@@ -635,7 +635,7 @@ def test_an_explanation_is_one_paragraph(script, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         script.main(["--help"])
     lines = capsys.readouterr().out.splitlines()
-    ends = ("0: always by their own. (default: 100)", "mean: their mean. (default: min)")
+    ends = ("0: always by their own. (default: 100)", "whose V is the mean of theirs. (default: min)")
     for begin, end in zip(("Rollouts over which the running", "How two critics"), ends):
         assert sum(begin in line and end in line for line in lines) == 1
 
