@@ -1014,15 +1014,16 @@ def draw(path: Path, picked: dict[str, Programs]) -> None:
     above, below = figure.subfigures(2, 1, height_ratios=(2.6, 1))
     draw_cells(above.subplots(1, 2, sharey=True), picked)
     draw_growth(below.subplots(1, len(AXES), sharey=True), picked)
+    below.suptitle("The recurrent script on CartPole without velocities, other sizes", fontsize=8)
     looks = (
         {"color": common.OURS, "label": "ours"},
         {"color": common.PEER, "label": "peer: Stable-Baselines3, sb3-contrib"},
-        {"color": common.FLOOR, "label": "floor: bare work, one thread"},
+        {"color": common.FLOOR, "label": "without losses and optimizer, one thread"},
         {"color": common.OURS, "mfc": "white", "label": "ours, one core"},
         {"color": common.PEER, "mfc": "white", "label": "peer, one core"},
         {"color": common.PEER, "marker": "^", "label": "CleanRL"},
         {"color": common.SKY, "marker": "D", "ms": 4, "label": "ours with --compile"},
-        {"color": common.SKY, "ls": "--", "ms": 3.5, "label": "(c): ours, memory kept"},
+        {"color": common.SKY, "ls": "--", "ms": 3.5, "label": "(c): ours, freed memory kept"},
     )
     if not any(picked[cell]["cleanrl"] for cell in GRID):
         looks = [look for look in looks if look["label"] != "CleanRL"]

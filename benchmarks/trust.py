@@ -265,13 +265,17 @@ def draw(rows: list[Row]) -> None:
         ):
             axis.plot(levels, values, color=colour, marker=".", alpha=0.7, label=label)
         axis.set_xticks(levels, [f"{float(row['level']):g}" for row in own])
+        axis.set_xlabel("standard deviation" if change == "noise" else f"times its {change}")
     for number, axis in enumerate(axes.flat):
         for border in {WARNS, FALLEN}:
             axis.axhline(border, color=common.FLOOR, lw=0.8, ls="--", zorder=1)
         task, change = tasks[number // len(CHANGES)], [*CHANGES][number % len(CHANGES)]
         common.letter(axis, number, f"{task}, {change}")
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles[:3], labels[:3], loc="outside lower center", ncols=3)
+    for row_of_axes in axes:
+        row_of_axes[0].set_ylabel("ratio or probability")
+    title = "A line is a run. Dashed: a return below has fallen, a probability above warns."
+    figure.legend(handles[:3], labels[:3], loc="outside lower center", ncols=3, title=title)
     common.save(figure, RESULTS / "trust.png")
 
 
