@@ -92,7 +92,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields, make_dataclass
+from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -210,7 +210,7 @@ class TaskArgs:
     velocities of CartPole are 1 and 3."""
     preset: tuple[str, ...] = ()
     """Presets of the list above. They apply from left to right. Typed flags override them. In
-    Python, `preset_args` applies them; here their names are kept."""
+    Python, `preset_args` applies them, and `Args` only records their names."""
 
 
 @dataclass
@@ -315,8 +315,8 @@ class ValueDistributionArgs:
     """Huber threshold of the quantile loss, in normalised returns. 0 gives the pinball loss."""
     vf_clip: Literal["none", "per_quantile", "mean_only", "mean_and_variance"] = "none"
     """What value clipping keeps near its old value. per_quantile: each quantile by itself.
-    mean_only: their mean. mean_and_variance: their mean, and their
-    spread to at most twice the old one. V is clipped, too."""
+    mean_only: their mean. mean_and_variance: their mean, and their spread to at most twice the old
+    one. V is clipped, too."""
 
 
 CALIBRATED = {"kappa": 0.0, "num_quantiles": 51}  # the presets calibrated and averse set these
@@ -798,7 +798,7 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
     returns are alike, the std is the noise of rounding and of the critics. Dividing by it would
     turn that noise into a gradient of full size. Once an earlier rollout has varied, the running
     std prevents that, for as long as Adam remembers larger gradients: it divides by their size,
-    and forgets within about a thousand steps. The running std is our addition.
+    and forgets within about a thousand of its steps. The running std is our addition.
     """
     if not args.norm_adv:
         return advantages
@@ -2375,7 +2375,7 @@ def misfit_of_one(space: gym.Space, value: Any) -> str:
         return f"is no array ({error})"
     if array.shape != space.shape:
         return f"has the shape {array.shape}"
-    if array.dtype.kind not in "biuf":
+    if array.dtype.kind not in "biufO" or not holds_numbers(array):
         return f"has no numbers ({array.dtype})"
     if space.dtype.kind in "iub" and not np.can_cast(array.dtype, space.dtype):
         dtype = np.uint8 if space.dtype == np.bool_ else space.dtype
@@ -2386,12 +2386,23 @@ def misfit_of_one(space: gym.Space, value: Any) -> str:
     return ""
 
 
+def holds_numbers(array: np.ndarray) -> bool:
+    """Tell whether an array of any objects has numbers alone, as those of a table may."""
+    try:
+        array.astype(np.float64)
+    except (TypeError, ValueError):
+        return False
+    return None not in array.ravel().tolist() if array.dtype == object else True
+
+
 def as_rows(obs: np.ndarray, space: Box) -> tuple[np.ndarray, bool]:
     """Return observations as rows (N, ...), and whether it was one alone.
 
     Raises ValueError for one that does not fit the space, or is not finite.
     """
     rows = np.asarray(obs)
+    if rows.dtype == object and holds_numbers(rows):
+        rows = rows.astype(np.float64)
     alone = rows.ndim <= len(space.shape)
     if alone:
         rows = rows[None]
@@ -2998,8 +3009,10 @@ def derived_seed(seed: int, stream: str, index: int, bits: int = 63) -> int:
 def start(args: Args) -> tuple[Run, Agent, Optimizers, gym.vector.VectorEnv]:
     """Make what a run consists of: anew, resumed, or with the weights of another run."""
     check_flags(args)  # again: a flag may have changed since
+    if not args.resume:
+        check_presets(args)
     if args.evaluate:
-        text = "is of the command line, and nothing is trained; use load_agent and evaluate"
+        text = "is for the command line; train does not evaluate, use load_agent and evaluate"
         raise flag_error(args, "evaluate", text)
     if args.resume:
         require_stored_flags(args, read_checkpoint(args.resume)[1], args.resume)
@@ -3995,7 +4008,12 @@ def checkpoint_path(path: str | Path) -> Path:
 
 # ------------------------------------------------------------------------------------- evaluation
 def evaluate(agent: Agent, args: Args, video_dir: Path | None = None) -> dict[str, float]:
-    """Play `eval_episodes` episodes and summarise them. Statistics stay as they are."""
+    """Play `eval_episodes` episodes and summarise them. Statistics stay as they are.
+
+    With `capture_video` films go to `video_dir`. Without a folder nothing is filmed.
+    """
+    if video_dir is None:
+        args = replace(args, capture_video=False)
     env = make_eval_env(args)
     try:
         return summarise(list(play(env, agent, args, video_dir)), args)
@@ -4008,23 +4026,20 @@ def play(
 ) -> Iterator[list[float]]:
     """Play `eval_episodes` episodes from their start, and yield the rewards of each.
 
-    Every evaluation with the same `seed` plays the same episodes, so that of `best.pt` is the best
-    of many on these, and flatters it. Tasks without a time
-    limit are cut at 10,000 steps. With `capture_video` the first 3 episodes are filmed into
+    Every evaluation with the same `seed` resets with the same seeds, one for each episode. So the
+    evaluation that chose `best.pt` is the best of many on these, and flatters it. Tasks without a
+    time limit are cut at 10,000 steps. With `capture_video` the first 3 episodes are filmed into
     `video_dir`; each is kept in memory to its end. The state of torch's generator is the same
     afterwards. The environment, one of `make_eval_env`, stays open.
     """
-    if args.capture_video and video_dir is None:
-        raise ValueError("capture_video needs video_dir, the folder that films go to")
-    films = args.capture_video
-    if films:
+    if args.capture_video:
         env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: episode < 3)
     status = StatusLine(seconds=30)
     with torch.random.fork_rng([agent.device] if args.cuda else []):
         torch.manual_seed(derived_seed(args.seed, "evaluations", 0))
         for episode in range(args.eval_episodes):
             yield run_episode(env, agent, args, episode, status)
-    if films and env.recording:
+    if args.capture_video and env.recording:
         env.stop_recording()
 
 
@@ -4228,7 +4243,6 @@ def check_flags(args: Args) -> None:
         check_range(args, name, extras)
     check_sizes(args)
     check_machine(args)
-    check_presets(args)
 
     if args.learning_rate == 0 and args.critic_learning_rate is None:
         raise flag_error(args, "learning_rate", "trains nothing without --critic-learning-rate")
@@ -4239,11 +4253,14 @@ def check_flags(args: Args) -> None:
 
 
 def check_presets(args: Args) -> None:
-    """Require known presets, whose flags are set: `Args` records their names and sets no flag."""
+    """Require of a new run known presets, of whose flags some are set: `Args` records their names.
+
+    Only `preset_args` and the command line set the flags of presets.
+    """
     preset_flags(args.preset)
     defaults = {one.name: one.default for one in fields(args)}
     for name in args.preset:
-        flags = PRESETS[name].flags
+        flags = PRESETS[name].flags.keys() - {"env_id"}
         if flags and all(getattr(args, flag) == defaults[flag] for flag in flags):
             text = f"none of its flags is set; in Python use preset_args({name!r})"
             raise UsageError(f"--preset {name}: {text}")
@@ -4463,9 +4480,8 @@ def evaluate_stored(args: Args) -> None:
     finally:
         close_quietly(env)
 
-    result = {"step": step, "episodes": args.eval_episodes, "sampled": args.eval_sampled}
-    result["seed"] = args.seed
-    result |= summarise(played, args)
+    how = {"episodes": args.eval_episodes, "sampled": args.eval_sampled, "seed": args.seed}
+    result = {"step": step} | how | summarise(played, args)
     file = path.parent / "evaluation.json"
     kept = {}
     with contextlib.suppress(OSError, ValueError, TypeError):  # there is none, or it is broken

@@ -535,8 +535,8 @@ def critics_notes(verdicts: dict[Contest, Verdict]) -> list[str]:
         )
         for better in (True, False)
     )
-    lower = f"Low runs are rarer than a scalar critic's with {rarer or 'none'}"
-    lower += f", and not clearly with {others}." if others else "."
+    lower = f"Low runs may be rarer than a scalar critic's with {rarer or 'none'}"
+    lower += f", but not with {others}." if others else "."
     return [
         f"Scores are scaled for each task: 1 is the mean of a "
         f"scalar critic (a single one on MuJoCo, twins elsewhere), and 0 is a return of 0 "
@@ -1226,7 +1226,7 @@ def optimism() -> str:
     )
     return (
         f"* **Tuning seeds can look better than reported ones.** With the same flags, among older "
-        f"rows, their mean differs by {differences}."
+        f"rows, their mean minus that of reported seeds is {differences}."
     )
 
 
@@ -1449,8 +1449,8 @@ def answers(verdicts: dict[Contest, Verdict]) -> list[str]:
         f"{rare[CATEGORICAL, 'two_hot wide']} times with wide two-hot atoms. [Details](#truth)",
         f"* **Which settings for MuJoCo?** Take `--preset mujoco --compile`. No reported run "
         f"has today's preset: it got `--norm-adv-memory 0` after [these](#tasks). On "
-        f"tuning seeds of Hopper-v5 that changed nothing "
-        f"([tuning](tuning.md#mujoco-no-memory-of-the-advantages)). The "
+        f"tuning seeds of Hopper-v5 that [made no measurable difference]"
+        f"(tuning.md#mujoco-no-memory-of-the-advantages). The "
         f"single quantile critic scores {fresh} times as much as the default one on seeds 6 to 10"
         f"{proven(fresh)}. [Details](#settings-for-mujoco)",
         "* **How were the flags tuned?** By hand, by small searches and by screenings, on "
@@ -1521,7 +1521,8 @@ def failed() -> list[str]:
         "([tuning](tuning.md#how-advantages-that-hardly-vary-are-kept-small)). Separate updates "
         "were to stay only if no more CartPoleNoVel-v1 runs ended below 475 than before. "
         f"{after} of {len(seeds)} did, and before it were {before}. We kept them by an older, "
-        "laxer rule. In four steps of screenings other changes went on than the rule named.",
+        "laxer rule. In four steps of [screenings](tuning.md#three-screenings) other changes went "
+        "on than the rule named.",
     ]
 
 

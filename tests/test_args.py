@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from command import run_main, undisturbed, words
-from conftest import ONE_SCRIPT, each_of, with_both_scripts, with_one_script
+from conftest import ONE_SCRIPT, each_of, with_both_scripts
 from helpers import small_args
 
 script = each_of(ONE_SCRIPT)  # but for what differs between them
@@ -635,7 +635,10 @@ def test_an_explanation_is_one_paragraph(script, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         script.main(["--help"])
     lines = capsys.readouterr().out.splitlines()
-    ends = ("0: always by their own. (default: 100)", "whose V is the mean of theirs. (default: min)")
+    ends = (
+        "0: always by their own. (default: 100)",
+        "whose V is the mean of theirs. (default: min)",
+    )
     for begin, end in zip(("Rollouts over which the running", "How two critics"), ends):
         assert sum(begin in line and end in line for line in lines) == 1
 
@@ -1035,7 +1038,6 @@ def test_the_preset_of_atari_is_that_of_cleanrl(script):
     assert {name: getattr(args, name) for name in expected} == expected
 
 
-@with_one_script
 def test_each_process_takes_the_gpu_of_its_own_number(script, monkeypatch):
     """On the second machine of two: process 3 of 4 is the second one there."""
     chosen = []
@@ -1051,27 +1053,33 @@ def test_each_process_takes_the_gpu_of_its_own_number(script, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(script, "RANK", 3)
     monkeypatch.setattr(script, "LOCAL_RANK", 1)
-    with undisturbed():
-        script.set_up_process(script.Args(**flags))
+    script.set_up_process(script.Args(**flags))
     assert chosen == [1]
 
 
-@with_one_script
-def test_names_of_presets_set_no_flags_from_python(script):
-    """`Args` refuses names that are unknown, and those whose flags nobody has set."""
+def test_names_of_presets_set_no_flags_from_python(script, tmp_path):
+    """`train` refuses names that are unknown, and those whose flags nobody has set. A task's own
+    id is no flag of a preset. A stored run keeps names that the script knows no more."""
     with pytest.raises(script.UsageError, match="--preset nonsense: is unknown"):
-        script.Args(preset=("nonsense",))
-    with pytest.raises(script.UsageError, match=r"none of its flags .* preset_args\('averse'\)"):
-        script.Args(preset=("averse",))
+        script.train(script.Args(preset=("nonsense",)))
+    for name, flags in (("averse", {}), ("acrobot", {"env_id": "CartPole-v1"})):
+        text = rf"none of its flags .* preset_args\('{name}'\)"
+        with pytest.raises(script.UsageError, match=text):
+            script.train(script.Args(preset=(name,), **flags))
     assert script.preset_args("averse", cvar_weight=0.5).cvar_weight == 0.5
     with pytest.raises(script.UsageError, match="--preset critics: needs --init-from"):
-        script.preset_args("critics")
+        script.train(script.preset_args("critics"))
+    args = small_args(script, "Walk", run_dir=str(tmp_path), total_timesteps=48, eval_episodes=0)
+    path = Path(script.train(args)["run_dir"]) / "checkpoint.pt"
+    content = torch.load(path, weights_only=True)
+    content["args"]["preset"] = ("renamed",)
+    torch.save(content, path)
+    assert script.load_agent(path)[1].preset == ("renamed",)
 
 
-@with_one_script
 def test_training_does_not_evaluate(script, tmp_path):
     """`--evaluate` is read by the command line alone."""
-    with pytest.raises(script.UsageError, match=r"--evaluate .*nothing is trained"):
+    with pytest.raises(script.UsageError, match=r"--evaluate .*train does not evaluate"):
         script.train(small_args(script, "Walk", evaluate=str(tmp_path)))
 
 

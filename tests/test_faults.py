@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from command import await_end, run_main, start, undisturbed, words
-from conftest import ONE_SCRIPT, each_of, with_both_scripts, with_one_script
+from conftest import ONE_SCRIPT, each_of, with_both_scripts
 from helpers import make_run, prepare, roll, small_args
 from probes import ENVIRONMENT_1
 
@@ -511,7 +511,6 @@ def test_a_rank_counts_under_a_launcher_alone(script, environ, found):
     assert [scope[name] for name in names] == found
 
 
-@with_one_script
 def test_one_process_evaluates_for_all(script, monkeypatch, tmp_path):
     """The others have nothing to do."""
     directory = script.train(flags_for(script, tmp_path, "VectorBox"))["run_dir"]

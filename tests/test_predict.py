@@ -161,3 +161,5 @@ def test_what_is_no_number_is_refused(script):
     for wrong in (np.array(["a"] * 4), np.array([None] * 4)):
         with pytest.raises(ValueError, match="has no numbers"):
             act(agent, wrong)
+    rows = np.array([[1, 2.5, 0, 1]])
+    assert (act(agent, rows.astype(object))[0] == act(agent, rows)[0]).all()

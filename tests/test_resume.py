@@ -25,7 +25,7 @@ from command import (
     undisturbed,
     words,
 )
-from conftest import ONE_SCRIPT, SCRIPTS, each_of, with_both_scripts, with_one_script
+from conftest import ONE_SCRIPT, SCRIPTS, each_of, with_both_scripts
 from helpers import carried_obs, is_recurrent, small_args
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -680,7 +680,6 @@ def test_the_generator_of_python_goes_on(script, tmp_path, monkeypatch):
         assert random.getstate() == state
 
 
-@with_one_script
 def test_environments_that_others_replace_are_kept_to_be_closed(script, tmp_path, monkeypatch):
     """Those that a resume had opened ahead of reading the stored ones."""
     args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0")
@@ -691,7 +690,6 @@ def test_environments_that_others_replace_are_kept_to_be_closed(script, tmp_path
         assert not {*map(id, run.unused_envs)} & {*map(id, envs.envs)}
 
 
-@with_one_script
 def test_what_may_change_in_a_resume(script, tmp_path):
     """What moves no number of the training."""
     args = flags_for(script, tmp_path, 1, env_id="probes:Walk-v0", eval_episodes=1)
@@ -702,7 +700,6 @@ def test_what_may_change_in_a_resume(script, tmp_path):
         script.parse_args([*line, "--seed", "7"])
 
 
-@with_one_script
 def test_bytes_that_are_no_checkpoint_cost_one_line(script, tmp_path, capsys):
     """Whatever `pickle` raises."""
     directory = script.train(flags_for(script, tmp_path, 1, env_id="probes:Walk-v0"))["run_dir"]

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from command import await_end, await_file, run_main, start, undisturbed, words
-from conftest import ONE_SCRIPT, each_of, with_both_scripts, with_one_script
+from conftest import ONE_SCRIPT, each_of, with_both_scripts
 from helpers import act, make_agent, make_run, roll, small_args
 from probes import Walk
 from rude import MISFITS, Display, Single
@@ -967,7 +967,6 @@ def test_older_robots_have_no_velocities_where_newer_ones_do(script, monkeypatch
         script.make_env(script.Args(env_id="CartPoleNoVel-v1"))
 
 
-@with_one_script
 def test_a_fault_of_a_reset_in_another_process_is_told(script):
     """As one of `step` is: an error that can be pickled."""
 
@@ -982,7 +981,6 @@ def test_a_fault_of_a_reset_in_another_process_is_told(script):
     assert type(found.value) is RuntimeError
 
 
-@with_one_script
 def test_a_process_that_cannot_make_its_task_says_which_it_is(script, monkeypatch):
     """And so does one whose tasks differ. An error about something else stays as it is."""
 
@@ -1005,7 +1003,6 @@ def test_a_process_that_cannot_make_its_task_says_which_it_is(script, monkeypatc
         script.make_envs(args)
 
 
-@with_one_script
 def test_loading_and_evaluating_leave_nothing_open(script, somewhere, monkeypatch, capsys):
     """The simulator can be open once."""
     monkeypatch.setattr(Single, "alive", [])
@@ -1020,7 +1017,6 @@ def test_loading_and_evaluating_leave_nothing_open(script, somewhere, monkeypatc
     assert Single.alive == []
 
 
-@with_one_script
 def test_signals_to_the_run_are_not_for_its_proof(script):
     """Ctrl-C reaches the processes of a session."""
     proof = script.ReadBack(SimpleNamespace(envs=()))
@@ -1028,7 +1024,6 @@ def test_signals_to_the_run_are_not_for_its_proof(script):
     assert proof.fault() == ""
 
 
-@with_one_script
 def test_a_run_in_the_home_directory_is_found(script, monkeypatch, tmp_path, capsys):
     """`--resume=~/runs/x`: no shell expands it."""
     monkeypatch.setenv("HOME", str(tmp_path))
