@@ -79,6 +79,7 @@ import io
 import json
 import math
 import multiprocessing
+import numbers
 import pickle
 import random
 import shlex
@@ -2375,7 +2376,7 @@ def misfit_of_one(space: gym.Space, value: Any) -> str:
         return f"is no array ({error})"
     if array.shape != space.shape:
         return f"has the shape {array.shape}"
-    if array.dtype.kind not in "biufO" or not holds_numbers(array):
+    if not holds_numbers(array):
         return f"has no numbers ({array.dtype})"
     if space.dtype.kind in "iub" and not np.can_cast(array.dtype, space.dtype):
         dtype = np.uint8 if space.dtype == np.bool_ else space.dtype
@@ -2387,12 +2388,10 @@ def misfit_of_one(space: gym.Space, value: Any) -> str:
 
 
 def holds_numbers(array: np.ndarray) -> bool:
-    """Tell whether an array of any objects has numbers alone, as those of a table may."""
-    try:
-        array.astype(np.float64)
-    except (TypeError, ValueError):
-        return False
-    return None not in array.ravel().tolist() if array.dtype == object else True
+    """Tell whether an array has numbers alone. One of objects may, as a row of a table."""
+    if array.dtype == object:
+        return all(isinstance(one, numbers.Real) for one in array.flat)
+    return array.dtype.kind in "biuf"
 
 
 def as_rows(obs: np.ndarray, space: Box) -> tuple[np.ndarray, bool]:
@@ -3009,13 +3008,14 @@ def derived_seed(seed: int, stream: str, index: int, bits: int = 63) -> int:
 def start(args: Args) -> tuple[Run, Agent, Optimizers, gym.vector.VectorEnv]:
     """Make what a run consists of: anew, resumed, or with the weights of another run."""
     check_flags(args)  # again: a flag may have changed since
-    if not args.resume:
-        check_presets(args)
     if args.evaluate:
         text = "is for the command line; train does not evaluate, use load_agent and evaluate"
         raise flag_error(args, "evaluate", text)
     if args.resume:
         require_stored_flags(args, read_checkpoint(args.resume)[1], args.resume)
+    else:
+        check_presets(args)
+
     set_up_process(args)
     here = Path.cwd()  # a task may change the working directory
     envs, eval_env = open_environments(args)
