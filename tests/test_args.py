@@ -1062,7 +1062,7 @@ def test_names_of_presets_set_no_flags_from_python(script, tmp_path):
     id is no flag of a preset. A stored run keeps names that the script knows no more."""
     with pytest.raises(script.UsageError, match="--preset nonsense: is unknown"):
         script.train(script.Args(preset=("nonsense",)))
-    for name, flags in (("averse", {}), ("acrobot", {"env_id": "CartPole-v1"})):
+    for name, flags in (("averse", {}), ("acrobot", {"env_id": "Acrobot-v1"})):
         text = rf"none of its flags .* preset_args\('{name}'\)"
         with pytest.raises(script.UsageError, match=text):
             script.train(script.Args(preset=(name,), **flags))
