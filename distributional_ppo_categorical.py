@@ -1345,7 +1345,9 @@ def cvar_categorical(probs: Tensor, atoms: Tensor, alpha: float) -> Tensor:
 
         CVaR_alpha = (1 / alpha) * sum_k z_k min(p_k, max(0, alpha - sum_{i<k} p_i))
 
-    This is exact. Atoms ascend. Raises ValueError for alpha outside [1e-3, 1].
+    This is exact for masses at points. `categorical_quantile` spreads each over its bin, so the
+    mean of its quantiles below alpha may differ by up to half a bin. Atoms ascend. Raises
+    ValueError for alpha outside [1e-3, 1].
     Source: Rockafellar & Uryasev 2000.
     """
     if not 1e-3 <= alpha <= 1:

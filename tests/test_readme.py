@@ -15,6 +15,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+common = importlib.import_module("common")
 README = (ROOT / "README.md").read_text()
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [Path("README.md"), Path("tests/README.md")]
@@ -314,9 +316,8 @@ def test_slow_simulators():
     assert f"were {median(ratios):.2f} times as fast on two cores" in README
 
 
-RESULT = re.compile(
-    r"^\| ([\w-]+)(\*?), \w+ \| (\S+) \((\d+)\) \| (\S+) \| (\S+) \((\d+)\) \|(.*)$", re.MULTILINE
-)
+MEAN = r"(\S+) ± (\S+) \((\d+)\)"
+RESULT = re.compile(rf"^\| ([\w-]+)(\*?), \w+ \| {MEAN} \| (\S+) \| {MEAN} \|(.*)$", re.MULTILINE)
 PEERS = ("sb3_contrib_recurrent_ppo", "stable_baselines3_ppo")
 
 
@@ -335,14 +336,20 @@ def scores_of(scripts: tuple[str, ...], task: str) -> list[float]:
 
 @pytest.mark.parametrize("row", RESULT.findall(README), ids=lambda row: row[0])
 def test_results_are_those_of_the_runs(row):
-    """Mean, number of seeds and worst seed of ours; mean and number of seeds of the peer. A star
-    marks rows of today's scripts."""
-    task, star, ours, seeds, worst, peer, peer_seeds, more = row
+    """Mean, 95 % interval and number of seeds, ours and the peer's, and the worst seed of ours. A
+    star marks rows of today's scripts."""
+    task, star, ours, our_width, seeds, worst, peer, peer_width, peer_seeds, more = row
     today = {row["task"].split(":")[-1] for row in rows_of("runs.csv") if int(row["seed"]) > 8000}
     assert bool(star) == (task in today)
     own, other = scores_of(SCRIPTS, task), scores_of(PEERS, task)
     assert (len(own), len(other)) == (int(seeds), int(peer_seeds))
-    for told, value in ((ours, mean(own)), (worst, min(own)), (peer, mean(other))):
+    for told, value in (
+        (ours, mean(own)),
+        (our_width, common.half_width(np.array(own))),
+        (worst, min(own)),
+        (peer, mean(other)),
+        (peer_width, common.half_width(np.array(other))),
+    ):
         assert told in (f"{value:.0f}", f"{value:.1f}")
     for source, told in zip(("rl-baselines3-zoo", "CleanRL"), re.findall(r"[^| ]+", more)):
         found = [

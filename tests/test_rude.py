@@ -476,9 +476,8 @@ def test_what_defines_a_task_is_told_by_its_module(script, monkeypatch):
     be edited to resume. Bases count as well."""
 
     class Own(Walk):
-        pass
+        __module__ = "__main__"  # set later, Python 3.13 would forget the line of the class
 
-    monkeypatch.setattr(Own, "__module__", "__main__")
     monkeypatch.setitem(sys.modules, "__main__", sys.modules[__name__])  # the program is this file
     envs = gym.vector.SyncVectorEnv([lambda: gym.wrappers.RecordEpisodeStatistics(Own())])
     found = script.task_sources(envs, "probes:Walk-v0")
