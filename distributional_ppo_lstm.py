@@ -285,8 +285,8 @@ class CriticArgs:
     num_critics: Literal[1, 2] = 2
     """Value heads, each with a hidden layer of its own. They share the layers ahead of it."""
     value_from: Literal["distribution", "mean_head"] = "mean_head"
-    """Where V comes from. distribution: its mean. mean_head: the mean
-    output, one more output. Squared error fits it, so V learns rare rewards, too."""
+    """Where V comes from. distribution: its mean. mean_head: the mean output, one more output.
+    Squared error fits it, so V learns rare rewards, too."""
     twin_reduce: Annotated[Literal["min", "mean"], IdleWhile("num_critics", 1)] = "min"
     """How two critics give one prediction. min: that of the critic with the smaller V. mean: an
     equal mixture of both, whose V is the mean of theirs."""

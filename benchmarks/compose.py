@@ -28,8 +28,8 @@ QUANTILES = {  # sentences of the kind, by what they are about
                          return itself. By default V is not their mean but one more output of
                          the same head, the mean output (`--value-from`). With `--cvar-weight` the
                          policy learns from the tail of the distribution.""",
-    "value": """mean_head: the mean
-    output, one more output. Squared error fits it, so V learns rare rewards, too.""",
+    "value": """mean_head: the mean output, one more output.
+    Squared error fits it, so V learns rare rewards, too.""",
     "K": "K   quantiles of a predicted distribution",
     "J": "J   samples of a target distribution: 1 by default, K by SR(lambda)",
     "normalised": '"""Critics predict (return - running mean) / running std (PopArt)."""',

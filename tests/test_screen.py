@@ -430,9 +430,11 @@ def test_a_candidate_of_robots_again_meets_the_line_of_robots(screen, monkeypatc
 
 
 def test_a_study_without_candidates_left_runs_no_line(screen):
-    """As `robots`, whose candidates have all stopped."""
-    assert screen.second_runs(screen.STUDIES["robots"]) == []
+    """As `cartpole_novel`, whose candidate has stopped."""
     assert screen.second_runs(screen.STUDIES["cartpole_novel"]) == []
+    robots = screen.STUDIES["robots"]
+    assert screen.second_runs(robots) != []
+    assert screen.second_runs(robots._replace(stopped=robots.candidates)) == []
 
 
 def test_flags_that_the_script_lacks_are_said_ahead_of_any_run(screen, monkeypatch, capsys):
