@@ -531,5 +531,5 @@ def test_reward_terms_worked_by_hand(answers, monkeypatch):
     ]
     monkeypatch.setattr(answers.Table, "rows", lambda self: rows)
     told = answers.terms()
-    assert "they add up to the value of the whole reward, 0.3 % apart, and cost no meas" in told
-    assert "return (+1 (-5 to +7) after 9,000 steps, two runs each;" in told
+    assert "they add up to the value of the whole reward, 0.3 % apart, at an unknown" in told
+    assert "cost in return (+1 (-5 to +7) after 9,000 steps, two runs each;" in told
