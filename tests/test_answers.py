@@ -148,6 +148,9 @@ def test_where_one_is_better_and_where_nothing_is_decided(answers):
     assert answers.standing(found) == "better on one, undecided on two and worse on none"
     assert [one.verdict for one in found.values()] == ["ahead", "undecided", "undecided"]
     assert made(-1, -3, -0.5).verdict == "behind"
+    # By the page's rule 0.5 above a tie is not enough for a width of 1, and 0.6 is.
+    assert answers.clear(found) == 0
+    assert answers.clear({"d": made(1.1, 0.6, 1.6)}) == 1
     assert answers.joined("abc") == "a, b and c"
     assert answers.joined("") == ""
     assert [answers.count_of(n) for n in (0, 8, 11)] == ["none", "eight", "11"]
