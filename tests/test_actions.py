@@ -10,10 +10,13 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from conftest import ONE_SCRIPT, each_of
 from probes import ACTIONS
 from torch import Tensor
 from torch.distributions import Categorical, Distribution, Independent, Normal, kl_divergence
 from torch.testing import assert_close
+
+script = each_of(ONE_SCRIPT)  # both have the same functions
 
 SIZES = (2, 4, 3)  # parts of the MultiDiscrete space
 

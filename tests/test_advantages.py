@@ -5,9 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import ONE_SCRIPT, each_of
 from helpers import make_run
 from torch import Tensor
 from torch.testing import assert_close
+
+script = each_of(ONE_SCRIPT)  # both have the same functions
 
 NAMES = ("rewards", "values", "next_values")
 

@@ -4,8 +4,11 @@ import math
 
 import pytest
 import torch
+from conftest import ONE_SCRIPT, each_of
 from torch import Tensor
 from torch.testing import assert_close
+
+script = each_of(ONE_SCRIPT)  # both have the same functions
 
 DTYPES = (torch.float32, torch.float64)
 # Ratios below, inside and above the range [0.75, 1.25], each with both signs of the advantage.

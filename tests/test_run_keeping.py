@@ -18,9 +18,12 @@ import numpy as np
 import pytest
 import torch
 from command import undisturbed
+from conftest import ONE_SCRIPT, each_of, with_both_scripts
 from helpers import forget_returns, make_agent, make_run, prepare, roll, small_args
 
 import distributional_ppo_categorical
+
+script = each_of(ONE_SCRIPT)  # but for what differs between them
 
 
 class Writer:
@@ -98,6 +101,7 @@ def test_a_seed_is_what_numpy_makes_of_its_key(script):
         assert script.derived_seed(7, stream, 5, bits=31) == int(expected) // 2**33
 
 
+@with_both_scripts
 def test_evaluations_and_resumed_environments_have_seeds_of_their_own(script, monkeypatch):
     """Each episode of an evaluation its own one, the same each time; environments that open anew
     after a resume others than those of the start; those of another process others again."""
@@ -335,6 +339,7 @@ def spoil(script, monkeypatch, **facts):
     monkeypatch.setattr(script, "make_env", lambda args: Spoilt(make_env(args), **facts))
 
 
+@with_both_scripts
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
 def test_a_first_reset_that_is_not_finite_is_named(script, monkeypatch, tmp_path, bad):
     """Environment 2 of a run with seed 5: no step is taken, no normaliser moves."""
@@ -371,6 +376,7 @@ def test_a_step_that_is_not_finite_is_named(script, monkeypatch, fault):
         roll(run)
 
 
+@with_both_scripts
 @pytest.mark.parametrize("fault", [{"reward": np.inf}, {"reward": np.nan}, {"obs": np.nan}])
 def test_an_evaluation_that_is_not_finite_is_named(script, monkeypatch, fault):
     """Episodes of 9 steps. The fourth step of the second one, both counted from 0."""
@@ -381,6 +387,7 @@ def test_an_evaluation_that_is_not_finite_is_named(script, monkeypatch, fault):
         script.evaluate(run.agent, run.args)
 
 
+@with_both_scripts
 def test_a_reset_of_an_evaluation_that_is_not_finite_is_named(script, monkeypatch):
     """Ahead of any action on it: the second episode, number 1."""
     original, resets = script.make_env, []
@@ -415,6 +422,7 @@ def test_a_process_is_set_up_by_its_flags(script):
         torch.set_num_threads(1)
 
 
+@with_both_scripts
 def test_weights_do_not_depend_on_what_a_task_draws(script):
     """One draws from torch's generator when it is made, one sets its seed. The weights are those of
     the run's seed all the same, and others with another seed."""
@@ -436,6 +444,7 @@ def test_weights_do_not_depend_on_what_a_task_draws(script):
     assert not torch.equal(weights[0], weights[3])
 
 
+@with_both_scripts
 def test_networks_are_made_by_their_flags(script):
     """Activations of all layers, and the spread of the first actions."""
     args = small_args(script, "VectorBox", activation="tanh", log_std_init=-0.7)

@@ -132,6 +132,7 @@ def test_the_table_of_runs_tells_them_apart(script, tmp_path):
     assert {"run_dir", "resume", "checkpoint_every", "torch_threads"} & found.keys() == set()
 
 
+@with_one_script
 def test_runs_of_one_second_have_names_of_their_own(script, tmp_path, monkeypatch):
     """A name that is taken gets a number."""
     monkeypatch.setattr(script.time, "strftime", lambda _: "0102-030405")
@@ -189,6 +190,7 @@ def test_an_evaluation_that_cannot_be_kept_is_told(script, tmp_path, capsys, mon
     assert kept.read_text() == '{"best.pt": 1}'
 
 
+@with_one_script
 def test_commands_that_are_printed_can_be_pasted(script, tmp_path, capsys):
     """A folder with a space is quoted."""
     _, directory = run(script, tmp_path / "my runs", "Walk")
@@ -197,6 +199,7 @@ def test_commands_that_are_printed_can_be_pasted(script, tmp_path, capsys):
     assert f" --resume '{directory}' --total" in lines[-1]
 
 
+@with_one_script
 @pytest.mark.parametrize("env", ["ImageDiscrete", "VectorDiscrete"])
 def test_images_are_not_normalised_and_the_run_says_so(script, tmp_path, capsys, env):
     """Of a vector the flag has an effect."""
@@ -205,6 +208,7 @@ def test_images_are_not_normalised_and_the_run_says_so(script, tmp_path, capsys,
     assert told == (env == "ImageDiscrete")
 
 
+@with_one_script
 def test_a_run_says_where_it_stands(script, tmp_path, capsys):
     """Ahead: task, what is seen, actions, directory. At the end: how to watch, how to go on."""
     _, directory = run(script, tmp_path, "VectorDiscrete")
@@ -218,6 +222,7 @@ def test_a_run_says_where_it_stands(script, tmp_path, capsys):
     )
 
 
+@with_one_script
 def test_episodes_are_logged_at_the_step_they_ended(script, tmp_path):
     """7-step episodes in 4 environments: at steps 28, 56 and 84, each once per environment."""
     _, directory = run(script, tmp_path, "VectorDiscrete")
@@ -310,6 +315,7 @@ def test_groups_of_environments_change_no_number(script, tmp_path, monkeypatch, 
     assert one == many
 
 
+@with_one_script
 @pytest.mark.parametrize(("cores", "sizes"), [(1, 6), (2, 3), (4, 2), (5, 2), (6, 1), (64, 1)])
 def test_there_are_no_more_processes_than_cores(script, monkeypatch, cores, sizes):
     """Six environments in groups of equal size, as many as the cores allow."""
@@ -327,6 +333,7 @@ def test_there_are_no_more_processes_than_cores(script, monkeypatch, cores, size
     assert {size for *_, size in made} == {sizes}
 
 
+@with_one_script
 def test_processes_of_other_machines_take_no_cores(script, monkeypatch):
     """Four processes on two machines of four cores: two of them share these, so each has two."""
     made = []
@@ -381,12 +388,12 @@ def test_a_mistake_in_a_process_of_its_own_costs_one_line(tmp_path, capsys):
 
 def test_a_loaded_agent_scores_like_the_saved_one(script, tmp_path):
     """Weights and normalisers come back; evaluation moves neither; the file holds plain data."""
-    flags = {"env_id": "CartPoleNoVel-v1", "total_timesteps": 960, "eval_episodes": 6}
+    flags = {"env_id": "CartPoleNoVel-v1", "total_timesteps": 192, "eval_episodes": 6}
     metrics, directory = run(script, tmp_path, "", **flags)
     torch.load(directory / "checkpoint.pt", weights_only=True)
     agent, args = script.load_agent(directory)
     before = {k: v.clone() for k, v in agent.state_dict().items()}
-    assert float(agent.obs_moments.count) == 960
+    assert float(agent.obs_moments.count) == 192
     result = script.evaluate(agent, args)
     assert result == {k: metrics[k] for k in result}
     assert all(torch.equal(v, before[k]) for k, v in agent.state_dict().items())
@@ -433,6 +440,7 @@ def test_evaluation_statistics(script):
     assert result["eval/return_cvar"] == pytest.approx(np.mean(sorted(totals)[:2]))
 
 
+@with_one_script
 def test_the_run_directory_tells_what_was_run(script, tmp_path):
     """Flags, versions, commit and source; names that would break a path are made safe."""
     _, directory = run(script, tmp_path, "VectorDiscrete", seed=7)
@@ -447,18 +455,6 @@ def test_the_run_directory_tells_what_was_run(script, tmp_path):
     assert (directory / source.name).read_bytes() == source.read_bytes()
     args = small_args(script, "VectorDiscrete", run_dir=str(tmp_path))
     assert script.make_run_dir(args) != script.make_run_dir(args)
-
-
-def test_schedules_are_followed(script, tmp_path):
-    """Two iterations, linear from the start value: the last one runs at half-way."""
-    flags = {"learning_rate": 0.004, "ent_coef": 0.02, "ent_coef_final": 0.0}
-    metrics, _ = run(script, tmp_path, "VectorDiscrete", **flags)
-    assert metrics["charts/learning_rate"] == pytest.approx(0.002)
-    assert metrics["policy/entropy_coef"] == pytest.approx(0.01)
-    flags |= {"ent_coef_final": None, "anneal_lr": False}
-    metrics, _ = run(script, tmp_path, "VectorDiscrete", **flags)
-    assert metrics["charts/learning_rate"] == 0.004
-    assert metrics["policy/entropy_coef"] == 0.02
 
 
 def watched_run(script, tmp_path, monkeypatch, **flags):
@@ -548,6 +544,10 @@ def test_every_update_has_the_coefficients_of_its_time(script, tmp_path, monkeyp
     updates = [x[-1] for x in watched_run(script, tmp_path, monkeypatch, **flags)]
     assert [update.inputs[-1] for update in updates] == pytest.approx([0, 1 / 3, 2 / 3])
     assert [update.lr[0] for update in updates] == pytest.approx([3e-3, 2e-3, 1e-3])
+    told = [update.given["charts/learning_rate"] for update in updates]
+    assert told == pytest.approx([3e-3, 2e-3, 1e-3])
+    told = [update.given["policy/entropy_coef"] for update in updates]
+    assert told == pytest.approx([0.04, 0.03, 0.02])
     assert [update.lr[1] for update in updates] == pytest.approx([6e-3, 4e-3, 2e-3])
     assert sorted({*coefficients}) == pytest.approx([0.02, 0.03, 0.04])
     assert coefficients == sorted(coefficients, reverse=True)
@@ -556,6 +556,7 @@ def test_every_update_has_the_coefficients_of_its_time(script, tmp_path, monkeyp
         assert [update.given[tag] for update in updates] == pytest.approx(values)
 
 
+@with_one_script
 @pytest.mark.parametrize(
     ("env_id", "hidden", "size"),
     [
@@ -586,6 +587,7 @@ def test_velocity_free_tasks_are_the_base_tasks_masked(script, env_id, hidden, s
     np.testing.assert_array_equal(named, masked)
 
 
+@with_one_script
 def test_observations_become_flat_vectors(script):
     """Dict(Discrete 3, Tuple(Box 2, MultiBinary 3)) is 8 numbers; Discrete is one-hot."""
     env = script.make_env(small_args(script, "NestedBox"))
@@ -608,6 +610,7 @@ def test_the_loop_stops_early_and_says_so(script, tmp_path):
     assert metrics["policy/epochs_done"] == 0.5
 
 
+@with_one_script
 def test_progress_and_result_are_printed(script, tmp_path, capsys):
     """Steps, percent, speed, return; then the evaluation and where the checkpoint is."""
     run(script, tmp_path, "VectorDiscrete")
