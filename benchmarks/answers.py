@@ -895,12 +895,12 @@ def risk_notes() -> list[str]:
         [risky("cliff", script, variant, "cvar") for variant in ("neutral", "weight 1")]
         for script in (CATEGORICAL, LSTM)
     ]
-    best = risk.cliff_optima()
+    mean, its_tail = risk.best_mean(risk.slippery_cliff())
     return [
         f"* **A lottery of one step.** Neutral policies take the risky arm {chance}. "
         f"Those with `--cvar-weight 0.5` do with at most {lottery['weight 0.5'].max():.3f}.",
-        f"* **A slippery cliff.** By dynamic programming the best mean ({best.mean:.1f}) comes "
-        f"with the best tail ({best.its_cvar:.1f}). `--cvar-weight 1` moves the worst tenth from "
+        f"* **A slippery cliff.** By dynamic programming the best mean ({mean:.1f}) comes "
+        f"with the best tail ({its_tail:.1f}). `--cvar-weight 1` moves the worst tenth from "
         f"{tails[0][0]} to {tails[0][1]} (feed-forward) and from {tails[1][0]} to {tails[1][1]} "
         f"(recurrent), whose policies then just wait at the start.",
     ]

@@ -211,14 +211,24 @@ class Cliff:
         return max(value(nu) for nu in range(-200, -60, 2))
 
 
-def cliff_optima(alpha: float = 0.1) -> Optimum:
-    """By a dynamic program over steps, states and falls; for the CVaR one for every nu."""
+def slippery_cliff() -> Cliff:
+    """The tables of gymnasium's task."""
     table = gym.make("CliffWalking-v1", is_slippery=True).unwrapped.P
     outcomes = np.array([[table[state][action] for action in range(4)] for state in range(48)])
     _, after, reward, end = np.moveaxis(outcomes, -1, 0)  # (48, 4, 3) each
-    cliff = Cliff(after.astype(int), reward == -100, end == 1)
+    return Cliff(after.astype(int), reward == -100, end == 1)
+
+
+def best_mean(cliff: Cliff, alpha: float = 0.1) -> tuple[float, float]:
+    """The largest mean return of any policy, and the CVaR of the policy that has it."""
     cost, policy = cliff.least(lambda t, n: t + 99.0 * n)
-    return Optimum(-cost, cliff.cvar(alpha, policy), cliff.cvar(alpha))
+    return -cost, cliff.cvar(alpha, policy)
+
+
+def cliff_optima(alpha: float = 0.1) -> Optimum:
+    """By a dynamic program over steps, states and falls; for the CVaR one for every nu."""
+    cliff = slippery_cliff()
+    return Optimum(*best_mean(cliff, alpha), cliff.cvar(alpha))
 
 
 # ------------------------------------------------------------------------------------------- report

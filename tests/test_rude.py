@@ -159,8 +159,9 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("when", ["", "Later"])
-@pytest.mark.parametrize("kind", MISFITS)
+@pytest.mark.parametrize(
+    ("when", "kind"), [*((("", kind)) for kind in MISFITS), ("Later", "Short"), ("Later", "Part")]
+)
 def test_what_does_not_belong_to_its_space_is_named(script, capsys, kind, when):
     """In one line, at the first reset and at a later step: nothing is cast, broadcast, reshaped."""
     code, _, err = run_main(script, capsys, words(task(script, when + kind)))
@@ -803,12 +804,12 @@ def test_a_task_without_end_is_evaluated_with_words(script, monkeypatch, capsys)
     args = small_args(script, "Endless", eval_episodes=2, num_envs=1, num_minibatches=1)
     agent = make_agent(script, args)
     monkeypatch.setattr(script.StatusLine, "due", True)
-    monkeypatch.setattr(script, "LONGEST_EPISODE", 1_200)
+    monkeypatch.setattr(script, "LONGEST_EPISODE", 1_001)
     script.evaluate(agent, args)
     out = capsys.readouterr().out
     assert "evaluation: step 17 of episode 1 of 2\n" in out
-    assert "evaluation: step 1,200 of episode 2 of 2\n" in out
-    cut = "evaluations cut this task, which has no time limit, at 1,200 steps"
+    assert "evaluation: step 1,001 of episode 2 of 2\n" in out
+    cut = "evaluations cut this task, which has no time limit, at 1,001 steps"
     assert out.count(cut) == 1
 
 
