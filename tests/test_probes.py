@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 def learn(script, tmp_path, env, **flags):
     """Train on a probe; returns the final metrics and the trained agent."""
     learner = {
-        "total_timesteps": 4096,
+        "total_timesteps": 2560,
         "num_envs": 8,
         "num_steps": 16,
         "num_minibatches": 2,
