@@ -3216,6 +3216,8 @@ class Run:
             facts.append("--log-std-init has no effect on them")
         if self.agent.sees_images and not args.norm_obs:
             facts.append("--no-norm-obs has no effect on images")
+        if isinstance(self.envs, EnvsInProcesses):
+            facts.append(f"environments in each process: {self.envs.size}")
         if args.resume:
             facts.append(f"resumed after {self.step:,} steps")
         if args.preset:

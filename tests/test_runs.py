@@ -305,14 +305,16 @@ def test_environments_in_processes_of_their_own_change_no_number(tmp_path, capsy
     "env",
     ["VectorMultiDiscrete", "VectorBox", "ImageMultiDiscrete", "Staggered"],
 )
-def test_groups_of_environments_change_no_number(script, tmp_path, monkeypatch, env):
+def test_groups_of_environments_change_no_number(script, tmp_path, monkeypatch, capsys, env):
     """Four environments in two processes, as on two cores; three cores make no more. Time limits
     cut the episodes of `Staggered`: their final observations have values, which must arrive."""
     flags = {"num_envs": 4, "save_envs": "never"}
     one, _ = run(script, tmp_path, env, **flags)
     monkeypatch.setattr(script, "usable_cores", lambda: 3)
+    capsys.readouterr()
     many, _ = run(script, tmp_path, env, async_envs=True, **flags)
     assert one == many
+    assert "; environments in each process: 2; " in capsys.readouterr().out
 
 
 @with_one_script
