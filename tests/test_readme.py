@@ -202,7 +202,7 @@ def test_rows_of_earlier_versions_are_called_so():
     today = {row["task"] for row in rows_of("runs.csv") if int(row["seed"]) > 8000}
     today = sorted(task.split(":")[-1] for task in today)
     names = f"{', '.join(today[:-1])} and {today[-1]}"
-    assert f"**Today's scripts were trained anew on {names}.** All other rows" in README
+    assert f"**Today's scripts were trained anew on {names}.** Rows without *" in README
 
 
 def test_the_speed_beside_the_recurrent_peer():
@@ -260,7 +260,7 @@ def test_how_good_presets_for_calibration_are():
         assert f"{task} | {before:.2f} | {after:.2f} |" in README
         good.append(before <= 0.05)
     assert sum(good) == 1
-    assert "On control tasks the preset is right on [one of five]" in README
+    assert "Of [five usual tasks](#the-predicted-distribution) the preset is right on one." in README
     script = importlib.import_module("distributional_ppo_lstm")
     assert script.PRESETS["critics"].flags["total_timesteps"] == 200_000
 
