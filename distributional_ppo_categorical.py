@@ -2054,14 +2054,18 @@ class Agent(nn.Module):
         features = self.critic_body(obs)
         return torch.stack([head(features) for head in self.critic_heads])
 
-    def act(self, obs: np.ndarray, deterministic: bool = True) -> np.ndarray:
+    def act(
+        self, obs: np.ndarray, deterministic: bool = True, policy: Callable | None = None
+    ) -> np.ndarray:
         """Give actions for `env.step`. obs are (D,) or (N, D), as `make_env` gives them.
 
-        The policy's mode is taken if `deterministic`, otherwise a sample. Raises ValueError for
-        observations of other shapes and for those that are not finite.
+        The policy's mode is taken if `deterministic`, otherwise a sample. Steps that are taken with
+        the same weights may share a `policy`, one of `numpy_policy`; this saves time. Raises
+        ValueError for observations of other shapes and for those that are not finite.
         """
         rows, alone = as_rows(obs, self.observation_space)
-        outputs = self.numpy_policy()(rows.astype(self.observation_space.dtype))
+        policy = policy or self.numpy_policy()
+        outputs = policy(rows.astype(self.observation_space.dtype))
         noise = 0.0 if deterministic else self.action_dist.noise(len(rows)).numpy()
         actions = self.action_dist.to_env(self.action_dist.sample(outputs, noise))
         return actions[0] if alone else actions
@@ -3960,10 +3964,11 @@ def run_episode(
     obs, _ = env.reset(seed=derived_seed(args.seed, "evaluations", episode, bits=31))
     check_finite(f"reset of evaluation episode {episode}", obs[None])
     limit = env.spec.max_episode_steps or LONGEST_EPISODE
+    policy = agent.numpy_policy()
     rewards = []
     ended = False
     while not ended and len(rewards) < limit:
-        action = agent.act(obs, deterministic=not args.eval_sampled)
+        action = agent.act(obs, deterministic=not args.eval_sampled, policy=policy)
         obs, reward, terminated, truncated, _ = env.step(action)
         when = f"step {len(rewards)} of evaluation episode {episode}"
         check_finite(when, obs[None], rewards=np.array([reward]))

@@ -2142,19 +2142,27 @@ class Agent(nn.Module):
         return torch.stack([head(features) for head in self.critic_heads])
 
     def act(
-        self, obs: np.ndarray, state: np.ndarray | None = None, deterministic: bool = True
+        self,
+        obs: np.ndarray,
+        state: np.ndarray | None = None,
+        deterministic: bool = True,
+        policy: Callable | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Give actions for `env.step`, and the state to hand back with the next observation.
 
         obs are (D,) or (N, D), as `make_env` gives them. State None opens an episode. Where only
-        episode i of N has ended, set state[:, i] = 0 ahead of the next call. The policy's mode is
-        taken if `deterministic`, otherwise a sample. Raises ValueError for observations
-        of other shapes, for those that are not finite, and for a state of the wrong shape.
+        episode i of N has ended, set state[:, i] = 0 ahead of the next call.
+
+        The policy's mode is taken if `deterministic`, otherwise a sample. Steps that are taken with
+        the same weights may share a `policy`, one of `numpy_policy`; this saves time. Raises
+        ValueError for observations of other shapes, for those that are not finite, and for a state
+        of the wrong shape.
         """
         rows, alone = as_rows(obs, self.observation_space)
         state = self.initial_state(len(rows)).cpu().numpy() if state is None else state
         self.check_state(state, len(rows))
-        outputs, state = self.numpy_policy()(rows.astype(self.observation_space.dtype), state)
+        policy = policy or self.numpy_policy()
+        outputs, state = policy(rows.astype(self.observation_space.dtype), state)
         noise = 0.0 if deterministic else self.action_dist.noise(len(rows)).numpy()
         actions = self.action_dist.to_env(self.action_dist.sample(outputs, noise))
         return (actions[0] if alone else actions), state
@@ -4055,11 +4063,12 @@ def run_episode(
     obs, _ = env.reset(seed=derived_seed(args.seed, "evaluations", episode, bits=31))
     check_finite(f"reset of evaluation episode {episode}", obs[None])
     limit = env.spec.max_episode_steps or LONGEST_EPISODE
+    policy = agent.numpy_policy()
     state = None
     rewards = []
     ended = False
     while not ended and len(rewards) < limit:
-        action, state = agent.act(obs, state, deterministic=not args.eval_sampled)
+        action, state = agent.act(obs, state, deterministic=not args.eval_sampled, policy=policy)
         obs, reward, terminated, truncated, _ = env.step(action)
         when = f"step {len(rewards)} of evaluation episode {episode}"
         check_finite(when, obs[None], rewards=np.array([reward]))

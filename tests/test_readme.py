@@ -260,7 +260,9 @@ def test_how_good_presets_for_calibration_are():
         assert f"{task} | {before:.2f} | {after:.2f} |" in README
         good.append(before <= 0.05)
     assert sum(good) == 1
-    assert "Of [five usual tasks](#the-predicted-distribution) the preset is right on one." in README
+    assert (
+        "Of [five usual tasks](#the-predicted-distribution) the preset is right on one." in README
+    )
     script = importlib.import_module("distributional_ppo_lstm")
     assert script.PRESETS["critics"].flags["total_timesteps"] == 200_000
 

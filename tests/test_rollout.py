@@ -317,6 +317,21 @@ def test_act_remembers_through_the_state_it_returns():
     assert abs(after[2] - after[1]).max() > 1e-4
 
 
+def test_a_policy_serves_many_steps(script, monkeypatch):
+    """An episode of an evaluation makes one. With it the actions are those without."""
+    run = make_run(script, "VectorBox", eval_episodes=2)
+    obs, _ = script.make_env(run.args).reset(seed=0)
+    policy = run.agent.numpy_policy()
+    for _ in range(2):
+        action, _ = act(run.agent, obs, policy=policy)
+        np.testing.assert_array_equal(action, act(run.agent, obs)[0])
+
+    made = []
+    monkeypatch.setattr(run.agent, "numpy_policy", lambda: made.append(1) or policy)
+    assert script.evaluate(run.agent, run.args)["eval/length_mean"] > 1
+    assert len(made) == 2
+
+
 def test_observations_may_be_lists(script):
     """The same numbers as those of arrays, up to and at the ends of episodes; `act` takes them."""
     rollouts = []
