@@ -827,14 +827,14 @@ WEIGHTS = {
 
 def risky(task: str, script: str, variant: str, column: str) -> str:
     """Mean over seeds and half of its interval."""
-    rows = common.by_setting(risk.TABLE.rows())[Setting(task, script, variant)]
+    rows = risk.groups()[Setting(task, script, variant)]
     middle, half = risk.estimate(rows, column)
     return f"{middle:.1f} ± {half:.1f}"
 
 
 def risk_rows(task: str, script: str, variant: str, column: str) -> np.ndarray:
     """A column of the seeds."""
-    rows = common.by_setting(risk.TABLE.rows())[Setting(task, script, variant)]
+    rows = risk.groups()[Setting(task, script, variant)]
     return np.array([float(row[column]) for row in rows])
 
 
@@ -1108,10 +1108,13 @@ def truth_notes() -> list[str]:
 
 # ------------------------------------------------------------------------------------------- method
 def older_rows() -> dict[str, tuple[int, int]]:
-    """Rows of our scripts that are older than the change, and rows, by file."""
+    """Rows of our scripts that are older than the change, and rows, by file. Of risk.csv those
+    count that stand in its table."""
     counts = {}
     for name in ("runs", "risk", "calibration", "truth"):
         rows = Table(RESULTS / f"{name}.csv", ()).rows()
+        if name == "risk":
+            rows = [row for own in risk.groups().values() for row in own]
         rows = [row for row in rows if row["script"] not in (SB3, CONTRIB)]
         counts[name] = (sum(row["commit"] in OLDER for row in rows), len(rows))
     return counts
@@ -1165,7 +1168,9 @@ def changes_table() -> list[str]:
 
 def current() -> str:
     """Whether the rows of our runs are of today's update."""
-    old, rows = older_rows()["runs"]
+    counts = older_rows()
+    old, rows = counts.pop("runs")
+    behind = joined(name for name, (others, _) in counts.items() if others)
     what = "before actor and critics got separate losses and optimizers"
     if not old:
         return f"**The returns are of today's update.** None of {rows} runs was trained {what}."
@@ -1179,12 +1184,13 @@ def current() -> str:
     if old == rows:
         return (
             f"**The returns on this page are of an older version.** All {rows} runs of ours were "
-            f"trained {what}, and so were those behind risk, calibration and truth. {effect}"
+            f"trained {what}, and so were those behind {behind}. {effect}"
         )
     fresh = any(newer(cell) for cell in learning.GRID if cell.script in (LSTM, CATEGORICAL))
     told = (
-        " Of today's scripts are the returns with *, the speeds called current, the second table "
-        "of calibration, warnings, reward terms and the robots' tails."
+        f" Of today's scripts are the returns with *, the speeds called current, "
+        f"{'' if 'risk' in behind else 'risk, '}the second table of calibration, warnings, reward "
+        f"terms and the robots' tails."
         if fresh
         else ""
     )
@@ -1192,7 +1198,7 @@ def current() -> str:
     return (
         f"**{most} returns are of an older version.** Today's scripts may score differently "
         f"there. {old} of {rows} runs of ours, called *older* below, were trained {what}, and so "
-        f"were those behind risk, calibration and truth.{told} {effect}"
+        f"were those behind {behind}.{told} {effect}"
     )
 
 

@@ -379,6 +379,19 @@ def by_setting(rows: Iterable[Row]) -> dict[Setting, list[Row]]:
     return groups
 
 
+def standing(cell: Cell, rows: list[Row]) -> list[Row]:
+    """The rows of a cell's runs that count, whatever their seeds are.
+
+    Seeds from RENEWED up are of runs that were made anew with today's scripts. A cell that wants
+    them has these rows as soon as all of its seeds have run, and the older ones until then.
+    """
+    newer = [row for row in rows if int(row["seed"]) >= RENEWED]
+    seeds = {int(row["seed"]) for row in newer}
+    if min(cell.seeds, default=0) >= RENEWED and seeds >= {*cell.seeds}:
+        return newer
+    return [row for row in rows if int(row["seed"]) < RENEWED]
+
+
 # --------------------------------------------------------------------------- runs and their curves
 SMOOTHED = 20  # training episodes in the mean that is compared with a threshold
 BINS = 100  # of a curve
@@ -412,7 +425,7 @@ RUN_COLUMNS = (
     "versions",
     *(over_run(tag, kind) for tag in FOLLOWED for kind in ("mean", "max")),
 )
-RENEWED = 8001  # the first seed of runs that replace older ones, see `Archive.rows_of`
+RENEWED = 8001  # the first seed of runs that replace older ones, see `standing`
 OF_A_RUN = ("script", "task", "variant", "seed")  # what tells runs apart
 CURVE_COLUMNS = (*OF_A_RUN, "step", "return", "episodes", "last_20")  # the fields of Bin
 
@@ -470,18 +483,8 @@ class Archive:
         return self.folder / "curves.csv.gz"
 
     def rows_of(self, cell: Cell) -> list[Row]:
-        """The rows of a cell's runs, whatever their seeds are, in the order of these.
-
-        Seeds from RENEWED up are of runs that were made anew with today's scripts. A cell that
-        wants them has these rows as soon as all of its seeds have run, and the older ones until
-        then.
-        """
-        rows = groups_of_file(self.table.path).get(cell.setting, [])
-        newer = [row for row in rows if int(row["seed"]) >= RENEWED]
-        seeds = {int(row["seed"]) for row in newer}
-        if min(cell.seeds, default=0) >= RENEWED and seeds >= {*cell.seeds}:
-            return newer
-        return [row for row in rows if int(row["seed"]) < RENEWED]
+        """The rows of a cell's runs that count, in the order of their seeds."""
+        return standing(cell, groups_of_file(self.table.path).get(cell.setting, []))
 
     def curve_rows(self) -> list[Row]:
         """All bins of all runs, as text."""

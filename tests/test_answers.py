@@ -231,8 +231,14 @@ def test_age_is_told_from_the_rows(answers, monkeypatch):
         assert answers.current().startswith(begin)
         assert f"{old or 'None'} of 9" in answers.current() or old == 9
     monkeypatch.setattr(answers, "OLDER", set())
-    monkeypatch.setattr(answers, "older_rows", lambda: {"runs": (5, 9)})
-    assert " Of today's scripts are the returns with *, the speeds called c" in answers.current()
+    for old, behind, fresh in (
+        (0, "truth", "speeds called current, risk, the second table"),
+        (1, "risk and truth", "speeds called current, the second table"),
+    ):
+        counts = {"runs": (5, 9), "risk": (old, 9), "truth": (1, 9)}
+        monkeypatch.setattr(answers, "older_rows", counts.copy)
+        assert f"and so were those behind {behind}. Of today's scripts are" in answers.current()
+        assert fresh in answers.current()
     assert all(answers.newer(cell) == "*" for cell in answers.learning.GRID[:3])
     assert all(answers.ages(contest) == {False} for contest in answers.CONTESTS)
 

@@ -796,6 +796,17 @@ def test_risk_of_a_policy_is_measured(script, task):
     assert 0 < row.get("risky", 0.5) < 1
 
 
+def test_older_rows_of_risk_stand_until_all_seeds_have_run(monkeypatch):
+    """Five older ones beside four of today's, then five. Settings without rows are left out."""
+    risk = importlib.import_module("risk")
+    setting = {"task": "road", "script": risk.LSTM, "variant": "neutral"}
+    seeds = [1, 2, 3, 4, 5, 8001, 8002, 8003, 8004, 8005]
+    rows = [setting | {"seed": str(seed)} for seed in seeds]
+    for known, standing in ((rows[:9], rows[:5]), (rows, rows[5:])):
+        monkeypatch.setattr(risk.Table, "rows", lambda table, known=known: known)
+        assert list(risk.groups().values()) == [standing]
+
+
 @pytest.mark.parametrize("script", ONE_SCRIPT)
 @pytest.mark.parametrize("task", ["rare-10", "bad-arm", "rewards-1e8"])
 def test_truth_is_measured(script, task, monkeypatch):
