@@ -2059,8 +2059,8 @@ class Agent(nn.Module):
     ) -> np.ndarray:
         """Give actions for `env.step`. obs are (D,) or (N, D), as `make_env` gives them.
 
-        The policy's mode is taken if `deterministic`, otherwise a sample. Steps that are taken with
-        the same weights may share a `policy`, one of `numpy_policy`; this saves time. Raises
+        The policy's mode is taken if `deterministic`, otherwise a sample. Steps with the same
+        weights and statistics may share a `policy`, one of `numpy_policy`; this saves time. Raises
         ValueError for observations of other shapes and for those that are not finite.
         """
         rows, alone = as_rows(obs, self.observation_space)

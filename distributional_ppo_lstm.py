@@ -2153,8 +2153,8 @@ class Agent(nn.Module):
         obs are (D,) or (N, D), as `make_env` gives them. State None opens an episode. Where only
         episode i of N has ended, set state[:, i] = 0 ahead of the next call.
 
-        The policy's mode is taken if `deterministic`, otherwise a sample. Steps that are taken with
-        the same weights may share a `policy`, one of `numpy_policy`; this saves time. Raises
+        The policy's mode is taken if `deterministic`, otherwise a sample. Steps with the same
+        weights and statistics may share a `policy`, one of `numpy_policy`; this saves time. Raises
         ValueError for observations of other shapes, for those that are not finite, and for a state
         of the wrong shape.
         """

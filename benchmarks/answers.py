@@ -384,7 +384,7 @@ def standing(differences: dict[str, Difference]) -> str:
     return f"better on {words[0]}, undecided on {words[1]} and worse on {words[2]}"
 
 
-def clear(differences: dict[str, Difference]) -> int:
+def clearly_better(differences: dict[str, Difference]) -> int:
     """On how many tasks we are better by the page's rule: the interval is further from a tie than
     half its width."""
     return sum(one.low > (one.high - one.low) / 2 for one in differences.values())
@@ -413,7 +413,7 @@ def terms() -> str:
     apart, one = (np.array([float(row["return_mean"]) for row in own[name]]) for name in own)
     gap = np.mean([float(row["gap"]) for row in own["terms"]])
     change = welch(apart, one)
-    cost = "an unknown" if change.verdict == "undecided" else "a clear"
+    cost = {"undecided": "an unknown", "behind": "a clear", "ahead": "no"}[change.verdict]
     return (
         f"* **A value for each reward term** of Hopper-v5: they add up to the value of the whole "
         f"reward, {100 * gap:.1f} % apart, at {cost} cost in return ({change.told()} after "
@@ -1170,7 +1170,8 @@ def current() -> str:
     """Whether the rows of our runs are of today's update."""
     counts = older_rows()
     old, rows = counts.pop("runs")
-    behind = joined(name for name, (others, _) in counts.items() if others)
+    others = joined(name for name, (older, _) in counts.items() if older)
+    also = f", and so were those behind {others}" if others else ""
     what = "before actor and critics got separate losses and optimizers"
     if not old:
         return f"**The returns are of today's update.** None of {rows} runs was trained {what}."
@@ -1184,12 +1185,12 @@ def current() -> str:
     if old == rows:
         return (
             f"**The returns on this page are of an older version.** All {rows} runs of ours were "
-            f"trained {what}, and so were those behind {behind}. {effect}"
+            f"trained {what}{also}. {effect}"
         )
     fresh = any(newer(cell) for cell in learning.GRID if cell.script in (LSTM, CATEGORICAL))
     told = (
         f" Of today's scripts are the returns with *, the speeds called current, "
-        f"{'' if 'risk' in behind else 'risk, '}the second table of calibration, warnings, reward "
+        f"{'' if 'risk' in others else 'risk, '}the second table of calibration, warnings, reward "
         f"terms and the robots' tails."
         if fresh
         else ""
@@ -1197,8 +1198,8 @@ def current() -> str:
     most = "Most" if 2 * old > rows else "Some"
     return (
         f"**{most} returns are of an older version.** Today's scripts may score differently "
-        f"there. {old} of {rows} runs of ours, called *older* below, were trained {what}, and so "
-        f"were those behind {behind}.{told} {effect}"
+        f"there. {old} of {rows} runs of ours, called *older* below, were trained {what}{also}."
+        f"{told} {effect}"
     )
 
 
@@ -1239,7 +1240,8 @@ def optimism() -> str:
 def method_notes() -> list[str]:
     """The machine, and which rows are old."""
     told = ", ".join(
-        f"{count} of {rows} in {name}.csv" for name, (count, rows) in older_rows().items()
+        f"{count} of {rows} {'in risk.md' if name == 'risk' else f'in {name}.csv'}"
+        for name, (count, rows) in older_rows().items()
     )
     rows = learning.ARCHIVE.table.rows()
     machines = sorted({(row["cores"], row["machine"]) for row in rows})
@@ -1394,8 +1396,8 @@ def beside_others() -> list[str]:
         f"* **How good is the recurrent script?** Its difference from sb3-contrib's tuned PPO is "
         f"{told} ({verdict}). On POPGym, with equal flags and equal wall time, sb3-contrib makes "
         f"{shares[0]:.0f} to {shares[1]:.0f} % of our steps, and ours is {standing(quiz)} of "
-        f"{count_of(len(quiz))} tasks ({count_of(clear(quiz))} are clear by the rule below). "
-        f"At equal steps nothing was compared. [Details](#tasks)",
+        f"{count_of(len(quiz))} tasks ({count_of(clearly_better(quiz))} are clear by the rule "
+        f"below). At equal steps nothing was compared. [Details](#tasks)",
     ]
 
 

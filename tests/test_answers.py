@@ -149,8 +149,8 @@ def test_where_one_is_better_and_where_nothing_is_decided(answers):
     assert [one.verdict for one in found.values()] == ["ahead", "undecided", "undecided"]
     assert made(-1, -3, -0.5).verdict == "behind"
     # By the page's rule 0.5 above a tie is not enough for a width of 1, and 0.6 is.
-    assert answers.clear(found) == 0
-    assert answers.clear({"d": made(1.1, 0.6, 1.6)}) == 1
+    assert answers.clearly_better(found) == 0
+    assert answers.clearly_better({"d": made(1.1, 0.6, 1.6)}) == 1
     assert answers.joined("abc") == "a, b and c"
     assert answers.joined("") == ""
     assert [answers.count_of(n) for n in (0, 8, 11)] == ["none", "eight", "11"]
@@ -230,6 +230,7 @@ def test_age_is_told_from_the_rows(answers, monkeypatch):
         monkeypatch.setattr(answers, "older_rows", lambda old=old: {"runs": (old, 9)})
         assert answers.current().startswith(begin)
         assert f"{old or 'None'} of 9" in answers.current() or old == 9
+        assert "behind" not in answers.current()
     monkeypatch.setattr(answers, "OLDER", set())
     for old, behind, fresh in (
         (0, "truth", "speeds called current, risk, the second table"),
@@ -334,7 +335,10 @@ def test_rows_of_peers_are_not_ours(answers, monkeypatch):
         )
     ]
     monkeypatch.setattr(answers, "Table", lambda *_: Made(made))
+    standing = {"a": made[:1], "b": made[:2]}
+    monkeypatch.setattr(answers.risk, "groups", lambda: standing)  # others do not count
     assert answers.older_rows()["truth"] == (1, 2)
+    assert answers.older_rows()["risk"] == (2, 3)
 
 
 def test_published_values_are_told_once(answers):
@@ -542,3 +546,9 @@ def test_reward_terms_worked_by_hand(answers, monkeypatch):
     told = answers.terms()
     assert "they add up to the value of the whole reward, 0.3 % apart, at an unknown" in told
     assert "cost in return (+1 (-5 to +7) after 9,000 steps, two runs each;" in told
+    for returns, told in (
+        (50, "at no cost in return (+48 ("),
+        (-50, "at a clear cost in return (-52 ("),
+    ):
+        rows[0]["return_mean"] = rows[1]["return_mean"] = returns
+        assert told in answers.terms()

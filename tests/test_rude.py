@@ -160,7 +160,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize(
-    ("when", "kind"), [*((("", kind)) for kind in MISFITS), ("Later", "Short"), ("Later", "Part")]
+    ("when", "kind"), [*(("", kind) for kind in MISFITS), ("Later", "Short"), ("Later", "Part")]
 )
 def test_what_does_not_belong_to_its_space_is_named(script, capsys, kind, when):
     """In one line, at the first reset and at a later step: nothing is cast, broadcast, reshaped."""

@@ -355,6 +355,7 @@ def test_a_first_reset_that_is_not_finite_is_named(script, monkeypatch, tmp_path
     assert not steps
 
 
+@with_both_scripts
 def test_a_reward_beyond_float32_is_kept(script, monkeypatch):
     """1e39 is finite; the batch, which is float32, has it in units of the spread of returns."""
     spoil(script, monkeypatch, seed=2, step=6, reward=1e39)
@@ -522,6 +523,7 @@ def test_the_run_directory_is_made_with_its_parents_or_refused_in_one_line(scrip
 
 
 # ------------------------------------------------------------------------------ starts, ends, files
+@with_both_scripts
 def test_paths_are_relative_to_where_the_run_began(script, tmp_path, monkeypatch):
     """Also where a task moves when it is made."""
     monkeypatch.chdir(tmp_path)
@@ -538,6 +540,7 @@ def test_paths_are_relative_to_where_the_run_began(script, tmp_path, monkeypatch
         assert run.directory.parent == tmp_path / "here"
 
 
+@with_both_scripts
 def test_a_run_closes_all_that_it_opened(script, begin, monkeypatch):
     """At its end, and where it could not start."""
     run, closed = begin(), []

@@ -186,7 +186,8 @@ def run(script, request):
     return run
 
 
-# V may come from the distribution as well. Nothing of the actor, of Adam or of threads knows.
+# V may come from the distribution as well. Tests of the actor, of Adam and of threads do not
+# depend on that.
 with_either_value = pytest.mark.parametrize("run", ["distribution", "mean_head"], indirect=True)
 
 
