@@ -120,7 +120,7 @@ def by_task(script: str, variant: str, seeds: range) -> np.ndarray:
 
 def as_today(version: str, cell: common.Cell) -> bool:
     """Tell whether a version ran as today's scripts do, with the task's line in versions.py; on
-    robots that is with the flags of today's preset."""
+    robots with --norm-adv-memory 0 behind it, the preset ahead of the last screening."""
     commit, *words = version.split()
     scales_gradient = commit not in SCALED_RATE
     if words[:1] == [AS_TODAY]:
@@ -129,8 +129,10 @@ def as_today(version: str, cell: common.Cell) -> bool:
     if words and not words[0].startswith("--"):
         return False  # another variant
     found = tune.parts(common.spelt_out(cell.script, " ".join([cell.flags, *words]).strip()))
-    preset = learning.MUJOCO if cell.flags == versions.MUJOCO else cell.flags
-    same_flags = found == tune.parts(common.spelt_out(cell.script, preset))
+    line = cell.flags
+    if line == versions.MUJOCO:
+        line += " --norm-adv-memory 0"
+    same_flags = found == tune.parts(common.spelt_out(cell.script, line))
     return same_flags and (scales_gradient or "--norm-adv-memory 0" in found)
 
 
@@ -196,16 +198,19 @@ LINES = [
 ]
 
 
+def with_interval(own: np.ndarray) -> str:
+    """Mean, interval and number of seeds."""
+    size = abs(own).max()
+    return f"{figure(own.mean(), size)} ± {figure(half_width(own), size)} ({len(own)})"
+
+
 def measured(script: str, task: str, variant: str = "default") -> str:
     """Mean, interval and number of seeds; "-" where nothing has run."""
     try:
         own = scores(script, task, variant)
     except StopIteration:  # no such cell
         return "-"
-    if not len(own):
-        return "-"
-    size = abs(own).max()
-    return f"{figure(own.mean(), size)} ± {figure(half_width(own), size)} ({len(own)})"
+    return with_interval(own) if len(own) else "-"
 
 
 def known(row: Row | None, steps: int) -> str:
@@ -570,11 +575,10 @@ def bought(verdicts: dict[Contest, Verdict]) -> str:
     gain = gain_told(verdicts)
     robots, recurrent, games = (verdicts[contest].at_the_end for contest in DEFAULTS)
     return (
-        f"**Verdict in three sentences.** *Mean:* {gain[0].lower()}{gain[1:-1]}: the default "
-        f"critic's P at the end is {robots} on MuJoCo, {recurrent} on recurrent tasks and {games} "
-        f"on MinAtar. *Lower tail:* where a bad tail can be avoided, as on the [road](#risk), "
-        f"aversion moves the worst tenth by {tail} and the mean by {mean} (feed-forward). "
-        f"*Knowledge:* the distribution of three [known "
+        f"**Verdict in three sentences.** *Mean:* {gain[0].lower()}{gain[1:-1]}: P at the end of "
+        f"the three defaults is {robots}, {recurrent} and {games}. *Lower tail:* where a bad "
+        f"tail can be avoided, as on the [road](#risk), aversion moves the worst tenth by {tail} "
+        f"and the mean by {mean} (feed-forward). *Knowledge:* the distribution of three [known "
         f"processes](#calibration) meets our goals in {right} runs with `calibrated`, but a low "
         f"first decile came in time in {caught()} [falls of changed robots](results/trust.md)."
     )
@@ -600,6 +604,34 @@ def runs_told(found: np.ndarray) -> str:
 def proven(ratio: critics.Estimate) -> str:
     """What its interval says."""
     return ", so take it" if ratio.low > 1 else ". This is not proven, so keep the default"
+
+
+def second_stage(setting: str, task: str) -> np.ndarray:
+    """Evaluations of a robot on the tuning seeds that all settings of the screening share."""
+    study = screen.STUDIES["robots"]
+    return np.array(
+        [
+            float(row["return_mean"])
+            for row in screen.TABLE.rows()
+            if (row["study"], row["setting"], row["task"]) == ("robots", setting, task)
+            and int(row["seed"]) in study.second_seeds
+        ]
+    )
+
+
+def mujoco_lines() -> list[str]:
+    """What the preset scores on the seeds that chose it, beside the one before it."""
+    now, before = (
+        joined(f"{second_stage(setting, task).mean():.0f} on {task}" for task in FOUR)
+        for setting in ("BDFG", "")
+    )
+    seeds = {len(second_stage(setting, task)) for setting in ("BDFG", "") for task in FOUR}
+    assert len(seeds) == 1
+    return [
+        f"* **Today's preset** ([flags](tuning.md#chosen-flags)) has {now}, means of "
+        f"{count_of(*seeds)} tuning seeds, which [chose it](tuning.md#three-screenings). The older "
+        f"one has {before}.",
+    ]
 
 
 # -------------------------------------------------------------------------------------------- speed
@@ -986,17 +1018,6 @@ def disasters() -> str:
     )
 
 
-def coarse() -> list[float]:
-    """How far quantiles of the preset with --kappa 1 are away on the judged processes, percent of
-    the standard deviation beyond what quantiles allow."""
-    return [
-        100 * (float(row["w1"]) - float(row["w1_floor"]))
-        for row in calibration.TABLE.rows()
-        if row["variant"] == "sr_lambda, kappa 1, K 51"
-        and calibration.PROCESSES[row["task"]].judged
-    ]
-
-
 def goal_told() -> str:
     """On which tasks all three runs with presets and critics trained alone are calibrated."""
     met = [
@@ -1008,17 +1029,14 @@ def goal_told() -> str:
 
 
 def calibration_notes() -> list[str]:
-    """Known distributions, kappa, the picture."""
-    away = coarse()
+    """Known distributions, and the goal of presets."""
     passed = sum(map(calibration.reached, chains()))
     return [
         f"* **Known distributions.** Three of five known processes have goals: a Wasserstein "
         f"distance at most 3 % of the standard deviation above the least possible one, the "
         f"standard deviation within 5 %, the mean of the worst twentieth within 8 %, the coverage "
         f"of deciles within two points of what is possible. {passed} of {len(chains())} runs with "
-        f"`--preset calibrated` reach all. With `--kappa 1` instead the distance of "
-        f"quantiles from the truth is {min(away):.0f} to {max(away):.0f} % of the standard "
-        f"deviation in {count_of(len(away))} runs.",
+        f"`--preset calibrated` reach all.",
         f"* **Presets** had a goal, set ahead: at most 0.05 in all three runs. {goal_told()}",
     ]
 
@@ -1457,9 +1475,7 @@ def answers(verdicts: dict[Contest, Verdict]) -> list[str]:
         f"{rare[CATEGORICAL, 'distribution']} times with HL-Gauss atoms and "
         f"{rare[CATEGORICAL, 'two_hot wide']} times with wide two-hot atoms. [Details](#truth)",
         f"* **Which settings for MuJoCo?** Take `--preset mujoco --compile`. No reported run "
-        f"has today's preset, since `--norm-adv-memory 0` is newer than [these](#tasks). On "
-        f"tuning seeds of Hopper-v5 that [made no measurable difference]"
-        f"(tuning.md#mujoco-no-memory-of-the-advantages). The "
+        f"has [today's preset](#settings-for-mujoco), which is newer than [these](#tasks). The "
         f"single quantile critic scores {fresh} times as much as the default one on seeds 6 to 10"
         f"{proven(fresh)}. [Details](#settings-for-mujoco)",
         "* **How were the flags tuned?** By hand, by small searches and by screenings, on "
@@ -1541,6 +1557,7 @@ def sections() -> dict[str, list[str]]:
         "Age": [current()],
         "Answers": answers(verdicts),
         "Tasks": [*tasks_table(), "", *sources(), "", *tasks_notes()],
+        "Settings for MuJoCo": mujoco_lines(),
         "What the distribution buys": [
             *critics_table(verdicts),
             "",
@@ -1571,7 +1588,8 @@ ORIGIN = {  # of the flags of a preset, where it is known
     "pendulum": "by hand, after two of eight tuning seeds had failed; floor on tuning seeds",
     "acrobot": "those of `lunarlander`, then more updates after a failed tuning seed",
     "lunarlander": "by hand, not searched",
-    "mujoco": "by hand; statistics of returns on tuning seeds, after seeds 1 to 5",
+    "mujoco": "by hand; statistics of returns on tuning seeds, after seeds 1 to 5; minibatches, "
+    "tanh, lambda and the critics' rate by the screening",
     "minatar": "by hand, not searched",
 }
 

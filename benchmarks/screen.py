@@ -97,7 +97,7 @@ class Study(NamedTuple):
         return f"`{self.own_flags(setting)}`" if setting else "the line"
 
 
-ROBOTS = (  # the preset mujoco
+ROBOTS = (  # the preset mujoco, until `BDFG` replaced it
     "--compile --total-timesteps 1000000 --num-steps 256 --log-std-init -0.5 "
     # The critics' rate is told, so that it stays where that of the actor changes.
     "--learning-rate 0.0003 --critic-learning-rate 0.0003 --num-minibatches 32 "
@@ -121,7 +121,7 @@ STUDIES = {
         first_seed=2000,
         seeds=1,
         second_seeds=range(2100, 2106),
-        candidates=("BDFG", "BFG"),
+        candidates=("BDFG", "BFG"),  # the first one is the preset now
         stopped=("BFG",),
         parts="BDFG",
         part_tasks=("Ant-v5", "HalfCheetah-v5"),

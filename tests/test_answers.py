@@ -369,24 +369,18 @@ def test_ratios_to_others_are_means_of_tasks(answers):
     assert answers.over(answers.ZOO, lambda task: np.ones(3)).each.count(" on ") == 4
 
 
-def test_kappa_and_disasters_are_those_of_the_preset(answers, monkeypatch):
-    """Lambda-returns, other numbers of quantiles and processes without a goal do not count, and the
-    floor is taken off: 0.20 - 0.01. The disaster has one run of atoms and two of quantiles."""
+def test_disasters_are_those_of_the_preset(answers, monkeypatch):
+    """Other processes do not count. The disaster has one run of atoms and two of quantiles."""
     made = [
-        {"task": task, "script": script, "variant": variant, "w1": w1, "w1_floor": "0.01"}
-        | {"cvar05": cvar}
-        for task, script, variant, w1, cvar in (
-            ("gaussian", answers.LSTM, "sr_lambda, kappa 1, K 51", "0.20", ""),
-            ("gaussian", answers.LSTM, "sr_lambda, kappa 1, K 21", "0.21", ""),
-            ("gaussian", answers.LSTM, "lambda_return, kappa 1, K 51", "0.30", ""),
-            ("heavy_tail", answers.LSTM, "sr_lambda, kappa 1, K 51", "0.40", ""),
-            ("disaster", answers.CATEGORICAL, "recommended", "1", "0.3"),
-            ("disaster", answers.LSTM, "recommended", "1", "0.4"),
-            ("disaster", answers.LSTM, "recommended", "1", "0.6"),
+        {"task": task, "script": script, "variant": "recommended", "cvar05": cvar}
+        for task, script, cvar in (
+            ("gaussian", answers.LSTM, "0.1"),
+            ("disaster", answers.CATEGORICAL, "0.3"),
+            ("disaster", answers.LSTM, "0.4"),
+            ("disaster", answers.LSTM, "0.6"),
         )
     ]
     monkeypatch.setattr(answers.calibration, "TABLE", Made(made))
-    assert answers.coarse() == pytest.approx([19])
     assert answers.disasters() == "30 % (atoms) and 50 % (quantiles; one run each)"
 
 

@@ -374,6 +374,21 @@ def test_every_row_of_results_is_read():
     assert len(RESULT.findall(README)) == 12
 
 
+def test_what_the_newest_preset_scores():
+    """Means over the tuning seeds that chose it, by the flags of today's preset."""
+    answers = importlib.import_module("answers")
+    study = answers.screen.STUDIES["robots"]
+    chosen = common.spelt_out(SCRIPTS[1], study.flags("BDFG"))
+    preset = common.spelt_out(SCRIPTS[1], "--preset mujoco --compile")
+    assert answers.tune.parts(chosen) == answers.tune.parts(preset)
+    cheetah, hopper = (
+        answers.second_stage("BDFG", f"{name}-v5") for name in ("HalfCheetah", "Hopper")
+    )
+    assert len(cheetah) == len(hopper) == 6
+    told = f"has {cheetah.mean():.0f} on HalfCheetah-v5 and {hopper.mean():.0f} on Hopper-v5, means"
+    assert told in README
+
+
 def test_low_optima_of_the_cheetah():
     """An agent that slides on its back has less than 2,500."""
     runs = default_runs("distributional_ppo_categorical", "HalfCheetah-v5")
