@@ -4062,11 +4062,13 @@ def run_episode(
     """Play one episode of an evaluation. Returns its rewards."""
     obs, _ = env.reset(seed=derived_seed(args.seed, "evaluations", episode, bits=31))
     check_finite(f"reset of evaluation episode {episode}", obs[None])
+
     limit = env.spec.max_episode_steps or LONGEST_EPISODE
     policy = agent.numpy_policy()
     state = None
     rewards = []
     ended = False
+
     while not ended and len(rewards) < limit:
         action, state = agent.act(obs, state, deterministic=not args.eval_sampled, policy=policy)
         obs, reward, terminated, truncated, _ = env.step(action)
