@@ -3,6 +3,7 @@
     python benchmarks/calibration.py --report    # table and figure from the committed CSV alone
     python benchmarks/calibration.py --only critics    # run what is missing of that, and report
     python benchmarks/calibration.py --only Hopper lstm --seeds 10 11 --tune="--gae-lambda 1"
+    python benchmarks/calibration.py --presets    # flags that are tried for two presets
 
 Five small Markov reward processes (the action does nothing) have return distributions that are
 known: in closed form as a mixture of Gaussians, or by four million Monte Carlo returns. Each cell
@@ -32,7 +33,7 @@ seed of a cell.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 from types import ModuleType
@@ -220,6 +221,12 @@ PRESETS = {  # flags of a task's preset, with `calibrated`
     "Hopper-v5": (CATEGORICAL, "--preset mujoco calibrated --compile"),
     "LunarLander-v3": (CATEGORICAL, "--preset lunarlander calibrated"),
 }
+LONG = "--gae-lambda 1 --num-steps 1000 --num-minibatches 20 --update-epochs 6"
+CRITICS = {  # flags that are tried behind the preset `critics`
+    LSTM: ("", "--gae-lambda 1", f"{LONG} --seq-len 100"),
+    CATEGORICAL: ("", "--gae-lambda 1", LONG),
+}
+TRIED = range(1000, 1003)  # seeds that they were tried on
 NAMES = {"recommended": "--preset calibrated"}  # of variants in the tables, where rows have others
 REDUCE = {"min": "--twin-reduce min", "mean": "--twin-reduce mean", "single": "--num-critics 1"}
 FIGURES = ("w1", "std", "cvar05", "cvar25", "decile")  # each with its floor
@@ -514,33 +521,53 @@ def measure_real(script: ModuleType, agent: Any, args: Any) -> dict[str, float]:
     return {"coverage": round(float(np.mean(misses)), 4), **result}
 
 
-def run_presets(run: Run) -> list[dict[str, Any]]:
+def run_presets(run: Run, critics: Sequence[str] = ("",)) -> list[dict[str, Any]]:
     """Train with the preset of a task and `calibrated`, then the critics alone. Returns a row of
-    both, or of the second where the first one has one."""
+    the first and a row of every line of flags that `critics` adds to the preset of this name."""
     script = common.load_script(run.cell.script)
     task = run.cell.task
     row = {"task": task, "script": run.cell.script, "seed": run.seed} | common.origin()
     quick = "--eval-episodes 0 --save-envs never --checkpoint-every 0"
     with common.trained(script, task, run.seed, f"{run.cell.flags} {quick}") as done:
         agent, args = script.load_agent(done.directory)
-        first = {"variant": "presets", "seconds": done.seconds}
-        first |= measure_real(script, agent, args)
+        found = {"variant": "presets", "flags": run.cell.flags, "seconds": done.seconds}
+        rows = [row | found | measure_real(script, agent, args)]
         flags = run.cell.flags.replace("calibrated", "calibrated critics")
-        flags = flags.replace(SAMPLES, "")  # the bonus is the actor's, which is not trained
-        flags = f"{flags} {quick} --init-from {done.directory}"
-        with common.trained(script, task, run.seed, flags) as done:
-            agent, args = script.load_agent(done.directory)
-    second = {"variant": "critics", "seconds": done.seconds}
-    second |= measure_real(script, agent, args)
-    known = {(one["task"], one["variant"], one["seed"]) for one in TABLE.rows()}
-    again = (task, "presets", str(run.seed)) in known
-    return [row | found for found in ([second] if again else [first, second])]
+        flags = flags.replace(SAMPLES, "").strip()  # the actor's bonus, which is not trained
+        for more in critics:
+            line = f"{flags} {more}".strip()
+            start = f"{quick} --init-from {done.directory}"
+            with common.trained(script, task, run.seed, f"{line} {start}") as after:
+                agent, args = script.load_agent(after.directory)
+            found = {"variant": "critics", "flags": line, "seconds": after.seconds}
+            rows.append(row | found | measure_real(script, agent, args))
+    return rows
+
+
+def try_presets(run: Run) -> list[dict[str, Any]]:
+    """The rows of a run and of all ways to train its critics behind it, as tuning runs."""
+    rows = [row | {"episodes": EPISODES} for row in run_presets(run, CRITICS[run.cell.script])]
+    return [{name: row[name] for name in TUNED} for row in rows]
+
+
+def tried_runs(only: list[str]) -> list[Run]:
+    """The runs with presets on tuning seeds that have no row."""
+    known = {(row["task"], row["seed"], row["flags"]) for row in TUNING.rows()}
+    cells = []
+    for cell in preset_cells():
+        sizes = ("", ATOMS) if cell.script == CATEGORICAL else ("",)
+        cells += [replace(cell, flags=cell.flags + size, seeds=TRIED) for size in sizes]
+    return [
+        run
+        for run in common.runs_of(cells, only)
+        if (run.cell.task, str(run.seed), run.cell.flags) not in known
+    ]
 
 
 def run_one(run: Run) -> dict[str, Any] | list[dict[str, Any]]:
     """Train and measure one cell."""
     if run.cell.variant == "critics":
-        return run_presets(run)
+        return [{name: row[name] for name in row if name != "flags"} for row in run_presets(run)]
     task = run.cell.task
     origin = common.origin()
     script = common.load_script(run.cell.script)
@@ -729,8 +756,12 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="*", type=int, default=[], help="some of the seeds")
     parser.add_argument("--processes", type=int, default=1, help="runs at a time")
     parser.add_argument("--tune", help="flags to add to those of real tasks; give --seeds 10 ...")
+    parser.add_argument("--presets", action="store_true", help="try flags for the two presets")
     args = parser.parse_args()
     common.require("matplotlib")
+    if args.presets:
+        TUNING.record(try_presets, tried_runs(args.only), args.processes)
+        return
     if args.tune is not None:
         if min(args.seeds, default=0) < 10:
             parser.error(f"--tune: --seeds {args.seeds} must be 10 and up; others are reported")

@@ -692,8 +692,8 @@ def test_calibration_of_a_task_is_measured(script, monkeypatch):
 
 
 def test_critics_are_measured_before_and_after_they_train_alone(monkeypatch, tmp_path):
-    """Two rows of a run, or the second alone where the first one has a row; the policy is the same
-    in both, so that the second run starts from the first one's weights."""
+    """Two rows of a run. The policy is the same in both, so the second run starts from the weights
+    of the first one."""
     flags = "--preset calibrated --num-envs 2"
     calibration, run = tiny_run("calibration", "CartPoleNoVel-v1", NAMES[0], "critics", flags)
     table = replace(calibration.TABLE, path=tmp_path / "calibration.csv")
@@ -713,8 +713,31 @@ def test_critics_are_measured_before_and_after_they_train_alone(monkeypatch, tmp
     assert rate > 0
     assert still == 0
     assert first.equal(second)
-    [alone] = calibration.run_one(run)
-    assert alone["variant"] == "critics"
+
+
+def test_ways_to_train_the_critics_are_tried_behind_one_run(monkeypatch, tmp_path):
+    """A row of the run and a row of every line, which tells its flags. A run that has its rows is
+    not missing."""
+    flags = "--preset calibrated --num-envs 2"
+    calibration, run = tiny_run("calibration", "CartPoleNoVel-v1", NAMES[0], "critics", flags)
+    tuning = replace(calibration.TUNING, path=tmp_path / "tuning.csv")
+    monkeypatch.setattr(calibration, "TUNING", tuning)
+    monkeypatch.setattr(calibration, "EPISODES", 4)
+    monkeypatch.setattr(calibration, "preset_cells", lambda: [run.cell])
+    monkeypatch.setattr(calibration, "TRIED", [1000])
+    monkeypatch.setattr(calibration, "CRITICS", {NAMES[0]: ("", "--gae-lambda 1")})
+    [tried] = calibration.tried_runs([])
+    tuning.append(*calibration.try_presets(tried))
+    alone = tried.cell.flags.replace("calibrated", "calibrated critics")
+    told = [(row["seed"], row["flags"]) for row in tuning.rows()]
+    assert told == [
+        ("1000", tried.cell.flags),
+        ("1000", alone),
+        ("1000", f"{alone} --gae-lambda 1"),
+    ]
+    errors = [float(row["coverage"]) for row in tuning.rows()]
+    assert np.isfinite(errors).all()
+    assert calibration.tried_runs([]) == []
 
 
 @pytest.mark.parametrize("script", NAMES)
