@@ -247,9 +247,9 @@ class PPOArgs:
     process's share of that."""
     update_epochs: Count = 8
     """Passes over each rollout."""
-    norm_adv: bool = True
+    norm_adv: Annotated[bool, UNTRAINED] = True
     """Normalise the advantages of each rollout."""
-    norm_adv_memory: Annotated[CountOrZero, IdleWhile("norm_adv", False)] = 100
+    norm_adv_memory: Annotated[CountOrZero, IdleWhile("norm_adv", False), UNTRAINED] = 100
     """Rollouts over which the running std of advantages fades. Advantages are divided by their own
     std or by this one, whichever is larger. 0: always by their own."""
     clip_coef: Annotated[Positive, UNTRAINED] = 0.2
@@ -334,7 +334,7 @@ class RiskArgs:
 
     cvar_alpha: TailMass = 0.05
     """Share of the worst returns that CVaR averages. 1 gives the mean."""
-    cvar_weight: Annotated[Fraction, IdleWhile("cvar_alpha", 1.0)] = 0.0
+    cvar_weight: Annotated[Fraction, IdleWhile("cvar_alpha", 1.0), UNTRAINED] = 0.0
     """Weight of the CVaR advantage. 0 learns from the mean alone, 1 from CVaR alone. It goes with
     --value-target sr_lambda, as in the preset averse."""
 
@@ -357,8 +357,8 @@ class RunArgs:
     eval_sampled: Annotated[bool, IdleWhile("eval_episodes", 0)] = False
     """Evaluate actions that the policy samples. The default evaluates the policy's mode."""
     checkpoint_every: CountOrZero = 100
-    """Iterations between checkpoints. There is one at the end and with each new best evaluation as
-    well; 0: no others."""
+    """Iterations between checkpoints. There is one at the end, after a signal, and with each new
+    best evaluation as well; 0: no others."""
     save_envs: Literal["proven", "always", "never"] = "proven"
     """Save the environments as well, for an exact resume. proven: if another process can read
     copies back and step them. always: if they can be pickled. never: a resume opens new
@@ -369,8 +369,8 @@ class RunArgs:
     """Run directory to continue with its own flags. --total-timesteps may grow; schedules then go
     by the new total, so that a learning rate that had fallen jumps up."""
     init_from: str = ""
-    """Run directory or checkpoint whose weights and statistics the run starts from. Steps and
-    optimizers start anew."""
+    """Run directory or checkpoint whose weights and statistics the run starts from. Steps,
+    optimizers and what --norm-adv-memory remembers start anew."""
     evaluate: str = ""
     """Run directory, whose last checkpoint counts, or a checkpoint such as best.pt, to evaluate
     with its own flags. Nothing is trained."""
@@ -723,11 +723,12 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
 
         A' = (A - mean) / (std + 1e-30) * min(1, std / running std)
 
-    The running std is that of `agent.adv_moments`, which take in this rollout first. Where all
-    returns are alike, the std is the noise of rounding and of the critics. Dividing by it would
-    turn that noise into a gradient of full size. Once an earlier rollout has varied, the running
-    std prevents that, for as long as Adam remembers larger gradients: it divides by their size,
-    and forgets within about a thousand of its steps. The running std is our addition.
+    The running std is the root of the mean variance of recent rollouts, which `agent.adv_moments`
+    holds. It takes in this rollout first. Where all returns are alike, the std is the noise of
+    rounding and of the critics. Dividing by it would turn that noise into a gradient of full size.
+    Once an earlier rollout has varied, the running std keeps this gradient small. Adam then takes
+    small steps until it has forgotten the larger gradients, within about a thousand of its steps.
+    The running std is our addition.
     """
     if not args.norm_adv:
         return advantages
@@ -954,7 +955,7 @@ def with_gradient(compute_loss: Callable, parameters: list[nn.Parameter], *input
     Parameters that the loss does not use have a gradient of 0. Returns the gradient, and what
     `compute_loss` returns, with the loss and the metrics detached.
     """
-    loss, *others, metrics = compute_loss(*inputs)
+    loss, *others, metrics = compute_loss(*inputs)  # others: the KL of `policy_loss`
     gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
     gradient = torch.cat([x.flatten() for x in gradients])
     metrics = {tag: x.detach() for tag, x in metrics.items()}
@@ -1241,7 +1242,10 @@ class RunningMoments(nn.Module):
 
     @torch.no_grad()
     def merge(self, mean: Tensor, var: Tensor, weight: float) -> None:
-        """Take in the moments of `weight` samples that were computed elsewhere."""
+        """Take in moments that were computed elsewhere.
+
+        `weight` and `max_count` have one unit: samples, or rollouts if each of these weighs 1.
+        """
         count = self.count.clamp(max=self.max_count)  # another run may have counted further
         past = count / (count + weight)  # weight of the past in the merged moments
         delta = mean - self.mean
@@ -1569,8 +1573,9 @@ class ValueDistribution(nn.Module):
     ) -> WeightedReturns:
         """Make targets by SR(lambda), from the outputs (T, N, K or K + 1) for true successors."""
         probs = self.probs(next_outputs).double()
-        draws = torch.zeros(len(probs), self.args.num_envs, device=probs.device)
-        if gae_lambda < 1:  # SR(1) needs no draws; `describe_critics` must not move the generator
+        size = (len(probs), self.args.num_envs)
+        draws = torch.zeros(size, device=probs.device)  # those of all processes, see `own`
+        if gae_lambda < 1:  # SR(1) needs none, and `describe_critics` must not move the generator
             draws.uniform_()
         returns, probs = sr_lambda_atoms(
             rollout.rewards, probs, self.task_atoms(), rollout.terminated, rollout.truncated,
@@ -1613,7 +1618,7 @@ class ValueDistribution(nn.Module):
         means = self.mean(outputs)  # (C, T, N), by the old statistics
         values = self.value(outputs)
         old_std = self.moments.std
-        rescales = not self.moments.at_floor
+        rescales = not self.moments.at_floor  # by the old statistics, as all above
         if self.args.norm_returns:
             self.merge_targets(targets, values)
 
@@ -1642,15 +1647,15 @@ class ValueDistribution(nn.Module):
         return predicted[..., : 1 + correction.shape[-1]], metrics
 
     def merge_targets(self, targets: WeightedReturns, values: Tensor) -> None:
-        """Take targets into the running moments.
+        """Take targets into the running moments, as `move_statistics` tells.
 
         values (C, T, N) are V, decoded by the moments as they are before.
         """
         mean = average((targets.probs * targets.returns).sum(-1).mean())
         squares = (targets.returns - mean).square()
         variance = average((targets.probs * squares).sum(-1).mean())
-        error = average((values - mean).square().mean())
-        self.moments.merge(mean, torch.maximum(variance, error), weight=1)
+        around_mean = average((values - mean).square().mean())  # of V, not its error
+        self.moments.merge(mean, torch.maximum(variance, around_mean), weight=1)
 
     def outside_support(self, targets: WeightedReturns) -> Tensor:
         """Return the share of the targets' mass that lies beyond the atoms."""
@@ -2436,7 +2441,7 @@ def refuse_old_atari(env: gym.Env, args: Args) -> None:
 
     They would train on raw single frames, without sticky actions and with rewards as they are.
     """
-    if args.is_atari or not str(env.spec.entry_point).startswith("ale_py"):
+    if args.is_atari or not str(env.unwrapped.spec.entry_point).startswith("ale_py"):
         return
     game = args.env_id.split(":")[-1].split("-")[0]
     for kind in ("NoFrameskip", "Deterministic"):
@@ -2577,6 +2582,7 @@ class EnvsInProcesses(gym.vector.VectorEnv):
             context="forkserver",  # a fork of this process would take torch's threads and locks
             autoreset_mode=gym.vector.AutoresetMode.DISABLED,  # groups reset by themselves
         )
+        self.groups.call("outlive_sigterm")
 
     def join(self, x: np.ndarray) -> np.ndarray:
         """Turn (groups, n, ...) into (N, ...)."""
@@ -2600,7 +2606,14 @@ class EnvsInProcesses(gym.vector.VectorEnv):
 
     def close_extras(self, **options: Any) -> None:
         """End the processes. After a fault one of them may never answer."""
-        self.groups.close(timeout=10)
+        processes = self.groups.processes
+        for process in processes:
+            process.terminate = process.kill  # since they outlive SIGTERM
+        try:
+            self.groups.close(timeout=10)
+        except (EOFError, ConnectionError):  # one had ended before
+            for process in processes:
+                process.kill()
 
 
 @contextlib.contextmanager
@@ -2636,6 +2649,13 @@ class Group(gym.Env):
         self.envs = gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=mode)
         self.observation_space = self.envs.observation_space
         self.action_space = self.envs.action_space
+
+    def outlive_sigterm(self) -> None:
+        """Go on for a minute after SIGTERM, which batch systems send to all processes of a job.
+
+        The main process still finishes its iteration and saves, and needs this one for that.
+        """
+        signal.signal(signal.SIGTERM, lambda *_: signal.alarm(60))
 
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[np.ndarray, dict]:
         """Open an episode in each environment."""
@@ -2778,7 +2798,7 @@ DESCRIPTIONS = {
     "adv/std": "Standard deviation of the advantages that the policy's loss takes. It is below 1 "
     "where advantages vary less than they did.",
     "adv/std_raw": "Standard deviation of the advantages, in the task's units.",
-    "charts/SPS": "Steps per second, without evaluations and checkpoints.",
+    "charts/SPS": "Steps per second, without evaluations, checkpoints and logging.",
     "charts/critic_learning_rate": "Learning rate of the critics' Adam.",
     "charts/episodic_length": "Length of each training episode.",
     "charts/episodic_return": "Return of each training episode, undiscounted.",
@@ -2938,6 +2958,7 @@ def check_compiler(args: Args) -> None:
 
 def set_up_process(args: Args) -> None:
     """Set options of torch and the seeds of all generators."""
+    set_torch((torch.float32, True))  # a program may have set others
     if WORLD_SIZE > 1 and args.cuda:
         torch.cuda.set_device(LOCAL_RANK)
     torch.set_num_threads(args.torch_threads)
@@ -2989,7 +3010,21 @@ def make_agent(envs: gym.vector.VectorEnv, args: Args, here: Path = Path()) -> A
     agent = Agent(envs.single_observation_space, envs.single_action_space, args)
     if args.init_from and not args.resume:
         take_weights(agent, args, here)
+    largest = largest_entropy(agent)
+    if args.min_entropy_penalty > 0 and args.min_entropy > largest:
+        text = f"the entropy of these actions is at most {largest:.3f}; choose a lower floor"
+        raise flag_error(args, "min_entropy", text)
     return agent
+
+
+@torch.no_grad()
+def largest_entropy(agent: Agent) -> float:
+    """Return the entropy of equal probabilities, or of the largest standard deviations, in nats."""
+    dist = agent.action_dist
+    params = dist(torch.zeros(dist.num_outputs, device=agent.device))
+    if isinstance(dist, GaussianActions):
+        params[1] = LOG_STD_RANGE[1]
+    return float(dist.entropy(params))
 
 
 def take_weights(agent: Agent, args: Args, here: Path) -> None:
@@ -3014,6 +3049,7 @@ def take_weights(agent: Agent, args: Args, here: Path) -> None:
         raise flag_error(args, "init_from", f"{text} by --masked-obs")
 
     agent.load_state_dict(saved["agent"])
+    agent.adv_moments.count.zero_()  # Adam, too, remembers nothing of the other run's advantages
     for index in hidden_entries(args):  # 0 is what the networks see of them
         agent.obs_moments.mean[index] = 0.0
 
@@ -3149,8 +3185,9 @@ class StatusLine:
 class Run:
     """It keeps what a run writes and shows: directory, log, progress, evaluations, checkpoints.
 
-    Inside `with run`, the first Ctrl-C or SIGTERM ends the run after its iteration, with a
-    checkpoint. A fault gets a note that names the last checkpoint. At the end all is closed.
+    Inside `with run`, the first Ctrl-C or SIGTERM ends the run after its iteration, or within an
+    evaluation, with a checkpoint. A fault gets a note that names the last checkpoint. At the end
+    all is closed.
     """
 
     SAVED = (
@@ -3172,6 +3209,7 @@ class Run:
         self.envs = envs
         self.eval_env = eval_env  # None in all processes but the first, and without evaluations
         self.unused_envs: list[gym.Env] = []  # others were read back in their place
+        self.untouched: dict[str, Any] = {}  # what a resume found, until this run takes a step
         self.proof: ReadBack | None = None  # that environments can be read back
 
         self.sources = task_sources(envs, args.env_id)
@@ -3188,7 +3226,7 @@ class Run:
         self.carried: tuple | None = None  # what the next iteration goes on from
         self.lock: int | None = None  # descriptor of the directory, which it locks
 
-        self.signals: list[int] = []  # received: they end the run after its iteration
+        self.signals: list[int] = []  # received, and not yet obeyed
         self.handlers: dict[int, Any] = {}  # of signals, as they were before
         self.times: dict[str, float] = {}  # seconds of the parts of this iteration
         self.lap_start = time.time()
@@ -3313,7 +3351,10 @@ class Run:
         finished_before = self.step == self.total_steps
         if RANK == 0 and self.args.save_envs == "proven" and not finished_before:
             self.proof = ReadBack(self.envs)
+        if 0 < self.step < self.total_steps and self.evaluation_is_due:  # a signal cut it short
+            self.evaluate()
         while self.step < self.total_steps:
+            self.untouched = {}
             # Noise, samples and permutations depend on the run's seed and on the step alone. All
             # processes draw the same ones, and a resumed run draws what it would have drawn.
             torch.manual_seed(derived_seed(self.args.seed, "iterations", self.step))
@@ -3334,6 +3375,12 @@ class Run:
         typed = __name__ == "__main__" and "__file__" in globals()  # a notebook has no file
         script = shlex.quote(sys.argv[0]) if typed else f"{SCRIPT}.py"
         self.say(f"to continue: python {script} {longer}")
+
+    @property
+    def evaluation_is_due(self) -> bool:
+        """Tell whether the agent is to be evaluated after this iteration, and was not yet."""
+        due = is_due(self.step // self.args.batch_size, self.args.eval_every)
+        return due and self.args.eval_episodes > 0 and self.evaluated_at != self.step
 
     def lap(self, part: str) -> None:
         """Take the time of a part of the iteration, which ends here."""
@@ -3364,21 +3411,24 @@ class Run:
         self.log(metrics, self.step, histograms=last or iteration % 10 == 1)
         self.show_progress()
 
-        if not last and args.eval_episodes and is_due(iteration, args.eval_every):
+        if not last and self.evaluation_is_due:
             self.evaluate()
-        stop = self.stops()
-        if last or stop or is_due(iteration, args.checkpoint_every):
+        if self.stops():
+            self.save_and_stop()
+        if last or is_due(iteration, args.checkpoint_every):
             self.save()
-        if stop:
-            where = f"stopped after {self.step:,} steps; continue with --resume {self.quoted}"
-            raise KeyboardInterrupt(where)
+
+    def save_and_stop(self) -> None:
+        """Save, and raise KeyboardInterrupt, which tells how to go on."""
+        self.save()
+        where = f"stopped after {self.step:,} steps; continue with --resume {self.quoted}"
+        raise KeyboardInterrupt(where)
 
     def evaluate(self) -> None:
         """Evaluate and log. With `eval_every` the best agent so far is kept in `best.pt`.
 
         The first process plays. After each episode all processes ask whether one of them was told
-        to stop. The last evaluation ends there, since training is saved. Earlier evaluations are
-        parts of an iteration, and the run ends after it.
+        to stop. The evaluation then ends, and a resume begins with it.
         """
         args = self.args
         episodes = []
@@ -3388,9 +3438,8 @@ class Run:
             playing = play(self.eval_env, self.agent, args, directory)
         for rewards in playing:
             episodes.append(rewards)
-            if self.stops() and self.step == self.total_steps:
-                where = f"stopped in the last evaluation; continue with --resume {self.quoted}"
-                raise KeyboardInterrupt(where)
+            if self.stops():
+                self.save_and_stop()
         metrics = gather_objects(summarise(episodes, args, self.step) if RANK == 0 else None)[0]
 
         self.log(metrics, self.step)
@@ -3511,23 +3560,22 @@ class Run:
 
     def to_resume(self) -> dict[str, Any]:
         """Return what --resume needs beside flags and weights."""
+        kept = {name: getattr(self, name) for name in self.SAVED}
+        kept["optimizers"] = [x.state_dict() for x in self.optimizers]
+        if self.untouched:  # a run that is done is evaluated alone, perhaps elsewhere
+            return kept | self.untouched
         part = {
             "carried": self.carried,
             "rngs": (random.getstate(), np.random.get_state()),
             "envs": self.pickled_envs(),
         }
-        return {name: getattr(self, name) for name in self.SAVED} | {
-            "optimizers": [x.state_dict() for x in self.optimizers],
-            "parts": gather_objects(part),
-            "versions": loaded_versions() | self.sources,
-        }
+        versions = loaded_versions() | self.sources
+        return kept | {"parts": gather_objects(part), "versions": versions}
 
     def pickled_envs(self) -> bytes | None:
         """Return this process's environments, pickled as `save_envs` says, or None."""
         fault = ""
         pickled = None
-        if RANK == 0 and self.args.save_envs == "proven" and self.proof is None:
-            self.proof = ReadBack(self.envs)  # of a run that was done when it was resumed
         if self.proof is not None:
             fault = self.proof.fault()
         fault = gather_objects(fault)[0]  # the first process proves it for all
@@ -3578,8 +3626,7 @@ class Run:
 
         try:
             kept = pickle.loads(content["run"])
-            parts = kept["parts"]
-            versions = kept["versions"]
+            self.untouched = {"parts": kept["parts"], "versions": kept["versions"]}
             for optimizer, saved in zip(self.optimizers, kept["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
             for name in self.SAVED:
@@ -3590,13 +3637,14 @@ class Run:
                 f"--resume {args.resume}: {text} with --init-from ({error!r})"
             ) from error
 
+        parts = self.untouched["parts"]
         lost = f"{len(parts)} processes wrote the checkpoint, not {WORLD_SIZE}"
         if len(parts) == WORLD_SIZE:
             part = parts[RANK]
             python_rng, numpy_rng = part["rngs"]
             random.setstate(python_rng)
             np.random.set_state(numpy_rng)
-            lost = self.read_envs(part["envs"], versions)
+            lost = self.read_envs(part["envs"], self.untouched["versions"])
             if not lost:
                 self.carried = part["carried"]
         if lost and self.step < self.total_steps:
@@ -3693,7 +3741,7 @@ class ReadBack:
     """Another process reads the environments back, steps and closes them, while the run goes on.
 
     In this process the copy might do harm: it may free what it shares with the original, or start
-    simulators that nobody stops.
+    simulators that nobody stops. `fault` ends those of the other process.
     """
 
     SECONDS = 60
@@ -3717,29 +3765,34 @@ for env in pickle.load(sys.stdin.buffer):
             with tempfile.TemporaryFile() as file:
                 file.write(pickle.dumps(sys.path) + pickled)
                 file.seek(0)
+                # A pipe would fill, and stay open as long as what the copies have started.
+                self.errors = tempfile.TemporaryFile()  # noqa: SIM115
                 self.process = subprocess.Popen(
                     [sys.executable, "-c", self.PROGRAM],
                     stdin=file,
                     stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
+                    stderr=self.errors,
                     start_new_session=True,  # Ctrl-C is for the run alone
                 )
         except OSError as error:  # no room for the file, no memory for the process
             self.found = f"they cannot be tried out: {error}"
 
     def fault(self) -> str:
-        """Wait for the process. Returns "" or what went wrong."""
+        """Wait for the process, and end all that it has started. Returns "" or what went wrong."""
         if self.process is None:
             return self.found
-        try:
-            _, errors = self.process.communicate(timeout=self.SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            _, errors = self.process.communicate()
-        code = self.process.returncode
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(self.SECONDS)
+        self.process.kill()
+        if hasattr(os, "killpg"):
+            with contextlib.suppress(OSError):  # nothing is left of its session
+                os.killpg(self.process.pid, signal.SIGKILL)
+        code = self.process.wait()
         self.process = None
+        self.errors.seek(0)
+        lines = self.errors.read().decode(errors="replace").strip().split("\n")
+        self.errors.close()
         if code:
-            lines = errors.decode(errors="replace").strip().split("\n")
             self.found = f"another process could not read them back: {lines[-1] or f'exit {code}'}"
         return self.found
 
@@ -3871,8 +3924,13 @@ def what_is_there(path: Path) -> str:
 def restore_agent(
     saved: dict[str, Any], args: Args, observation_space: Box, action_space: gym.Space
 ) -> Agent:
-    """Make the agent of a checkpoint."""
-    agent = Agent(observation_space, action_space, args)
+    """Make the agent of a checkpoint. Its networks are float32 whatever the program prefers."""
+    settings = torch_settings()
+    set_torch((torch.float32, settings[1]))
+    try:
+        agent = Agent(observation_space, action_space, args)
+    finally:
+        set_torch(settings)
     load_weights(agent, saved["agent"], args.env_id)
     return agent
 
@@ -3924,8 +3982,11 @@ def checkpoint_path(path: str | Path) -> Path:
 def evaluate(agent: Agent, args: Args, video_dir: Path | None = None) -> dict[str, float]:
     """Play `eval_episodes` episodes and summarise them. Statistics stay as they are.
 
-    With `capture_video` films go to `video_dir`. Without a folder nothing is filmed.
+    With `capture_video` films go to `video_dir`. Without a folder nothing is filmed. Raises
+    `UsageError` without episodes.
     """
+    if args.eval_episodes == 0:
+        raise flag_error(args, "eval_episodes", "must be at least 1 to evaluate")
     if video_dir is None:
         args = replace(args, capture_video=False)
     env = make_eval_env(args)
@@ -3967,7 +4028,7 @@ def run_episode(
     obs, _ = env.reset(seed=derived_seed(args.seed, "evaluations", episode, bits=31))
     check_finite(f"reset of evaluation episode {episode}", obs[None])
 
-    limit = env.spec.max_episode_steps or LONGEST_EPISODE
+    limit = getattr(env.spec, "max_episode_steps", None) or LONGEST_EPISODE
     policy = agent.numpy_policy()
     rewards = []
     ended = False

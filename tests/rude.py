@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import tempfile
+import threading
 import time
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -280,10 +284,22 @@ class Sleeper(Walk):
         time.sleep(60)
 
 
+class Starter(Walk):
+    """It has a simulator, which nobody stops, and starts another one when it is read back."""
+
+    def __setstate__(self, attributes):
+        vars(self).update(attributes)
+        simulator = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        with Path("simulators").open("a") as file:
+            file.write(f"{simulator.pid}\n")
+
+
 gym.register("Rude-v0", Rude)
+# a copy of what the id holds is not possible, so gymnasium says that there is no spec
+gym.register("Locked-v0", partial(lambda lock: Walk(), threading.Lock()))
 for probe in (
     OldStep, OldReset, OldSeed, Exit, Torch, Single, Unfilmed, Display, Sleeper, Mover, Dier,
-    Spaceless, Foreign, Lost,
+    Starter, Spaceless, Foreign, Lost,
 ):  # fmt: skip
     gym.register(f"{probe.__name__}-v0", probe)
 for kind in MISFITS:

@@ -110,4 +110,4 @@ def test_old_ids_are_told_their_new_name(script, kind):
     args = small_args(script, "Walk")
     args.env_id = f"ale_py:Breakout{kind}-v4"
     with pytest.raises(script.UsageError, match="use ale_py:ALE/Breakout-v5"):
-        script.refuse_old_atari(SimpleNamespace(spec=spec), args)
+        script.refuse_old_atari(SimpleNamespace(unwrapped=SimpleNamespace(spec=spec)), args)

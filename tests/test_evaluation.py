@@ -254,7 +254,7 @@ def test_a_resumed_run_remembers_its_best_agent(script, tmp_path, monkeypatch, c
     """What comes after the resume is not better: the file stays, the last line names it."""
     args = flags_for(script, tmp_path, 4, env_id="probes:Walk-v0", eval_every=1)
     scripted(script, monkeypatch, (1, 9, 3, 4))
-    directory = stopped(script, monkeypatch, args, 2)
+    directory = stopped(script, monkeypatch, args, 3)
     before = (directory / "best.pt").read_bytes()
     capsys.readouterr()
     resumed(script, monkeypatch, directory)
@@ -273,6 +273,13 @@ def test_a_full_disk_leaves_the_best_agent_before(script, tmp_path, monkeypatch,
     assert "No space left" in err
     (path,) = (tmp_path / "runs").glob("*/best.pt")
     assert torch.load(path, weights_only=True)["global_step"] == args.batch_size
+
+
+def test_an_evaluation_needs_episodes(script):
+    """Those of a run without evaluations are 0."""
+    run = make_run(script, "Walk", eval_episodes=0)
+    with pytest.raises(script.UsageError, match=r"^--eval-episodes 0: must be at least 1"):
+        script.evaluate(run.agent, run.args)
 
 
 # ----------------------------------------------------------------------------------- sampled policy
@@ -349,7 +356,8 @@ def test_flags_of_another_version_are_named(script, tmp_path, capsys):
 # -------------------------------------------------------------------------------- earlier weights
 @with_both_scripts
 def test_a_run_starts_from_earlier_weights(script, tmp_path, monkeypatch):
-    """All weights and normalisers of the checkpoint; flags, steps and optimizers are its own."""
+    """All weights and normalisers of the checkpoint; flags, steps and optimizers are its own, and
+    so is the running std of the advantages, which keeps to the size that Adam remembers."""
     first = flags_for(script, tmp_path, 3, env_id="probes:Walk-v0", eval_every=1, norm_adv_memory=5)
     earlier = Path(script.train(first)["run_dir"])
     for path in (earlier, earlier / "checkpoint.pt", earlier / "best.pt"):
@@ -365,7 +373,7 @@ def test_a_run_starts_from_earlier_weights(script, tmp_path, monkeypatch):
             patch.setattr(script, "collect_rollout", note)
             done = Path(script.train(args)["run_dir"])
         agent, _ = script.load_agent(path)
-        assert_same(seen[0], dict(agent.state_dict()))
+        assert_same(seen[0], dict(agent.state_dict()) | {"adv_moments.count": torch.tensor(0.0)})
         assert seen[0]["obs_moments.count"] > 0
         assert seen[0]["value_dist.moments.count"] > 0
         assert contents(done)["step"] == args.batch_size
@@ -387,7 +395,8 @@ def test_weights_may_be_of_another_number_of_processes(script, tmp_path, monkeyp
     script.take_weights(agent, args, Path())
     monkeypatch.undo()
     trained, _ = script.load_agent(earlier["run_dir"])
-    assert_same(dict(agent.state_dict()), dict(trained.state_dict()))
+    theirs = dict(trained.state_dict()) | {"adv_moments.count": torch.tensor(0.0)}
+    assert_same(dict(agent.state_dict()), theirs)
 
 
 @with_both_scripts

@@ -34,7 +34,7 @@ VALUES = {
     "--clip-coef": ("1e-6", "0.2", "5"),
     "--ent-coef": ("0", "0.01", "1"),
     "--ent-coef-final": ("None", "0", "0.1"),
-    "--min-entropy": ("-3", "0", "2"),
+    "--min-entropy": ("-3", "0", "0.5"),
     "--min-entropy-penalty": ("0", "0.5"),
     "--critic-learning-rate": ("None", "1e-4", "0.1"),
     "--max-grad-norm": ("1e-3", "0.5", "100"),
@@ -117,6 +117,13 @@ def settle(flags, idle):
             flags[other] = effective
 
 
+def leave_out_small_tails(flags):
+    """Quantiles are too few for --cvar-weight with this --cvar-alpha: then it is not typed."""
+    alpha = float(flags.get("--cvar-alpha", 0.05))
+    if alpha * int(flags.get("--num-quantiles", 32)) < 1:
+        flags.pop("--cvar-weight", None)
+
+
 def draw_flags(script, draw):
     """Flags, as a dict from flag to text or to None for its negation, and steps of the run.
 
@@ -148,6 +155,10 @@ def draw_flags(script, draw):
         idle = wrong = rng.choice([flag for flag in NEEDS if flag in VALUES | OWN[name]])
         flags.setdefault(idle, rng.choice((VALUES | OWN[name])[idle]))
     settle(flags, idle)
+    if "lstm" in name and not wrong:
+        leave_out_small_tails(flags)
+    if wrong == "--init-from":
+        flags.pop("--log-std-init", None)  # without effect beside it, which is told first
     if idle and idle != "--torch-deterministic":
         other, without, _ = NEEDS[idle]
         flags[other] = without

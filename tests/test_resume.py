@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import os
@@ -609,6 +610,60 @@ def test_a_signal_ends_the_run_with_a_checkpoint(tmp_path, monkeypatch, name):
     torch.save(saved, path)
     resumed(script, monkeypatch, path.parent)
     assert contents(path.parent)["run"]["iteration"] == iteration + 2
+
+
+def test_a_run_that_is_done_keeps_its_environments(script, tmp_path, monkeypatch):
+    """It is resumed to be evaluated, under another version of a library, and then goes on under the
+    old one: as if nobody had evaluated it."""
+    flags = {"env_id": "probes:Walk-v0", "num_envs": 2, "eval_episodes": 0}
+    directory = Path(script.train(flags_for(script, tmp_path, 2, **flags))["run_dir"])
+    before = pickle.loads(torch.load(directory / "checkpoint.pt", weights_only=True)["run"])
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "loaded_versions", lambda: {"numpy": "0.0"})
+        resumed(script, monkeypatch, directory, "--eval-episodes", "2")
+    after = pickle.loads(torch.load(directory / "checkpoint.pt", weights_only=True)["run"])
+    assert after["evaluated_at"] == after["step"]
+    assert after["versions"] == before["versions"]
+    assert after["parts"][0]["envs"] == before["parts"][0]["envs"]
+
+    total = 3 * flags_for(script, tmp_path, 1, **flags).batch_size
+    line = ["--eval-episodes", "0", "--total-timesteps", str(total)]
+    resumed(script, monkeypatch, directory, *line)
+    other = Path(script.train(flags_for(script, tmp_path, 2, **flags))["run_dir"])
+    resumed(script, monkeypatch, other, *line)
+    assert_same(contents(directory)["agent"], contents(other)["agent"])
+
+
+def descendants(pid):
+    """Process ids of its children, and of theirs."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it may just have ended
+            if int(path.read_text().rsplit(")", 1)[1].split()[1]) == pid:
+                found += [int(path.parent.name), *descendants(int(path.parent.name))]
+    return found
+
+
+@pytest.mark.parametrize("name", ONE_SCRIPT)
+def test_sigterm_to_all_processes_ends_the_run_with_a_checkpoint(tmp_path, name):
+    """Batch systems end a job in this way. The processes of environments answer to the last, and
+    end with the run."""
+    script = importlib.import_module(name)
+    flags = {"env_id": "probes:Walk-v0", "checkpoint_every": 1, "num_envs": 2}
+    args = flags_for(script, tmp_path, 100_000, async_envs=True, **flags)
+    process = start(script, tmp_path, words(args))
+    path = await_file(process, tmp_path, "runs/*/checkpoint.pt")
+    others = descendants(process.pid)
+    assert len(others) > 2  # the server that forks them, and two at least
+    for pid in (*others, process.pid):
+        os.kill(pid, signal.SIGTERM)
+    assert await_end(process) == 130
+    err = (tmp_path / "err").read_text()
+    assert f"--resume {path.parent}" in err
+    assert "Traceback" not in err
+    for pid in others:
+        with contextlib.suppress(FileNotFoundError):  # where the system has reaped it
+            assert " Z " in Path(f"/proc/{pid}/stat").read_text()
 
 
 @pytest.mark.slow

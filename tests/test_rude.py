@@ -402,6 +402,47 @@ def test_a_proof_that_takes_too_long_is_none(script, tmp_path, monkeypatch, caps
     assert script.pickle.loads(saved["run"])["parts"][0]["envs"] is None
 
 
+def test_a_proof_ends_the_simulators_that_it_started(script, somewhere):
+    """They hold the proof's output open, so waiting for its end would last as long as they do."""
+    args = flags_for(script, somewhere, 2, env_id="rude:Starter-v0", save_envs="proven")
+    began = time.time()
+    directory = script.train(args)["run_dir"]
+    assert time.time() - began < script.ReadBack.SECONDS
+    saved = torch.load(f"{directory}/checkpoint.pt", weights_only=True)
+    assert script.pickle.loads(saved["run"])["parts"][0]["envs"] is not None
+    simulators = Path("simulators").read_text().split()
+    assert len(simulators) == args.num_envs
+    for pid in simulators:
+        with contextlib.suppress(FileNotFoundError):  # where the system has reaped it
+            assert " Z " in Path(f"/proc/{pid}/stat").read_text()
+
+
+def test_a_task_whose_spec_cannot_be_copied(script, somewhere):
+    """It is trained and evaluated like others. It has no time limit that gymnasium could tell."""
+    args = flags_for(script, somewhere, 1, env_id="rude:Locked-v0", eval_episodes=1)
+    assert script.train(args)["eval/length_mean"] > 0
+
+
+@with_both_scripts
+def test_a_program_that_prefers_float64(script, somewhere):
+    """The networks are float32 in a run and in an agent that is loaded."""
+    args = flags_for(script, somewhere, 1, env_id="probes:Walk-v0")
+    settings = script.torch_settings()
+    try:
+        torch.set_default_dtype(torch.float64)
+        directory = script.train(args)["run_dir"]
+        torch.set_default_dtype(torch.float64)
+        agent, _ = script.load_agent(directory)
+        assert torch.get_default_dtype() == torch.float64
+        assert {parameter.dtype for parameter in agent.parameters()} == {torch.float32}
+        obs = np.zeros((3, 1), np.float32)
+        for found in (agent.value(obs), agent.predict_returns(obs, (0.1, 0.5))):
+            values = found[0] if isinstance(found, tuple) else found
+            assert np.isfinite(values).all()
+    finally:
+        script.set_torch(settings)
+
+
 def test_a_proof_that_cannot_be_begun_is_none(script, tmp_path, monkeypatch, capsys):
     """Without room for its file the environments are not saved, and the run goes on."""
 
@@ -494,8 +535,8 @@ def test_a_resumed_run_compares_evaluations_of_one_kind(script, somewhere, monke
     """Another number of episodes keeps the record. Samples and the mode do not compare, so a resume
     may not change that; an evaluation alone may."""
     flags = {"eval_every": 1, "eval_episodes": 2, "env_id": "probes:Walk-v0"}
-    args = flags_for(script, somewhere, 2, **flags)
-    directory = stopped(script, monkeypatch, args, 1)
+    args = flags_for(script, somewhere, 3, **flags)
+    directory = stopped(script, monkeypatch, args, 2)
     change_run(directory / "checkpoint.pt", lambda run: run | {"best_return": 1e9})
     before = (directory / "best.pt").read_bytes()
     code, _, err = run_main(script, capsys, ["--resume", str(directory), "--eval-sampled"])
@@ -732,8 +773,9 @@ def test_what_nobody_reads_is_dropped(script, monkeypatch):
         monkeypatch.undo()  # closing the stream flushes it again
 
 
-def test_a_signal_in_an_evaluation_on_the_way_waits_for_it(script, somewhere, monkeypatch, capsys):
-    """All three episodes are played, and the iteration is saved."""
+def test_a_signal_ends_an_evaluation_on_the_way(script, somewhere, monkeypatch, capsys):
+    """After its episode, and the iteration is saved. The resume begins with that evaluation, so
+    that its result is that of an uninterrupted run."""
     play, episodes = script.run_episode, []
 
     def interrupt(*inputs):
@@ -742,13 +784,22 @@ def test_a_signal_in_an_evaluation_on_the_way_waits_for_it(script, somewhere, mo
             signal.raise_signal(signal.SIGINT)
         return play(*inputs)
 
-    monkeypatch.setattr(script, "run_episode", interrupt)
     args = small_args(script, "Walk", run_dir=str(somewhere / "here"), eval_every=1)
-    code, _, err = run_main(script, capsys, words(args))
-    assert (code, len(episodes)) == (130, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "run_episode", interrupt)
+        code, _, err = run_main(script, capsys, words(args))
+    assert (code, len(episodes)) == (130, 1)
     assert "stopped after 48 steps; continue with --resume" in err
     [directory] = (somewhere / "here").iterdir()
     assert contents(directory)["step"] == 48
+    assert not (directory / "best.pt").exists()
+
+    evaluate, steps = script.Run.evaluate, []
+    monkeypatch.setattr(script.Run, "evaluate", lambda run: (steps.append(run.step), evaluate(run)))
+    assert run_main(script, capsys, ["--resume", str(directory)])[0] == 0
+    assert steps == [48, 96]
+    whole = script.train(args)
+    assert_same(contents(directory), contents(whole["run_dir"]))
 
 
 def test_output_may_be_missing_or_closed(script, monkeypatch, tmp_path):
@@ -787,7 +838,7 @@ def test_a_signal_ends_the_last_evaluation(script, somewhere, monkeypatch, capsy
         code, _, err = run_main(script, capsys, words(args))
     assert code == 130
     assert len(episodes) == 1
-    assert "stopped in the last evaluation; continue with --resume" in err
+    assert "stopped after 96 steps; continue with --resume" in err
     [directory] = (somewhere / "here").iterdir()
     before = contents(directory)
     code, out, _ = run_main(script, capsys, ["--resume", str(directory)])

@@ -10,6 +10,7 @@ import random
 import re
 import signal
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -317,16 +318,24 @@ def test_groups_of_environments_change_no_number(script, tmp_path, monkeypatch, 
     assert "; environments in each process: 2; " in capsys.readouterr().out
 
 
+def instead_of_processes(monkeypatch, note):
+    """AsyncVectorEnv starts nothing and tells `note` what it is given. Returns what it makes."""
+    groups = SimpleNamespace(call=lambda name: None, processes=[], close=lambda **how: None)
+
+    def make(makers, **options):
+        note(makers, **options)
+        return groups
+
+    monkeypatch.setattr(gym.vector, "AsyncVectorEnv", make)
+    return groups
+
+
 @with_one_script
 @pytest.mark.parametrize(("cores", "sizes"), [(1, 6), (2, 3), (4, 2), (5, 2), (6, 1), (64, 1)])
 def test_there_are_no_more_processes_than_cores(script, monkeypatch, cores, sizes):
     """Six environments in groups of equal size, as many as the cores allow."""
     made = []
-
-    def make(makers, **options):
-        made.extend(maker.args for maker in makers)
-
-    monkeypatch.setattr(gym.vector, "AsyncVectorEnv", make)
+    instead_of_processes(monkeypatch, lambda makers, **_: made.extend(one.args for one in makers))
     monkeypatch.setattr(script, "usable_cores", lambda: cores)
     args = small_args(script, "Counter", async_envs=True, num_envs=6, num_minibatches=1)
     envs = script.make_envs(args)
@@ -339,7 +348,7 @@ def test_there_are_no_more_processes_than_cores(script, monkeypatch, cores, size
 def test_processes_of_other_machines_take_no_cores(script, monkeypatch):
     """Four processes on two machines of four cores: two of them share these, so each has two."""
     made = []
-    monkeypatch.setattr(gym.vector, "AsyncVectorEnv", lambda makers, **options: made.extend(makers))
+    instead_of_processes(monkeypatch, lambda makers, **options: made.extend(makers))
     monkeypatch.setattr(script, "usable_cores", lambda: 4)
     args = small_args(script, "Counter", async_envs=True, num_envs=8, num_minibatches=1)
     monkeypatch.setattr(script, "WORLD_SIZE", 4)
@@ -689,10 +698,28 @@ def test_signals_to_the_run_are_not_for_its_groups(script, monkeypatch):
 def test_closing_waits_for_no_process_for_ever(script, monkeypatch):
     """After a fault one of them may never answer."""
     closed = []
-    groups = SimpleNamespace(close=lambda **options: closed.append(options))
-    monkeypatch.setattr(gym.vector, "AsyncVectorEnv", lambda makers, **options: groups)
+    groups = instead_of_processes(monkeypatch, lambda makers, **options: None)
+    groups.close = lambda **options: closed.append(options)
     script.make_envs(small_args(script, "Counter", async_envs=True, num_envs=2)).close()
     assert closed == [{"timeout": 10}]
+
+
+@with_one_script
+def test_closing_ends_all_processes_where_one_has_died(script, monkeypatch):
+    """AsyncVectorEnv then tells none of the others to close. Those that outlive SIGTERM are not
+    asked to terminate in any case."""
+
+    def end_of_file(**options):
+        asked.append(groups.processes[0].terminate)
+        raise EOFError
+
+    asked, killed = [], []
+    groups = instead_of_processes(monkeypatch, lambda makers, **options: None)
+    groups.processes = [SimpleNamespace(kill=partial(killed.append, i)) for i in range(2)]
+    groups.close = end_of_file
+    script.make_envs(small_args(script, "Counter", async_envs=True, num_envs=2)).close()
+    assert killed == [0, 1]
+    assert asked == [groups.processes[0].kill]
 
 
 def test_processes_seed_their_tasks_apart_and_their_weights_alike(script, monkeypatch):
@@ -707,7 +734,7 @@ def test_processes_seed_their_tasks_apart_and_their_weights_alike(script, monkey
     assert one[0] != two[0]
     assert one[1] != two[1]
     assert one[2] == two[2]
-    monkeypatch.setattr(gym.vector, "AsyncVectorEnv", lambda makers, **options: made.extend(makers))
+    instead_of_processes(monkeypatch, lambda makers, **options: made.extend(makers))
     monkeypatch.setattr(script, "usable_cores", lambda: 64)
     args = small_args(script, "Counter", async_envs=True, num_envs=6, num_minibatches=1)
     monkeypatch.setattr(script, "WORLD_SIZE", 2)
@@ -726,7 +753,7 @@ def test_evaluation_keeps_to_the_time_limit_of_a_task(script, monkeypatch):
 def test_groups_are_no_forks_of_the_run(script, monkeypatch):
     """A fork would copy the locks of torch's threads."""
     asked = []
-    monkeypatch.setattr(gym.vector, "AsyncVectorEnv", lambda makers, **given: asked.append(given))
+    instead_of_processes(monkeypatch, lambda makers, **given: asked.append(given))
     script.make_envs(small_args(script, "Walk", async_envs=True, num_envs=2))
     assert asked[0]["context"] == "forkserver"
 
@@ -745,6 +772,6 @@ def test_the_environment_that_is_tried_out_is_closed(script, monkeypatch):
     """It shows a mistake ahead of many processes."""
     closed = []
     monkeypatch.setattr(script, "close_quietly", closed.append)
-    monkeypatch.setattr(gym.vector, "AsyncVectorEnv", lambda makers, **options: None)
+    instead_of_processes(monkeypatch, lambda makers, **options: None)
     script.make_envs(small_args(script, "Walk", async_envs=True, num_envs=2))
     assert len(closed) == 1
