@@ -2337,7 +2337,7 @@ def unfit_part(space: gym.Space, name: str = "observation") -> str:
 def vector_view(space: gym.Space, args: Args, hidden: tuple[int, ...]) -> tuple[Callable, Box]:
     """Return how anything else is seen, and the space of that: flat float32 vectors.
 
-    Masked and hidden entries are zeros, whatever the task gives there.
+    Masked and hidden entries are zeros, whatever the task gives there. Their bounds are 0, too.
     """
     unfit = unfit_part(space)
     if unfit:
@@ -2360,7 +2360,8 @@ def vector_view(space: gym.Space, args: Args, hidden: tuple[int, ...]) -> tuple[
         seen[unseen] = 0
         return seen
 
-    return see, Box(-np.inf, np.inf, keep.shape, np.float32)
+    bounds = np.where(keep, np.inf, 0).astype(np.float32)
+    return see, Box(-bounds, bounds, dtype=np.float32)
 
 
 def misfit(space: gym.Space, value: Any, name: str = "observation") -> str:
@@ -2414,7 +2415,8 @@ def holds_numbers(array: np.ndarray) -> bool:
 def as_rows(obs: np.ndarray, space: Box) -> tuple[np.ndarray, bool]:
     """Return observations as rows (N, ...), and whether it was one alone.
 
-    Raises ValueError for one that does not fit the space, or is not finite.
+    What `make_env` hides, the networks do not see here either: its bounds are 0. Raises ValueError
+    for one that does not fit the space, or is not finite.
     """
     rows = np.asarray(obs)
     if rows.dtype == object and holds_numbers(rows):
@@ -2428,7 +2430,7 @@ def as_rows(obs: np.ndarray, space: Box) -> tuple[np.ndarray, bool]:
             found = f"observation {row} is not finite"
         if found:
             raise ValueError(found)
-    return rows, alone
+    return np.where(space.low == space.high, 0, rows), alone
 
 
 def check_levels(levels: tuple[float, ...]) -> None:
@@ -3071,6 +3073,7 @@ def set_up_process(args: Args) -> None:
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cudnn.allow_tf32 = False  # acting and training have the same precision
+    torch.set_float32_matmul_precision("highest")
     seed_generators(args, RANK)
 
 
@@ -3148,7 +3151,8 @@ def take_weights(agent: Agent, args: Args, here: Path) -> None:
     for name in theirs | ours:
         if theirs.get(name) != ours.get(name):
             differ = f"{name} is {theirs.get(name)} there, {ours.get(name)} by these flags"
-            raise flag_error(args, "init_from", f"{differ}; give the flags in its args.json")
+            text = f"{differ}; give the flags in its args.json, and a task with the same spaces"
+            raise flag_error(args, "init_from", text)
 
     unknown = sorted(hidden_entries(stored) - hidden_entries(args))
     if unknown and args.norm_obs:
@@ -3412,15 +3416,18 @@ class Run:
     def request_stop(self, number: int, frame: Any) -> None:
         """End the run after this iteration. A second signal kills, unless it is a hang-up.
 
-        A closed terminal may send several of those.
+        A closed terminal may send several of those. Under torchrun a batch system's SIGTERM comes
+        twice: from itself and from torchrun. So further signals are ignored there.
         """
         self.signals.append(number)
         for handled in self.handlers:
             hangs_up = handled == getattr(signal, "SIGHUP", None)
-            signal.signal(handled, signal.SIG_IGN if hangs_up else signal.SIG_DFL)
+            ignored = hangs_up or WORLD_SIZE > 1
+            signal.signal(handled, signal.SIG_IGN if ignored else signal.SIG_DFL)
         if RANK == 0:
             part = "episode" if self.step == self.total_steps else "iteration"
-            line = f"stopping after this {part}; a second signal kills"
+            line = f"stopping after this {part}"
+            line += "" if WORLD_SIZE > 1 else "; a second signal kills"
             with contextlib.suppress(RuntimeError):  # the signal came while a line was printed
                 tell_over(line, file=sys.stderr)
 
@@ -3472,9 +3479,10 @@ class Run:
             self.say(f"best evaluation: {best}, {self.directory / 'best.pt'}")
         self.say(f"to watch: tensorboard --logdir {shlex.quote(str(self.directory.parent))}")
         longer = f"--resume {self.quoted} --total-timesteps {2 * self.step}"
-        typed = __name__ == "__main__" and "__file__" in globals()  # a notebook has no file
-        script = shlex.quote(sys.argv[0]) if typed else f"{SCRIPT}.py"
-        self.say(f"to continue: python {script} {longer}")
+        name = Path(globals().get("__file__", f"{SCRIPT}.py")).name  # a notebook has no file
+        typed = __name__ == "__main__" and "__file__" in globals()
+        script = sys.argv[0] if typed else name
+        self.say(f"to continue: python {shlex.quote(script)} {longer}")
 
     @property
     def evaluation_is_due(self) -> bool:
@@ -3661,7 +3669,7 @@ class Run:
     def to_resume(self) -> dict[str, Any]:
         """Return what --resume needs beside flags and weights."""
         kept = {name: getattr(self, name) for name in self.SAVED}
-        kept["optimizers"] = [x.state_dict() for x in self.optimizers]
+        kept["optimizers"] = [on_cpu(x.state_dict()) for x in self.optimizers]
         if self.untouched:  # a run that is done is evaluated alone, perhaps elsewhere
             return kept | self.untouched
         part = {
@@ -3807,6 +3815,13 @@ def loaded_versions() -> dict[str, str]:
         if isinstance(version, str) and "." not in name:
             found[name] = version
     return found
+
+
+def on_cpu(thing: Any) -> Any:
+    """Return a state of dictionaries with all tensors on the CPU, where any machine reads them."""
+    if isinstance(thing, dict):
+        return {key: on_cpu(value) for key, value in thing.items()}
+    return thing.cpu() if isinstance(thing, Tensor) else thing
 
 
 def task_sources(envs: gym.vector.VectorEnv, env_id: str) -> dict[str, str]:
@@ -4040,7 +4055,7 @@ def load_weights(agent: Agent, held: dict[str, Tensor], env_id: str) -> None:
     try:
         agent.load_state_dict(held)
     except RuntimeError as error:
-        text = "its weights do not fit the task's spaces, which are others now"
+        text = "its weights do not fit this script and the task's spaces; one of them has changed"
         reason = " ".join(str(error).split())
         raise UsageError(f"the checkpoint of {env_id}: {text}: {reason:.200}") from error
     except (TypeError, AttributeError) as error:
@@ -4203,7 +4218,7 @@ def check_frames(env: gym.Env) -> None:
     if env.render_mode != "rgb_array":
         raise ValueError("the task forgets its render_mode")
     if frame.dtype != np.uint8:
-        raise ValueError(f"frames are of {frame.dtype}, not bytes")
+        raise ValueError(f"the task's frames are of {frame.dtype}, and films take bytes")
 
 
 def follow_robot(env: gym.Env) -> None:
@@ -4278,16 +4293,21 @@ def exchange(call: Callable, *tensors: Any) -> None:
     Raises `OtherProcessEnded` for a broken connection. Other faults are raised as they are.
     """
     if not distributed.is_initialized():
-        gpu = torch.cuda.is_available()
-        longest = timedelta(days=7)  # that the others wait for an episode of the evaluation
-        distributed.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=longest)
+        gpu = torch.cuda.is_initialized()  # used by this run, and not merely there
+        distributed.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+        # The others wait for an episode of the evaluation, which is not limited to 30 minutes.
+        gloo = distributed.group.WORLD._get_backend(torch.device("cpu"))
+        gloo._set_default_timeout(timedelta(days=7))
         atexit.register(time.sleep, 0.5)  # torch's threads outlive Python and would abort its exit
         atexit.register(distributed.destroy_process_group)
     try:
         call(*tensors)
     except RuntimeError as error:
         if isinstance(error, distributed.DistError) or "gloo" in str(error):
-            raise OtherProcessEnded("another process of the run ended") from error
+            reason = " ".join(str(error).split())
+            raise OtherProcessEnded(
+                f"another process of the run ended, or cannot be reached ({reason:.300})"
+            ) from error
         raise
 
 

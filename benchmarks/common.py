@@ -643,8 +643,9 @@ def require(*packages: str) -> None:
     """End the program with a line where a package is missing, ahead of hours of work."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        found = f"{', '.join(missing)} not installed"
-        sys.exit(f"error: {found}; pip install -r {HERE.name}/requirements.txt")
+        names = " ".join(missing).replace("_", "-")
+        everything = f"pip install -r {HERE.name}/requirements.txt for all programs"
+        sys.exit(f"error: {', '.join(missing)} not installed; pip install {names}, or {everything}")
 
 
 # ------------------------------------------------------------------------------------------ figures

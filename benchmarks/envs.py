@@ -26,11 +26,11 @@ with suppress(ImportError):
     register_envs()
 
 
-def memory_s7() -> gym.Env:
+def memory_s7(render_mode: str | None = None) -> gym.Env:
     """Look at an object, walk a corridor, turn to the object like it; 245 steps at most."""
     from minigrid.wrappers import ImgObsWrapper, OneHotPartialObsWrapper
 
-    env = OneHotPartialObsWrapper(gym.make("MiniGrid-MemoryS7-v0"))
+    env = OneHotPartialObsWrapper(gym.make("MiniGrid-MemoryS7-v0", render_mode=render_mode))
     return gym.wrappers.FlattenObservation(ImgObsWrapper(env))
 
 

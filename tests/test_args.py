@@ -54,7 +54,7 @@ BAD = [
     ("--gamma 1.01", "gamma 1.01", "[0, 1]"),
     ("--gae-lambda -0.5", "gae-lambda -0.5", "[0, 1]"),
     ("--cvar-alpha 0", "cvar-alpha 0", "[0.001, 1]"),
-    # CartPole has two actions, ln 2 = 0.6931; LunarLander's presets are not installed everywhere
+    # CartPole has two actions: ln 2 = 0.6931
     ("--env-id CartPole-v1 --min-entropy 0.7 --min-entropy-penalty 1", "min-entropy 0.7", "0.693"),
     # a Gaussian of one float and the std e^2: 0.5 ln(2 pi e) + 2 = 3.4189
     ("--env-id Pendulum-v1 --min-entropy 3.5 --min-entropy-penalty 1", "min-entropy 3.5", "3.419"),

@@ -528,7 +528,9 @@ def test_a_task_that_changed_since_is_not_taken_for_another_script(
     monkeypatch.setattr(script, "make_env", wider)
     code, _, err = run_main(script, capsys, ["--evaluate", directory])
     assert code == 2
-    assert "its weights do not fit the task's spaces, which are others now" in err
+    assert (
+        "its weights do not fit this script and the task's spaces; one of them has changed" in err
+    )
     assert "of this script" not in err
     assert err.count("\n") == 1
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -163,3 +165,25 @@ def test_what_is_no_number_is_refused(script):
             act(agent, wrong)
     rows = np.array([[1, 2.5, 0, 1]])
     assert (act(agent, rows.astype(object))[0] == act(agent, rows)[0]).all()
+
+
+def test_what_is_hidden_stays_hidden_from_python(script):
+    """A robot's program gives whole observations. The networks have never seen velocities, whose
+    statistics have a variance of 0, so these must not count."""
+    args = small_args(script, "Walk")
+    args = replace(args, env_id="CartPoleNoVel-v1", masked_obs=(2,))
+    env = script.make_env(args)
+    agent = script.Agent(env.observation_space, env.action_space, args)
+    hidden = [1, 2, 3]  # the velocities, and what was masked
+    agent.obs_moments.var[hidden] = 0
+    agent.obs_moments.count += 10
+    whole = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
+    shown = whole.copy()
+    shown[:, hidden] = 0
+    for ask in (predict, value):
+        inputs = (LEVELS,) if ask is predict else ()
+        assert np.array_equal(ask(agent, whole, *inputs)[0], ask(agent, shown, *inputs)[0])
+    first, second = (act(agent, obs)[0] for obs in (whole, shown))
+    assert np.array_equal(first, second)
+    see = env.get_wrapper_attr("see")
+    assert np.array_equal(see(whole[0]), shown[0])
