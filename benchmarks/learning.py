@@ -955,7 +955,7 @@ def report() -> None:
     """Tables in results/ (learning.md, every_run.md, ablations.md) and on stdout; two figures."""
     lines = table(GRID)
     beside_peers = (
-        mujoco("MuJoCo, one flag line", CATEGORICAL, "default"),
+        mujoco("MuJoCo, --preset mujoco, older or today's", CATEGORICAL, "default"),
         mujoco("The same, a single critic of 51 quantiles", QUANTILE, "quantiles_single"),
         popgym(),
         minatar(),

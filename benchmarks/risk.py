@@ -128,9 +128,22 @@ def cells() -> list[Cell]:
 
 
 def groups() -> dict[Setting, list[Row]]:
-    """The rows that count, of each setting that has some."""
+    """The rows that count, of each setting that has some.
+
+    Those of today's scripts count as soon as all variants of a task and a script have them, so that
+    no comparison mixes versions.
+    """
     known = common.by_setting(TABLE.rows())
     found = {cell.setting: common.standing(cell, known.get(cell.setting, [])) for cell in cells()}
+    older = {
+        (setting.task, setting.script)
+        for setting, rows in found.items()
+        if not rows or any(int(row["seed"]) < common.RENEWED for row in rows)
+    }
+    for setting in found:
+        if (setting.task, setting.script) in older:
+            rows = known.get(setting, [])
+            found[setting] = [row for row in rows if int(row["seed"]) < common.RENEWED]
     return {setting: rows for setting, rows in found.items() if rows}
 
 

@@ -227,18 +227,19 @@ def test_age_is_told_from_the_rows(answers, monkeypatch):
         (4, "**Some returns are of an older version.** Today's scripts may score differently"),
         (0, "**The returns are of today's update.** None of 9"),
     ):
-        monkeypatch.setattr(answers, "older_rows", lambda old=old: {"runs": (old, 9)})
+        counts = {"runs": (old, 9), "risk": (0, 9)}
+        monkeypatch.setattr(answers, "older_rows", counts.copy)
         assert answers.current().startswith(begin)
         assert f"{old or 'None'} of 9" in answers.current() or old == 9
-        assert "behind" not in answers.current()
+        assert "and so were" not in answers.current()
     monkeypatch.setattr(answers, "OLDER", set())
     for old, behind, fresh in (
-        (0, "truth", "speeds called current, risk, the second table"),
-        (1, "risk and truth", "speeds called current, the second table"),
+        (0, "1 of 9 rows of truth", "speeds called current, risk, the second table"),
+        (9, "all of risk and 1 of 9 rows of truth", "called current, the second table"),
     ):
         counts = {"runs": (5, 9), "risk": (old, 9), "truth": (1, 9)}
         monkeypatch.setattr(answers, "older_rows", counts.copy)
-        assert f"and so were those behind {behind}. Of today's scripts are" in answers.current()
+        assert f", and so were {behind}. Of today's scripts are" in answers.current()
         assert fresh in answers.current()
     assert all(answers.newer(cell) == "*" for cell in answers.learning.GRID[:3])
     assert all(answers.ages(contest) == {False} for contest in answers.CONTESTS)
@@ -492,10 +493,10 @@ def test_warnings_worked_by_hand(answers, monkeypatch):
     monkeypatch.setattr(answers.Table, "rows", lambda self: rows)
     told = answers.trusted()
     assert "for two runs each of Hopper-v5" in told
-    assert "In 1 case the return fell. A low predicted decile" in told
+    assert "In 1 case the return fell. By then a low predicted decile had" in told
     assert "** Yes. Gravity" in told
-    assert "A low predicted decile warned in time in 1 of them, and twins far apart in 0." in told
-    assert "In 1 case it held, and the two gave false alarms in 0 and 1." in told
+    assert "warned in 1 of them (1 ahead of it), and twins far apart in 0 (0). In 1 case" in told
+    assert "In 1 case it held, and the two gave false alarms in 0 and 1 (" in told
 
 
 def test_aversion_on_robots_worked_by_hand(answers, monkeypatch):

@@ -304,11 +304,11 @@ def test_the_target_of_the_divergence():
 
 
 def test_runs_on_known_distributions():
-    """Those with the preset on the processes that are judged reach all bounds."""
+    """Those with the preset's flags on the processes that are judged reach all bounds."""
     reached = total = 0
     for line in (RESULTS / "calibration.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.split("|")]
-        if cells[3:4] == ["--preset calibrated"] and cells[-2].endswith(" of 3"):
+        if cells[3:4] == ["calibrated, tuned"] and cells[-2].endswith(" of 3"):
             good, of = cells[-2].split(" of ")
             reached, total = reached + int(good), total + int(of)
     assert reached == total
