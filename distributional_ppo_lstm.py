@@ -496,8 +496,9 @@ def train(args: Args) -> dict[str, Any]:
     """Train, evaluate and save.
 
     Returns the last value of every metric, and `run_dir`. A fault is raised with a note that names
-    the last checkpoint. The first Ctrl-C ends the run after its iteration, with a checkpoint and
-    KeyboardInterrupt. Sets the seeds of all random number generators and options of torch.
+    the last checkpoint. The first Ctrl-C ends the run after its iteration, or within an evaluation,
+    with a checkpoint and KeyboardInterrupt. Sets the seeds of all random number generators and
+    options of torch.
     """
     run, agent, optimizers, envs = start(args)  # anew, resumed, or with the weights of another run
     with run:
@@ -1540,8 +1541,9 @@ class ValueDistribution(nn.Module):
 
     def __init__(self, args: Args) -> None:
         super().__init__()
-        if args.cvar_weight > 0 and args.cvar_alpha * args.num_quantiles < 1:
-            least = f"at least {1 / args.num_quantiles:.3g}, or more --num-quantiles"
+        uses_tail = args.cvar_weight > 0 and args.learning_rate > 0
+        if uses_tail and args.cvar_alpha * args.num_quantiles < 1:
+            least = f"at least {math.ceil(1e4 / args.num_quantiles) / 1e4}, or more --num-quantiles"
             text = f"{args.num_quantiles} quantiles do not show --cvar-weight so small a tail"
             raise flag_error(args, "cvar_alpha", f"{text}; take {least}")
         self.args = args
@@ -2430,7 +2432,8 @@ def as_rows(obs: np.ndarray, space: Box) -> tuple[np.ndarray, bool]:
             found = f"observation {row} is not finite"
         if found:
             raise ValueError(found)
-    return np.where(space.low == space.high, 0, rows), alone
+    hidden = (space.low == 0) & (space.high == 0)
+    return np.where(hidden, 0, rows), alone
 
 
 def check_levels(levels: tuple[float, ...]) -> None:
@@ -2703,6 +2706,8 @@ class EnvsInProcesses(gym.vector.VectorEnv):
             autoreset_mode=gym.vector.AutoresetMode.DISABLED,  # groups reset by themselves
         )
         self.groups.call("outlive_sigterm")
+        for process in self.groups.processes:
+            process._popen.terminate = process._popen.kill
 
     def join(self, x: np.ndarray) -> np.ndarray:
         """Turn (groups, n, ...) into (N, ...)."""
@@ -2726,13 +2731,10 @@ class EnvsInProcesses(gym.vector.VectorEnv):
 
     def close_extras(self, **options: Any) -> None:
         """End the processes. After a fault one of them may never answer."""
-        processes = self.groups.processes
-        for process in processes:
-            process.terminate = process.kill  # since they outlive SIGTERM
         try:
             self.groups.close(timeout=10)
         except (EOFError, ConnectionError):  # one had ended before
-            for process in processes:
+            for process in self.groups.processes:
                 process.kill()
 
 
@@ -3121,7 +3123,8 @@ def make_agent(envs: gym.vector.VectorEnv, args: Args, here: Path = Path()) -> A
     if args.init_from and not args.resume:
         take_weights(agent, args, here)
     largest = largest_entropy(agent)
-    if args.min_entropy_penalty > 0 and args.min_entropy > largest:
+    has_floor = args.min_entropy_penalty > 0 and args.learning_rate > 0 and not args.resume
+    if has_floor and args.min_entropy > largest:
         text = f"the entropy of these actions is at most {largest:.3f}; choose a lower floor"
         raise flag_error(args, "min_entropy", text)
     return agent
@@ -3324,6 +3327,7 @@ class Run:
         self.recent_returns: list[float] = []  # of the last 100 training episodes
         self.logged: dict[str, float] = {}  # last value of every metric
 
+        self.evaluating = False
         self.evaluated_at: int | None = None  # step of the last evaluation
         self.best_return = -math.inf  # of the evaluation that `best.pt` is of
         self.best_step = 0  # step of that evaluation; 0 means that there is none
@@ -3386,7 +3390,8 @@ class Run:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        for number, handler in self.handlers.items():
+        restored = {} if WORLD_SIZE > 1 and self.signals else self.handlers  # see `request_stop`
+        for number, handler in restored.items():
             # Python knows none of those that a library in C has installed.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         if isinstance(error, Exception):
@@ -3394,6 +3399,8 @@ class Run:
             last = f"last checkpoint: {path}" if path.exists() else "no checkpoint yet"
             error.add_note(f"after {self.step:,} steps; {last}")
 
+        if self.proof is not None:
+            self.proof.end()
         try:
             for env in (self.envs, self.eval_env, *self.unused_envs):
                 if env is not None:
@@ -3414,10 +3421,11 @@ class Run:
             raise mistake from error
 
     def request_stop(self, number: int, frame: Any) -> None:
-        """End the run after this iteration. A second signal kills, unless it is a hang-up.
+        """End the run after this iteration, or this episode of an evaluation.
 
-        A closed terminal may send several of those. Under torchrun a batch system's SIGTERM comes
-        twice: from itself and from torchrun. So further signals are ignored there.
+        A second signal kills, unless it is a hang-up: a closed terminal may send several of those.
+        Under torchrun a batch system's SIGTERM comes twice, from itself and from torchrun. So
+        further signals are ignored there.
         """
         self.signals.append(number)
         for handled in self.handlers:
@@ -3425,7 +3433,7 @@ class Run:
             ignored = hangs_up or WORLD_SIZE > 1
             signal.signal(handled, signal.SIG_IGN if ignored else signal.SIG_DFL)
         if RANK == 0:
-            part = "episode" if self.step == self.total_steps else "iteration"
+            part = "episode" if self.evaluating else "iteration"
             line = f"stopping after this {part}"
             line += "" if WORLD_SIZE > 1 else "; a second signal kills"
             with contextlib.suppress(RuntimeError):  # the signal came while a line was printed
@@ -3458,7 +3466,7 @@ class Run:
         finished_before = self.step == self.total_steps
         if RANK == 0 and self.args.save_envs == "proven" and not finished_before:
             self.proof = ReadBack(self.envs)
-        if 0 < self.step < self.total_steps and self.evaluation_is_due:  # a signal cut it short
+        if 0 < self.step < self.total_steps and self.evaluation_is_due:  # was cut short
             self.evaluate()
         while self.step < self.total_steps:
             self.untouched = {}
@@ -3519,10 +3527,10 @@ class Run:
         self.log(metrics, self.step, histograms=last or iteration % 10 == 1)
         self.show_progress()
 
-        if not last and self.evaluation_is_due:
-            self.evaluate()
         if self.stops():
             self.save_and_stop()
+        if not last and self.evaluation_is_due:
+            self.evaluate()
         if last or is_due(iteration, args.checkpoint_every):
             self.save()
 
@@ -3539,6 +3547,8 @@ class Run:
         to stop. The evaluation then ends, and a resume begins with it.
         """
         args = self.args
+        self.evaluating = True
+        generators = random.getstate(), np.random.get_state()
         episodes = []
         playing = iter(range(args.eval_episodes))  # the others wait as often
         if RANK == 0:
@@ -3546,8 +3556,11 @@ class Run:
             playing = play(self.eval_env, self.agent, args, directory)
         for rewards in playing:
             episodes.append(rewards)
-            if self.stops():
+            if self.stops():  # a resume plays all episodes again, with the same numbers
+                random.setstate(generators[0])
+                np.random.set_state(generators[1])
                 self.save_and_stop()
+        self.evaluating = False
         metrics = gather_objects(summarise(episodes, args, self.step) if RANK == 0 else None)[0]
 
         self.log(metrics, self.step)
@@ -3670,7 +3683,7 @@ class Run:
         """Return what --resume needs beside flags and weights."""
         kept = {name: getattr(self, name) for name in self.SAVED}
         kept["optimizers"] = [on_cpu(x.state_dict()) for x in self.optimizers]
-        if self.untouched:  # a run that is done is evaluated alone, perhaps elsewhere
+        if self.untouched:  # nothing was trained since, as where a run that is done is evaluated
             return kept | self.untouched
         part = {
             "carried": self.carried,
@@ -3856,7 +3869,7 @@ class ReadBack:
     """Another process reads the environments back, steps and closes them, while the run goes on.
 
     In this process the copy might do harm: it may free what it shares with the original, or start
-    simulators that nobody stops. `fault` ends those of the other process.
+    simulators that nobody stops. `end` stops those of the other process.
     """
 
     SECONDS = 60
@@ -3898,18 +3911,25 @@ for env in pickle.load(sys.stdin.buffer):
             return self.found
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(self.SECONDS)
+        self.errors.seek(0)
+        lines = self.errors.read().decode(errors="replace").strip().split("\n")
+        code = self.end()
+        if code:
+            self.found = f"another process could not read them back: {lines[-1] or f'exit {code}'}"
+        return self.found
+
+    def end(self) -> int:
+        """End the process and all that it has started. Returns its exit code."""
+        if self.process is None:
+            return 0
         self.process.kill()
         if hasattr(os, "killpg"):
             with contextlib.suppress(OSError):  # nothing is left of its session
                 os.killpg(self.process.pid, signal.SIGKILL)
         code = self.process.wait()
         self.process = None
-        self.errors.seek(0)
-        lines = self.errors.read().decode(errors="replace").strip().split("\n")
         self.errors.close()
-        if code:
-            self.found = f"another process could not read them back: {lines[-1] or f'exit {code}'}"
-        return self.found
+        return code
 
 
 # -------------------------------------------------------------------------------- files of a run

@@ -634,24 +634,29 @@ def whose_preset() -> str:
     if not today:
         return "No reported run has [today's preset](#settings-for-mujoco)."
     return (
-        f"Of [these](#tasks) rows only {joined(today)} {'has' if len(today) == 1 else 'have'} it; "
+        f"Of the [robots](#tasks) only {joined(today)} {'has' if len(today) == 1 else 'have'} it; "
         "the others have the [older one](#settings-for-mujoco)."
     )
 
 
 def mujoco_lines() -> list[str]:
-    """What the preset scores on the seeds that chose it, beside the one before it."""
-    now, before = (
-        joined(f"{second_stage(setting, task).mean():.0f} on {task}" for task in FOUR)
-        for setting in ("BDFG", "")
-    )
+    """What the preset scores beside the one before it, on the seeds that chose it and on others."""
     seeds = {len(second_stage(setting, task)) for setting in ("BDFG", "") for task in FOUR}
     assert len(seeds) == 1
-    return [
-        f"* **Today's preset** ([flags](tuning.md#chosen-flags)) has {now}, means of "
-        f"{count_of(*seeds)} tuning seeds, which [chose it](tuning.md#three-screenings). The older "
-        f"one has {before}.",
-    ]
+    lines = common.markdown_head(f"preset, seeds | {' | '.join(FOUR)}")
+    for name, setting in (("today's", "BDFG"), ("older", "")):
+        means = [f"{second_stage(setting, task).mean():.0f}" for task in FOUR]
+        told = f"{name}, {count_of(*seeds)} tuning seeds, which chose today's"
+        lines.append(common.markdown_row([told, *means]))
+    reported = {"today's": [], "older": []}
+    for task in FOUR:
+        rows = learning.groups_of_task(task)
+        for name, own in zip(reported, rows):
+            found = np.array([float(row["return_mean"]) for row in own])
+            reported[name].append(with_interval(found) if len(found) else "-")
+    for name, columns in reported.items():
+        lines.append(common.markdown_row([f"{name}, reported seeds", *columns]))
+    return lines
 
 
 # -------------------------------------------------------------------------------------------- speed
@@ -896,6 +901,9 @@ def risk_table() -> list[str]:
         "the road | mean (mode) | worst tenth (mode) | mean (samples) | worst tenth (samples)"
     )
     for script, kind in ((CATEGORICAL, "feed-forward"), (LSTM, "recurrent")):
+        rows = risk.groups()[Setting("road", script, "neutral")]
+        if int(rows[0]["seed"]) < common.RENEWED:
+            kind += " (older)"
         for variant, flag in WEIGHTS.items():
             columns = [
                 risky("road", script, variant, column)
@@ -933,7 +941,7 @@ def tails_told() -> str:
         f"{kind_of(script)} {'clearly' if clear else 'perhaps'}"
         for script, clear in clearly.items()
     ]
-    return f"both scripts have worse tails ({', '.join(words)})"
+    return f"both scripts have worse tails with aversion ({', '.join(words)})"
 
 
 def risk_notes() -> list[str]:
@@ -1491,10 +1499,9 @@ def answers(verdicts: dict[Contest, Verdict]) -> list[str]:
         f"* **Does it buy a better tail?** On a road where speed rarely ends in a crash, "
         f"`--cvar-weight 1` lifts the mean of the worst tenth of episodes from "
         f"{tail['cvar', 'neutral']} to {tail['cvar', 'weight 1']} and lowers the mean of all from "
-        f"{tail['mean', 'neutral']} to {tail['mean', 'weight 1']} (feed-forward, the policy's "
-        f"mode; of its samples the worst tenth from {sampled[0]} to {sampled[1]}). On a slippery "
-        f"cliff {tails_told()} with it, as had [a robot](#what-failed) (one seed). "
-        "[Details](#risk)",
+        f"{tail['mean', 'neutral']} to {tail['mean', 'weight 1']} (feed-forward, acting by the "
+        f"mode). Samples lift the worst tenth from {sampled[0]} to {sampled[1]}. On a slippery "
+        f"cliff {tails_told()}. So has [a robot](#what-failed) (one seed). [Details](#risk)",
         calibrated(),
         *([trusted()] if trust.TABLE.rows() else []),
         *beside_others(),

@@ -643,7 +643,7 @@ def require(*packages: str) -> None:
     """End the program with a line where a package is missing, ahead of hours of work."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        names = " ".join(missing).replace("_", "-")
+        names = " ".join(missing).replace("_", "-").replace("ray", "'ray[tune]'")
         everything = f"pip install -r {HERE.name}/requirements.txt for all programs"
         sys.exit(f"error: {', '.join(missing)} not installed; pip install {names}, or {everything}")
 

@@ -495,6 +495,16 @@ def cell_of(script: str, task: str, variant: str) -> Cell:
     return next(cell for cell in GRID if cell.setting == wanted)
 
 
+def groups_of_task(task: str) -> tuple[list[Row], list[Row]]:
+    """The default runs of the feed-forward script on a task: today's if all are there, and the
+    older ones."""
+    cell = cell_of(CATEGORICAL, task, "default")
+    rows = common.groups_of_file(ARCHIVE.table.path).get(cell.setting, [])
+    older = [row for row in rows if int(row["seed"]) < common.RENEWED]
+    standing = rows_of(cell)
+    return ([] if standing == older else standing), older
+
+
 def published(task: str, source: str) -> Row | None:
     """What a project has published of its PPO on a task, if anything."""
     return next(

@@ -90,9 +90,9 @@ BAD_LSTM = [
     ("--seq-len 48", "seq-len 48", "divide"),
     ("--num-quantiles 0", "num-quantiles 0", "must be finite and >=1"),
     ("--kappa -0.5", "kappa -0.5", "must be finite and >=0"),
-    # 1 / 32 = 0.03125, and 1 / 51 = 0.0196
-    ("--cvar-weight 0.5 --cvar-alpha 0.03", "cvar-alpha 0.03", "take at least 0.0312"),
-    ("--preset averse --cvar-alpha 0.01", "cvar-alpha 0.01", "take at least 0.0196"),
+    # 1 / 32 = 0.03125, and 1 / 51 = 0.01961, rounded up
+    ("--cvar-weight 0.5 --cvar-alpha 0.03", "cvar-alpha 0.03", "take at least 0.0313"),
+    ("--preset averse --cvar-alpha 0.01", "cvar-alpha 0.01", "take at least 0.0197"),
     ("--vf-clip hard", "vf-clip", "mean_only"),
 ]
 

@@ -155,7 +155,7 @@ def draw_flags(script, draw):
         idle = wrong = rng.choice([flag for flag in NEEDS if flag in VALUES | OWN[name]])
         flags.setdefault(idle, rng.choice((VALUES | OWN[name])[idle]))
     settle(flags, idle)
-    if "lstm" in name and not wrong:
+    if "lstm" in name and wrong in ("", "--init-from"):
         leave_out_small_tails(flags)
     if wrong == "--init-from":
         flags.pop("--log-std-init", None)  # without effect beside it, which is told first

@@ -390,12 +390,9 @@ def test_what_the_newest_preset_scores():
     chosen = common.spelt_out(SCRIPTS[1], study.flags("BDFG"))
     preset = common.spelt_out(SCRIPTS[1], "--preset mujoco --compile")
     assert answers.tune.parts(chosen) == answers.tune.parts(preset)
-    cheetah, hopper = (
-        answers.second_stage("BDFG", f"{name}-v5") for name in ("HalfCheetah", "Hopper")
-    )
-    assert len(cheetah) == len(hopper) == 6
-    told = f"has {cheetah.mean():.0f} on HalfCheetah-v5 and {hopper.mean():.0f} on Hopper-v5, means"
-    assert told in README
+    cheetah = answers.second_stage("BDFG", "HalfCheetah-v5")
+    assert len(cheetah) == 6
+    assert f"has {cheetah.mean():.0f} on HalfCheetah-v5, the mean of the six" in README
 
 
 def test_low_optima_of_the_cheetah():

@@ -559,7 +559,7 @@ def test_no_environment_is_saved_without_a_proof(script, begin, monkeypatch):
     """What the proof says decides, and not whether they can be pickled."""
     run = begin(save_envs="proven")
     for fault in ("", "gone"):
-        run.proof = SimpleNamespace(fault=lambda fault=fault: fault)
+        run.proof = SimpleNamespace(fault=lambda fault=fault: fault, end=lambda: None)
         assert (run.pickled_envs() is None) == bool(fault)
 
 
@@ -627,8 +627,8 @@ def test_a_signal_is_confirmed(begin, capsys):
     """With what it waits for."""
     run = begin()
     capsys.readouterr()
-    for step, part in ((0, "iteration"), (run.total_steps, "episode")):
-        run.step = step
+    for evaluating, part in ((False, "iteration"), (True, "episode")):
+        run.evaluating = evaluating
         run.request_stop(signal.SIGTERM, None)
         said = capsys.readouterr().err.strip()
         assert said == f"stopping after this {part}; a second signal kills"

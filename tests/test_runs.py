@@ -706,20 +706,22 @@ def test_closing_waits_for_no_process_for_ever(script, monkeypatch):
 
 @with_one_script
 def test_closing_ends_all_processes_where_one_has_died(script, monkeypatch):
-    """AsyncVectorEnv then tells none of the others to close. Those that outlive SIGTERM are not
-    asked to terminate in any case."""
+    """AsyncVectorEnv then tells none of the others to close. Those that outlive SIGTERM are killed
+    wherever multiprocessing would terminate them."""
 
     def end_of_file(**options):
-        asked.append(groups.processes[0].terminate)
         raise EOFError
 
-    asked, killed = [], []
+    killed = []
     groups = instead_of_processes(monkeypatch, lambda makers, **options: None)
-    groups.processes = [SimpleNamespace(kill=partial(killed.append, i)) for i in range(2)]
+    for i in range(2):
+        handle = SimpleNamespace(kill=partial(killed.append, f"handle {i}"))
+        groups.processes.append(SimpleNamespace(kill=partial(killed.append, i), _popen=handle))
     groups.close = end_of_file
     script.make_envs(small_args(script, "Counter", async_envs=True, num_envs=2)).close()
     assert killed == [0, 1]
-    assert asked == [groups.processes[0].kill]
+    groups.processes[1]._popen.terminate()
+    assert killed[-1] == "handle 1"
 
 
 def test_processes_seed_their_tasks_apart_and_their_weights_alike(script, monkeypatch):
