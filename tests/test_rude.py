@@ -416,6 +416,23 @@ def test_a_proof_ends_the_simulators_that_it_started(script, somewhere):
     assert all(map(has_ended, simulators))
 
 
+def test_a_run_that_breaks_ends_what_its_proof_has_started(script, somewhere, monkeypatch):
+    """Ahead of the first checkpoint, which would have asked for the proof's result."""
+    simulators = Path("simulators")
+    args = flags_for(script, somewhere, 2, env_id="rude:Starter-v0", save_envs="proven")
+
+    def wait_and_break(*_):
+        for _ in range(600):
+            if simulators.exists() and len(simulators.read_text().split()) == args.num_envs:
+                raise RuntimeError("broken")
+            time.sleep(0.1)
+
+    monkeypatch.setattr(script, "update", wait_and_break)
+    with pytest.raises(RuntimeError, match="broken"):
+        script.train(args)
+    assert all(map(has_ended, simulators.read_text().split()))
+
+
 def test_a_task_whose_spec_cannot_be_copied(script, somewhere):
     """It is trained and evaluated like others. It has no time limit that gymnasium could tell."""
     args = flags_for(script, somewhere, 1, env_id="rude:Locked-v0", eval_episodes=1)
