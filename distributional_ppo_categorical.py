@@ -2587,7 +2587,7 @@ class EnvsInProcesses(gym.vector.VectorEnv):
             autoreset_mode=gym.vector.AutoresetMode.DISABLED,  # groups reset by themselves
         )
         self.groups.call("outlive_sigterm")
-        for process in self.groups.processes:
+        for process in self.groups.processes:  # multiprocessing would wait for those it terminates
             process._popen.terminate = process._popen.kill
 
     def join(self, x: np.ndarray) -> np.ndarray:
