@@ -2447,11 +2447,16 @@ def refuse_old_atari(env: gym.Env, args: Args) -> None:
     """
     if args.is_atari or not str(env.unwrapped.spec.entry_point).startswith("ale_py"):
         return
-    game = args.env_id.split(":")[-1].split("-")[0]
+    text = "is an old id, which is not set up as Machado et al. 2018 ask"
+    raise UsageError(f"--env-id {args.env_id}: {text}; use {newest_atari_id(args.env_id)}")
+
+
+def newest_atari_id(env_id: str) -> str:
+    """Return the id of today for an older one of the same game."""
+    game = env_id.split(":")[-1].split("-")[0]
     for kind in ("NoFrameskip", "Deterministic"):
         game = game.removesuffix(kind)
-    text = "is an old id, which is not set up as Machado et al. 2018 ask"
-    raise UsageError(f"--env-id {args.env_id}: {text}; use ale_py:ALE/{game}-v5")
+    return f"ale_py:ALE/{game}-v5"
 
 
 def check_spaces(env: gym.Env, args: Args) -> None:
@@ -2470,6 +2475,8 @@ def advice(error: Exception, args: Args) -> str:
         return f" Needed: {packages}"
     if args.is_atari:
         return f" Use ale_py:{args.env_id.split(':')[-1]}, after {packages}"
+    if "NoFrameskip" in args.env_id:
+        return f" Use {newest_atari_id(args.env_id)}, after {packages}"
     if ".py:" in args.env_id:
         return f" Leave out .py: {args.env_id.replace('.py:', ':', 1)}"
     if isinstance(error, gym.error.NameNotFound) and ":" not in args.env_id:
