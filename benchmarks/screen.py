@@ -14,10 +14,10 @@ compare two settings. The design is the 2^(8-4) of resolution IV of
 Box, Hunter and Hunter, "Statistics for Experimenters", 1978: no effect of one change is mixed with
 that of another, nor with what two of them do together. Pairs are mixed with pairs.
 
-`robots_again` has five changes in eight settings, a smaller design (see `design`). Three of its
-flags are those of the commit "Trial flags for the critics", whose scripts have to run it. Its
-setting without a change is a candidate of `robots`. Those rows are of earlier commits, which
-compute the same but for rounding.
+`robots_again` and `robots_third` have five changes in eight settings, a smaller design (see
+`design`). Their setting without a change is a candidate of `robots`, the preset of today. Those
+rows are of earlier commits, which compute the same but for rounding. Three flags of `robots_again`
+are those of the commit "Trial flags for the critics", whose scripts have to run it.
 """
 
 from __future__ import annotations
@@ -147,6 +147,25 @@ STUDIES = {
         stopped=("E",),
         line_rows=("robots", "BDFG"),
         rival_rows=("robots", ""),
+    ),
+    # Behind the preset of today, changes of what decides falls: horizon, noise, batch and V.
+    "robots_third": Study(
+        CATEGORICAL,
+        tuple(BEST),
+        f"{ROBOTS} --num-minibatches 16 --critic-learning-rate 0.001 --activation tanh "
+        "--gae-lambda 0.9",
+        (
+            "--gamma 0.995",
+            "--log-std-init 0",
+            "--num-envs 16 --num-minibatches 32",
+            "--value-from distribution",
+            "--num-critics 1",
+        ),
+        first_seed=2500,
+        seeds=1,
+        second_seeds=range(2600, 2606),
+        line_rows=("robots", "BDFG"),
+        rival_rows=("robots", "BDFG"),
     ),
     "cartpole_novel": Study(
         LSTM,
