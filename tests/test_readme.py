@@ -238,19 +238,31 @@ def test_what_a_gpu_gains():
         f"slower there, {min(low)} to {max(low)} times",
     )
     assert all(words in README for words in told)
+    threads = {
+        line[1].strip(): [float(x.replace(",", "")) for x in line[2:4]] for line in lines[2:]
+    }
+    pong, large = (
+        threads[name][1] / threads[name][0]
+        for name in ("Atari Pong", "recurrent, LSTM 512, 64 environments")
+    )
+    told = f"Pong {pong:.1f} times and an LSTM of 512 units {large:.1f} times as fast"
+    assert told in README
 
 
 def test_the_price_of_a_tail_on_the_road():
     """Means over the seeds of the feed-forward script."""
     groups = importlib.import_module("risk").groups()
     found = {}
+    sampled = []
     for variant in ("neutral", "weight 1"):
         rows = groups["road", "distributional_ppo_categorical", variant]
         assert len(rows) == 5
         found[variant] = [mean(float(row[key]) for row in rows) for key in ("mean", "cvar")]
+        sampled.append(mean(float(row["sampled_cvar"]) for row in rows))
     (mean_before, cvar_before), (mean_after, cvar_after) = found.values()
     assert f"worst tenth of returns is {cvar_after:.1f} instead of {cvar_before:.1f}, and" in README
-    assert f"mean of all returns {mean_after:.1f} instead of {mean_before:.1f} (" in README
+    assert f"mean of all returns {mean_after:.1f} instead of {mean_before:.1f}." in README
+    assert f"the worst tenth rises from {sampled[0]:.1f} to {sampled[1]:.1f}." in README
 
 
 def test_how_good_presets_for_calibration_are():
@@ -265,6 +277,9 @@ def test_how_good_presets_for_calibration_are():
             for variant in ("presets", "critics")
         )
         assert f"{task} | {before:.2f} | {after:.2f} |" in README
+        alone = [float(row["coverage"]) for row in rows if row["variant"] == "presets, no bonus"]
+        if alone:
+            assert f"without which the error is {mean(alone):.2f}." in README
         good.append(before <= 0.05)
     assert sum(good) == 1
     assert (
