@@ -580,8 +580,8 @@ def bought(verdicts: dict[Contest, Verdict]) -> str:
         f"[road](#risk) aversion moves the worst tenth by {tail} and the mean by {mean} "
         f"(feed-forward), but on the cliff and on robots tails get worse. *Knowledge:* the "
         f"distribution of three [known processes](#calibration) meets our goals in {right} "
-        f"tuned runs with `calibrated`, but a low first decile had warned by the time of {caught()} [falls of changed robots]"
-        f"(results/trust.md)."
+        f"tuned runs with `calibrated`, but a low first decile had warned by the time of "
+        f"{caught()} [falls of changed robots](results/trust.md)."
     )
 
 
