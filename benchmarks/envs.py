@@ -6,10 +6,10 @@ MiniGrid's observation is a Dict with a mission text, which is no vector. Here i
 sees, 7 x 7 cells. The three numbers of a cell are codes of what is in it: a key is 5 and a ball 6.
 As an image they are divided by 255, and then hardly differ. So each of them is one-hot, in a
 vector. MinAtar's games, `envs:MinAtar/Breakout-v1`, have to be registered. `envs:RiskyHopper-v0`,
-`envs:RiskyWalker2d-v0` and `envs:RiskyHalfCheetah-v0` are robots that now and then pay for what is
-fast but dangerous; in the Rare ones that is a fifth as likely. `envs:LimitHalfCheetah-v0` is ours.
-In `envs:LimitHalfCheetahPenalty-v0` every dangerous step costs 3 besides. `envs:Slow-v0` takes a
-millisecond a step.
+`envs:RiskyWalker2d-v0` and `envs:RiskyHalfCheetah-v0` are robots that now and then pay for a
+risky state, running too fast or leaning far; in the Rare ones that is a fifth as likely.
+`envs:LimitHalfCheetah-v0` is ours. In `envs:LimitHalfCheetahPenalty-v0` every dangerous step costs
+3 besides. `envs:Slow-v0` takes a millisecond a step.
 """
 
 from __future__ import annotations

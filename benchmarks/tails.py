@@ -1,4 +1,4 @@
-"""What aversion to risk buys on robots that now and then pay for speed, and on LunarLander.
+"""What aversion to risk buys on robots that now and then pay for risky states, and LunarLander.
 
     python benchmarks/tails.py --pilot     # the tuning seed: is there a tail?
     python benchmarks/tails.py             # reported seeds: run what is missing, report
