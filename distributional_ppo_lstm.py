@@ -35,7 +35,8 @@ These things differ most from other PPO scripts:
                          as many minibatches as the actor has evaluated.
 
 Under torchrun many processes share the environments. The algorithm meets them only in `average`,
-`of_all_processes` and `own`. With one process these return what they are given.
+`of_all_processes` and `own`. With one process these return what they are given. N counts the
+environments of one process, `args.num_envs` and `args.batch_size` count those of all.
 
 Shapes are written with these letters:
 
@@ -54,9 +55,9 @@ Shapes are written with these letters:
     J   samples of a target distribution: 1 by default, K by SR(lambda)
 
 Rewards, values and returns are in the task's units, but rewards of Atari games are clipped.
-Networks see normalised observations and predict normalised returns. A `Batch` holds normalised
-observations, targets and returns. Its advantages are in the task's units until `update` normalises
-them.
+Networks see normalised observations (images as they are) and predict normalised returns. A `Batch`
+holds observations as the networks see them, and normalised targets and returns. Its advantages are
+in the task's units until `update` normalises them.
 Papers are cited where their formulas are. The sibling, distributional_ppo_categorical.py, is
 feed-forward and has categorical critics.
 """
@@ -66,7 +67,7 @@ from __future__ import annotations
 import os
 
 # The actor multiplies small matrices in NumPy. OpenBLAS does that more slowly with several threads.
-# NumPy reads this variable when it is imported.
+# OpenBLAS reads this variable when NumPy is imported first, so a program may be too late for it.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import argparse
@@ -174,7 +175,7 @@ class IdleWhile:
     value: Any = None
 
     def holds(self, args: Args) -> bool:
-        """Tell whether the flag has no effect beside these others."""
+        """Tell whether these flags leave this one without effect."""
         found = getattr(args, self.flag)
         return bool(found) if self.value is None else found == self.value
 
@@ -239,19 +240,20 @@ class PPOArgs:
     """Advantages and the policy's update."""
 
     learning_rate: NonNegative = 1e-3
-    """Learning rate of the actor's Adam at the start of the run. 0 keeps the actor as it is, and
+    """Learning rate of the actor's Adam at the start of the run. 0 keeps the actor's weights, and
     needs --critic-learning-rate."""
     anneal_lr: bool = True
     """Lower the learning rates of actor and critics linearly towards 0 over the run."""
     gamma: Fraction = 0.99
     """Discount per step."""
     gae_lambda: Fraction = 0.9
-    """Lambda of GAE, and of --value-target sr_lambda. 0 looks one step ahead, 1 to the end."""
+    """Lambda of GAE, and of --value-target sr_lambda. 0 looks one step ahead, 1 to the end of the
+    episode or of the rollout."""
     num_minibatches: Count = 2
     """Minibatches of an epoch. The number divides the training sequences of a rollout. Under
     torchrun it divides those of each process."""
     seq_len: CountOrZero = 0
-    """Steps of a training sequence. They divide num_steps; 0 takes the whole rollout."""
+    """Steps of a training sequence. Their number divides num_steps; 0 takes the whole rollout."""
     update_epochs: Count = 8
     """Passes over each rollout."""
     norm_adv: Annotated[bool, UNTRAINED] = True
@@ -272,7 +274,7 @@ class PPOArgs:
     max_grad_norm: Positive = 0.5
     """Norm to which the gradient of the actor is clipped, and that of the critics by itself."""
     target_kl: Annotated[PositiveOrNone, UNTRAINED] = None
-    """Largest KL divergence from the policy that acted, in nats. A minibatch above it ends the
+    """KL divergence from the policy that acted, in nats. The first minibatch above it ends the
     actor's loop ahead of its step, and the critics stop with it. None: no limit."""
 
 
@@ -298,14 +300,16 @@ class CriticArgs:
     """Range of value clipping, in normalised returns. Needs --vf-clip."""
     value_target: Literal["lambda_return", "sr_lambda"] = "lambda_return"
     """What the distribution learns. lambda_return: lambda-returns, which vary less than returns, so
-    that the predicted risk is too small. sr_lambda: samples of the return."""
+    that the predicted risk is usually too small. sr_lambda: samples of the return."""
 
 
 # ---- value distribution: quantiles (flags) -------------------------------------------------------
 # To use another kind of value distribution, replace this block and the block "(functions)" below.
-# The rest of the file uses `vf_clip` and `CALIBRATED` from here. Of the class `ValueDistribution`
-# there it uses the methods and `args`, `moments`, `num_outputs` and `support`. The ends of the
-# support must agree when weights are loaded.
+# The rest of the file uses `ValueDistributionArgs`, its `vf_clip`, and `CALIBRATED` from here. Of
+# the class `ValueDistribution` there it uses `args`, `moments`, `num_outputs`, `support` and the
+# methods `value`, `quantile`, `reduce_twins`, `point_targets`, `sample_targets`, `risk_advantages`,
+# `move_statistics`, `encode_targets`, `loss` and `describe`. --init-from requires that the ends of
+# the support agree.
 @dataclass
 class ValueDistributionArgs:
     """Quantiles of the return."""
@@ -333,8 +337,8 @@ class RiskArgs:
     cvar_alpha: TailMass = 0.05
     """Share of the worst returns that CVaR averages. 1 gives the mean."""
     cvar_weight: Annotated[Fraction, IdleWhile("cvar_alpha", 1.0), UNTRAINED] = 0.0
-    """Weight of the CVaR advantage. 0 learns from the mean alone, 1 from CVaR alone. It goes with
-    --value-target sr_lambda, as in the preset averse."""
+    """Weight of the CVaR advantage. 0 learns from the mean alone, 1 from CVaR alone. Use it with
+    the flags of the preset averse, since lambda-returns vary too little."""
 
 
 @dataclass
@@ -468,7 +472,7 @@ class Batch(NamedTuple):
     `for_actor` and `for_critics` keep the fields that one loss reads. The others are None there.
     """
 
-    obs: Tensor  # (L, M, D) normalised
+    obs: Tensor  # (L, M, D) normalised; images as they are
     episode_start: Tensor  # (L, M) bool
     actor_state: Tensor  # (2, M, H) ahead of the sequence
     critic_state: Tensor  # (2, M, H) ahead of the sequence; not zeroed yet if an episode opens
@@ -495,10 +499,10 @@ class Batch(NamedTuple):
 def train(args: Args) -> dict[str, Any]:
     """Train, evaluate and save.
 
-    Returns the last value of every metric, and `run_dir`. A fault is raised with a note that names
-    the last checkpoint. The first Ctrl-C ends the run after its iteration, or within an evaluation,
-    with a checkpoint and KeyboardInterrupt. Sets the seeds of all random number generators and
-    options of torch.
+    Returns the last value of every metric that is a number, and `run_dir`. A fault while it trains
+    is raised with a note that names the last checkpoint. The first Ctrl-C ends the run after its
+    iteration, or within an evaluation, with a checkpoint and KeyboardInterrupt. Sets the seeds of
+    all random number generators and options of torch.
     """
     run, agent, optimizers, envs = start(args)  # anew, resumed, or with the weights of another run
     with run:
@@ -602,9 +606,9 @@ def run_critics(
     dropped. After a termination the outputs for s'_t may be of the next episode. They have no
     effect: `gae` and `sr_lambda_targets` multiply them by 0.
 
-    A state need not be zero where an episode opens; `unroll_lstm` sets it to zero there. The epochs
-    use these states as they are, without computing them anew. This pass computed them with its own
-    weights. The state ahead of step 0 comes from earlier passes.
+    A state need not be zero where an episode opens; `unroll_lstm` sets it to zero there. All epochs
+    of the update start their training sequences from these states, although the weights change
+    meanwhile. The state ahead of step 0 comes from the weights of earlier passes.
     """
     body = agent.critic_body
     time_limit = (rollout.truncated & ~rollout.terminated).any(1).tolist()
@@ -888,7 +892,8 @@ def value_loss(agent: Agent, mb: Batch, args: Args) -> tuple[Tensor, dict]:
     """Compute the critics' loss on a minibatch: the mean over samples, then over critics.
 
     Returns the loss, a scalar with its graph, and metrics, which are scalars. This is a pure
-    function of the parameters and the minibatch.
+    function of the parameters and the minibatch. `args` is not read, since the loss has the flags
+    of `agent.value_dist`; it is here for a loss of your own.
     """
     features = agent.critic_body(mb.obs, mb.critic_state, mb.episode_start)
     outputs = agent.value_outputs(features)  # (C, L, M, K or K + 1)
@@ -1397,7 +1402,7 @@ def clip_values(values: Tensor, old_values: Tensor, clip_delta: float) -> Tensor
 
 
 def clipped_value_loss(loss: Tensor, loss_clipped: Tensor) -> Tensor:
-    """Take max(loss, loss_clipped) for each sample and each critic, ahead of any mean."""
+    """Take max(loss, loss_clipped) for each state and critic, ahead of the minibatch's mean."""
     return torch.max(loss, loss_clipped)
 
 
@@ -1575,7 +1580,7 @@ class ValueDistribution(nn.Module):
         return self.decode(value_at_risk(self.split(outputs)[0], level))
 
     def reduce_twins(self, outputs: Tensor) -> Tensor:
-        """Reduce the outputs of C critics, (C, ..., K or K + 1), to those of one, by `twin_reduce`.
+        """Reduce outputs of one or two critics, (C, ..., K or K + 1), to one's, by `twin_reduce`.
 
         min:   the critic with the smaller V (Fujimoto et al. 2018)
         mean:  pooled quantiles, neighbours averaged; the mean output is the mean of both
@@ -1672,10 +1677,11 @@ class ValueDistribution(nn.Module):
 
             quantile regression on targets (..., J)  +  0.5 (V - returns)^2 with a mean output
 
-        returns are lambda-returns whatever the targets are, since V has to see what the quantiles
-        miss. All arguments are normalised. outputs and old are (C, ..., K or K + 1). With clipping
-        each of the two terms is the larger one of its plain and its clipped form. Each critic is
-        clipped around its own old outputs. Targets are never clipped.
+        returns are lambda-returns whatever the targets are: squared error weighs rare large
+        returns, which hardly move quantiles. All arguments are normalised, outputs and old are
+        (C, ..., K or K + 1). With clipping each of the two terms is the larger one of its plain and
+        its clipped form. Each critic is clipped around its own old outputs. Targets are never
+        clipped.
         """
         args = self.args
         quantiles, mean_outputs = self.split(outputs)
@@ -1876,7 +1882,7 @@ class GaussianActions(nn.Module):
         return outputs + noise
 
     def to_env(self, actions: np.ndarray) -> np.ndarray:
-        """Return actions (N, A) for `envs.step`, clipped to the bounds."""
+        """Turn actions (N, A) into those of the space, (N, ...), clipped to its bounds."""
         array = actions.reshape(-1, *self.space.shape)
         return array.clip(self.space.low, self.space.high).astype(self.space.dtype)
 
@@ -1931,14 +1937,14 @@ class CategoricalActions(nn.Module):
     def sample(self, outputs: np.ndarray, noise: np.ndarray | float) -> np.ndarray:
         """Turn the actor's outputs into random actions (..., P). Noise 0 gives the mode.
 
-        The largest sum of a logit and Gumbel noise is a sample (Gumbel-max). Logits need no
-        normalisation for that.
+        The index of the largest sum of a logit and Gumbel noise is a sample (Gumbel-max). Logits
+        need no normalisation for that.
         """
         logits = outputs.reshape(*outputs.shape[:-1], *self.missing.shape)
         return np.where(self.missing, -np.inf, logits + noise).argmax(-1)
 
     def to_env(self, actions: np.ndarray) -> np.ndarray:
-        """Return actions (N, P) for `envs.step`, counted from the space's `start`."""
+        """Turn actions (N, P) into those of the space, (N, ...), counted from its `start`."""
         array = actions.reshape(-1, *self.space.shape)
         return (array + getattr(self.space, "start", 0)).astype(self.space.dtype)
 
@@ -1997,7 +2003,8 @@ def lstm_in_numpy(lstm: nn.LSTM) -> Callable[[np.ndarray, np.ndarray], tuple]:
         c' = sigmoid(f) c + sigmoid(i) tanh(g),  h' = sigmoid(o) tanh(c')
 
     With sigmoid(x) = (1 + tanh(x / 2)) / 2 one call of tanh serves all four. The weights of the
-    sigmoids are halved ahead of that, so they are copies. Source: Hochreiter & Schmidhuber 1997.
+    sigmoids are halved ahead of that, so they are copies. Source: Hochreiter & Schmidhuber 1997,
+    with the forget gate of Gers et al. 2000.
     """
     H = lstm.hidden_size
     halves = np.repeat(np.float32([0.5, 0.5, 1, 0.5]), H)
@@ -2131,7 +2138,7 @@ class Agent(nn.Module):
     def numpy_policy(self) -> Callable[[np.ndarray, np.ndarray], tuple]:
         """Return a function for acting: raw observations (N, D), state -> outputs, next state.
 
-        It does what `normalize_obs` and the networks of `policy_params` do, without `action_dist`.
+        It does what `normalize_obs`, one step of `actor_body` and `actor_head` do.
         A state is (2, N, H). Make a new policy when weights or statistics change.
         """
         encoder = in_numpy(self.actor_body.encoder)
@@ -2203,7 +2210,7 @@ class Agent(nn.Module):
         units, but rewards of Atari games count as clipped. By default they are those of
         lambda-returns, which vary less than returns do.
 
-        Raises ValueError like `act`.
+        Raises ValueError like `act`, and for levels that are no numbers in [0.001, 1].
         """
         check_levels(levels)
         outputs, state, alone = self.critics_step(obs, state)
@@ -2212,7 +2219,7 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def value(self, obs: np.ndarray, state: Tensor | None = None) -> tuple[np.ndarray, Tensor]:
-        """Predict V, the mean discounted return, () or (N,), and give the critics' next state.
+        """Predict V, the estimated discounted return, () or (N,), and give the critics' next state.
 
         obs are those of `act`, the state is that of `predict_returns`. By default V has an output
         of its own, so it need not be the mean of the quantiles. Raises ValueError like `act`.
@@ -2234,18 +2241,19 @@ class Agent(nn.Module):
 # Nothing below is about the algorithm.
 # The algorithm calls these functions from below:
 #
-#     start, open_episodes               begin a run, anew or resumed
-#     run.iterations, lap, end_iteration keep its time, log, evaluations and checkpoints
-#     check_flags, UsageError            refuse flags that cannot work
-#     finished_episodes                  reads returns and lengths from gymnasium's info
-#     check_finite, check_step           raise where a number is not finite
-#     describe_...                       compute metrics and change nothing
-#     run_both, VectorAdam               make the update faster
-#     average, of_all_processes, own     return their argument where there is one process
-#     as_rows, check_levels, one_or_all  check what users give to `Agent`, and shape the answer
+#     start, open_episodes                 begin a run, anew or resumed
+#     run.iterations, lap, end_iteration   keep its time, log, evaluations and checkpoints
+#     check_flags, flag_error, UsageError  refuse flags that cannot work
+#     finished_episodes                    reads returns and lengths from gymnasium's info
+#     check_finite, check_step             raise where a number is not finite
+#     describe_...                         compute metrics and change nothing
+#     run_both, VectorAdam                 make the update faster
+#     average, of_all_processes, own       return their argument where there is one process
+#     as_rows, check_levels, one_or_all    check what users give to `Agent`, and shape the answer
 #
-# It relies on two settings made below. `Run.iterations` seeds torch ahead of every iteration, and
-# `make_envs` asks for the autoreset mode of `collect_rollout`.
+# It relies on settings made below. `Run.iterations` seeds torch ahead of every iteration,
+# `make_envs` asks for the autoreset mode of `collect_rollout`, and `set_up_process` makes float32
+# the default.
 # ==================================================================================================
 
 
@@ -2275,7 +2283,7 @@ def hidden_entries(args: Args | SimpleNamespace) -> set[int]:
     return {*args.masked_obs, *velocities(args.env_id)}
 
 
-STATS = "episode_statistics"  # key of a finished episode's return and length; tasks use "episode"
+STATS = "episode_statistics"  # key of a finished episode's return and length
 
 
 def channel_axis(space: gym.Space) -> int | None:
@@ -2305,7 +2313,7 @@ def channel_axis(space: gym.Space) -> int | None:
 def image_view(space: Box, args: Args) -> tuple[Callable, Box]:
     """Return how an image is seen, and the space of that: bytes or float32, channels first.
 
-    Bytes stay bytes. Where a task shows fractions or larger numbers, they become float32.
+    Bytes and booleans become bytes, and all other numbers float32.
     """
     if args.masked_obs:
         raise UsageError(f"--masked-obs {args.masked_obs}: {args.env_id} shows images")
@@ -2369,8 +2377,8 @@ def vector_view(space: gym.Space, args: Args, hidden: tuple[int, ...]) -> tuple[
 def misfit(space: gym.Space, value: Any, name: str = "observation") -> str:
     """Say how an observation, or a part of it, does not fit its space. "" means that it fits.
 
-    A Box compares shapes, and a Box of integers holds whole numbers that its dtype can hold. Other
-    numbers fit beyond the bounds of their Box.
+    A Box compares shapes, and a Box of integers holds whole numbers that its dtype can hold. The
+    bounds of a Box are not compared.
     """
     if isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
         parts = space.items() if isinstance(space, gym.spaces.Dict) else enumerate(space)
@@ -2452,7 +2460,7 @@ def one_or_all(rows: Tensor, alone: bool) -> np.ndarray:
 
 
 def torch_settings() -> tuple[torch.dtype, bool]:
-    """Return the settings of torch that a task may change."""
+    """Return the settings of torch that are kept apart for tasks: default dtype and gradients."""
     return torch.get_default_dtype(), torch.is_grad_enabled()
 
 
@@ -2468,8 +2476,8 @@ class Checked(gym.Wrapper):
 
     `see` turns an observation that fits its space into a copy, an array of `seen`. The reward
     becomes a float. `info` is dropped, since nobody reads it, and gymnasium could not batch what
-    some tasks put there. Tasks may change the settings of torch. Each task finds its own
-    again, and the networks keep theirs.
+    some tasks put there. Tasks may change torch's default dtype and turn gradients off. Each task
+    finds its own settings again, and the networks keep theirs.
     """
 
     tasks_settings: ClassVar[dict[str, tuple]] = {}  # of torch, by env_id, where tasks change them
@@ -2562,7 +2570,7 @@ class Checked(gym.Wrapper):
 def refuse_old_atari(env: gym.Env, args: Args) -> None:
     """Raise `UsageError` for ids of Atari games that are older than ALE/...-v5.
 
-    They would train on raw single frames, without sticky actions and with rewards as they are.
+    They would train on raw single frames, with rewards as they are. Most have no sticky actions.
     """
     if args.is_atari or not str(env.unwrapped.spec.entry_point).startswith("ale_py"):
         return
@@ -2607,25 +2615,35 @@ def make_env(args: Args, **options: Any) -> gym.Env:
     """Make one environment that shows images, channels first, or float32 vectors.
 
     It checks what the task gives, and counts the return and the length of episodes. `options` go to
-    `gymnasium.make`. Atari games are set up as Machado et al. 2018 ask, but with the actions that
-    each game knows. Raises `UsageError` for ids, packages, spaces and masks that do not work.
+    `gymnasium.make`. Atari games have sticky actions, and a lost life does not end an episode
+    (Machado et al. 2018), but only the actions that each game knows. Raises `UsageError` for ids,
+    packages, spaces and masks that do not work.
     """
     hidden = velocities(args.env_id)
-    name = args.env_id.replace("NoVel-", "-") if hidden else args.env_id
+    name = args.env_id.replace("NoVel", "", 1) if hidden else args.env_id
     if args.is_atari:  # actions are sticky, and a lost life does not end the episode
         options |= {"frameskip": 1, "repeat_action_probability": 0.25, "max_episode_steps": 108_000}
 
+    env = None
     try:
         env = Checked.ask(args.env_id, gym.make, name, disable_env_checker=True, **options)
-        refuse_old_atari(env, args)
-        if args.is_atari:
-            env = gym.wrappers.AtariPreprocessing(env, noop_max=0)
-            env = gym.wrappers.FrameStackObservation(env, 4)
-    except UsageError:
-        raise
-    except Exception as error:  # from gymnasium, from a missing package, from the task itself
+        return set_up_env(env, args, hidden)
+    except BaseException as error:
+        if env is not None:
+            close_quietly(env)
+        if isinstance(error, UsageError) or not isinstance(error, Exception):
+            raise
+        # It is from gymnasium, from a missing package, or from the task itself.
         text = f"{str(error) or repr(error)}{advice(error, args)}"
         raise UsageError(f"--env-id {args.env_id}: {text}") from error
+
+
+def set_up_env(env: gym.Env, args: Args, hidden: tuple[int, ...]) -> gym.Env:
+    """Wrap an environment, whose velocities are `hidden`, as `make_env` says."""
+    refuse_old_atari(env, args)
+    if args.is_atari:
+        env = gym.wrappers.AtariPreprocessing(env, noop_max=0)
+        env = gym.wrappers.FrameStackObservation(env, 4)
 
     check_spaces(env, args)
     space = env.observation_space
@@ -2643,15 +2661,25 @@ def make_envs(args: Args) -> gym.vector.VectorEnv:
     mode = gym.vector.AutoresetMode.SAME_STEP  # `collect_rollout` relies on it
     own_envs = args.num_envs // WORLD_SIZE
     if not args.async_envs:
-        makers = [lambda: make_env(args)] * own_envs
-        with differing_spaces(args):
-            return gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=mode)
+        made = []
+
+        def make() -> gym.Env:
+            made.append(make_env(args))
+            return made[-1]
+
+        try:
+            with differing_spaces(args):
+                return gym.vector.SyncVectorEnv([make] * own_envs, copy=False, autoreset_mode=mode)
+        except BaseException:  # some tasks can be open only a few times
+            for env in made:
+                close_quietly(env)
+            raise
 
     if "forkserver" not in multiprocessing.get_all_start_methods():
         text = f"this system has no forkserver; {without(args, '--no-async-envs')}"
         raise flag_error(args, "async_envs", text)
 
-    env = make_env(args)  # a mistake is told here, not by a process of many
+    env = make_env(args)  # for its spaces; and mistakes are told here, not by a process of many
     close_quietly(env)
     try:
         with differing_spaces(args):
@@ -2709,11 +2737,12 @@ class EnvsInProcesses(gym.vector.VectorEnv):
         self.groups = gym.vector.AsyncVectorEnv(
             makers,
             copy=False,
-            context="forkserver",  # a fork of this process would take torch's threads and locks
+            context="forkserver",  # a fork would have torch's locks without those who hold them
             autoreset_mode=gym.vector.AutoresetMode.DISABLED,  # groups reset by themselves
         )
         self.groups.call("outlive_sigterm")
-        for process in self.groups.processes:  # multiprocessing would wait for those it terminates
+        for process in self.groups.processes:
+            # At exit multiprocessing terminates these and waits for them.
             process._popen.terminate = process._popen.kill
 
     def join(self, x: np.ndarray) -> np.ndarray:
@@ -2723,13 +2752,15 @@ class EnvsInProcesses(gym.vector.VectorEnv):
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[np.ndarray, dict]:
         """Open an episode in each environment. seed is None, or has one for each."""
         seeds = None if seed is None else np.reshape(seed, (-1, self.size)).tolist()
-        obs, _ = self.groups.reset(seed=seeds, options=options)
+        with telling_of_ended_processes():
+            obs, _ = self.groups.reset(seed=seeds, options=options)
         return self.join(obs), {}
 
     def step(self, actions: np.ndarray) -> tuple:
         """Step all environments. `info` has what SyncVectorEnv gives where episodes ended."""
         grouped = actions.reshape(-1, self.size, *actions.shape[1:])
-        *facts, found = self.groups.step(grouped)
+        with telling_of_ended_processes():
+            *facts, found = self.groups.step(grouped)
         info = {}
         if "final_obs_" in found:
             stats = {name: self.join(found[name]) for name in ("r", "l")}
@@ -2737,12 +2768,31 @@ class EnvsInProcesses(gym.vector.VectorEnv):
         return *map(self.join, facts), info
 
     def close_extras(self, **options: Any) -> None:
-        """End the processes. After a fault one of them may never answer."""
+        """End the processes. Those that have not ended after 20 seconds are killed."""
+        last_resort = threading.Timer(20, self.kill)
+        last_resort.daemon = True
+        last_resort.start()
         try:
             self.groups.close(timeout=10)
         except (EOFError, ConnectionError):  # one had ended before
-            for process in self.groups.processes:
-                process.kill()
+            self.kill()
+        finally:
+            last_resort.cancel()
+
+    def kill(self) -> None:
+        """Kill the processes."""
+        for process in self.groups.processes:
+            process.kill()
+
+
+@contextlib.contextmanager
+def telling_of_ended_processes() -> Iterator[None]:
+    """Say what it means that a process of environments does not answer any more."""
+    try:
+        yield
+    except (EOFError, ConnectionError) as error:
+        text = "a process of --async-envs ended; was it killed, for its memory for instance?"
+        raise RuntimeError(text) from error
 
 
 @contextlib.contextmanager
@@ -2782,7 +2832,8 @@ class Group(gym.Env):
     def outlive_sigterm(self) -> None:
         """Go on for a minute after SIGTERM, which batch systems send to all processes of a job.
 
-        The main process still finishes its iteration and saves, and needs this one for that.
+        The main process still finishes its iteration and saves, and needs this one for that. An
+        iteration that takes longer ends without a checkpoint.
         """
         signal.signal(signal.SIGTERM, lambda *_: signal.alarm(60))
 
@@ -2990,10 +3041,10 @@ IN_THE_TABLE = ("eval/return_mean", "eval/return_cvar", "charts/SPS")  # of runs
 
 
 def describe_run(args: Args) -> dict[str, str | float]:
-    """Return the flags of a run for TensorBoard's table: those that make a difference.
+    """Return the flags of a run for TensorBoard's table, without those that keep the run.
 
-    `flags` lists in one text those that are not at their default. Flags of one script alone have no
-    column in a table that lists runs of both.
+    `flags` lists in one text the others that are not at their default, since a table of runs of
+    both scripts has no column for flags of one script alone.
     """
     values = asdict(args)
     for name in RunArgs.__dataclass_fields__.keys() - {"exp_name", "seed", "init_from"}:
@@ -3052,7 +3103,7 @@ def start(args: Args) -> tuple[Run, Agent, Optimizers, gym.vector.VectorEnv]:
     """Make what a run consists of: anew, resumed, or with the weights of another run."""
     check_flags(args)  # again: a flag may have changed since
     if args.evaluate:
-        text = "is for the command line; train does not evaluate, use load_agent and evaluate"
+        text = "is for the command line; in Python use load_agent and evaluate"
         raise flag_error(args, "evaluate", text)
     if args.resume:
         require_stored_flags(args, read_checkpoint(args.resume)[1], args.resume)
@@ -3101,23 +3152,27 @@ def seed_torch(args: Args) -> None:
 def open_environments(args: Args) -> tuple[gym.vector.VectorEnv, gym.Env | None]:
     """Make the environments to train in, and one for evaluations, which stays open to the end.
 
-    Some libraries shut down for all environments when one is closed. The first process alone
-    evaluates.
+    Some libraries shut down for all environments when one is closed. With `async_envs`,
+    `make_envs` closes some here, so it comes ahead of the one for evaluations. The first process
+    alone evaluates.
     """
+    envs = make_envs(args) if args.async_envs else None
     eval_env = None
-    if RANK == 0 and args.eval_episodes:
-        eval_env = make_eval_env(args)
-        seed_generators(args, RANK)  # again: the task may have drawn numbers
     try:
-        return make_envs(args), eval_env
-    except UsageError as error:
-        if eval_env is None:
-            raise
-        close_quietly(eval_env)
-        if not str(error).startswith("--env-id"):
-            raise
-        text = "evaluations have one environment more; --eval-episodes 0 does without"
-        raise UsageError(f"{error}; {text}") from error
+        if RANK == 0 and args.eval_episodes:
+            eval_env = make_eval_env(args)
+            seed_generators(args, RANK)  # again: the task may have drawn numbers
+        if envs is None:
+            envs = make_envs(args)
+    except BaseException as error:
+        for env in (envs, eval_env):
+            if env is not None:
+                close_quietly(env)
+        if eval_env and isinstance(error, UsageError) and str(error).startswith("--env-id"):
+            text = "if few can be open at once, take --eval-episodes 0 and fewer --num-envs"
+            raise UsageError(f"{error}; {text}") from error
+        raise
+    return envs, eval_env
 
 
 def make_agent(envs: gym.vector.VectorEnv, args: Args, here: Path = Path()) -> Agent:
@@ -3299,9 +3354,9 @@ class StatusLine:
 class Run:
     """It keeps what a run writes and shows: directory, log, progress, evaluations, checkpoints.
 
-    Inside `with run`, the first Ctrl-C or SIGTERM ends the run after its iteration, or within an
-    evaluation, with a checkpoint. A fault gets a note that names the last checkpoint. At the end
-    all is closed.
+    Inside `with run`, in the main thread, the first Ctrl-C, SIGTERM or hang-up ends the run after
+    its iteration, or within an evaluation, with a checkpoint. A fault gets a note that names the
+    last checkpoint. At the end all is closed.
     """
 
     SAVED = (
@@ -3346,6 +3401,7 @@ class Run:
         self.times: dict[str, float] = {}  # seconds of the parts of this iteration
         self.lap_start = time.time()
         self.status = StatusLine()
+        self.evaluation_status = StatusLine(seconds=30)
         self.warned = False
 
         self.writer: SummaryWriter | None = None  # of the first process
@@ -3357,6 +3413,8 @@ class Run:
             self.lock_directory()
             self.begin()
         except BaseException:
+            for env in self.unused_envs:
+                close_quietly(env)
             self.unlock_directory()
             raise
 
@@ -3399,7 +3457,7 @@ class Run:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         restored = {} if WORLD_SIZE > 1 and self.signals else self.handlers  # see `request_stop`
         for number, handler in restored.items():
-            # Python knows none of those that a library in C has installed.
+            # None stands for one that a library in C had installed, which Python cannot restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         if isinstance(error, Exception):
             path = self.directory / "checkpoint.pt"
@@ -3473,7 +3531,8 @@ class Run:
         finished_before = self.step == self.total_steps
         if RANK == 0 and self.args.save_envs == "proven" and not finished_before:
             self.proof = ReadBack(self.envs)
-        if 0 < self.step < self.total_steps and self.evaluation_is_due:  # was cut short
+        # An evaluation is due at once where it was cut short, or where the resume asks for it.
+        if 0 < self.step < self.total_steps and self.evaluation_is_due:
             self.evaluate()
         while self.step < self.total_steps:
             self.untouched = {}
@@ -3497,7 +3556,8 @@ class Run:
         name = Path(globals().get("__file__", f"{SCRIPT}.py")).name  # a notebook has no file
         typed = __name__ == "__main__" and "__file__" in globals()
         script = sys.argv[0] if typed else name
-        self.say(f"to continue: python {shlex.quote(script)} {longer}")
+        program = "python" if WORLD_SIZE == 1 else f"torchrun --nproc-per-node {processes_here()}"
+        self.say(f"to continue: {program} {shlex.quote(script)} {longer}")
 
     @property
     def evaluation_is_due(self) -> bool:
@@ -3560,7 +3620,7 @@ class Run:
         playing = iter(range(args.eval_episodes))  # the others wait as often
         if RANK == 0:
             directory = self.directory / f"videos/step-{self.step}"
-            playing = play(self.eval_env, self.agent, args, directory)
+            playing = play(self.eval_env, self.agent, args, directory, self.evaluation_status)
         for rewards in playing:
             episodes.append(rewards)
             if self.stops():  # a resume plays all episodes again, with the same numbers
@@ -3717,8 +3777,8 @@ class Run:
     def lock_directory(self) -> None:
         """Lock the directory: two that write one run would spoil it.
 
-        The lock ends with the process, unless a fork of it lives on. Some platforms and disks have
-        no locks. Raises `UsageError` where the run is being written.
+        After a kill it ends with the process, unless a fork of it lives on. Some platforms and
+        disks have no locks. Raises `UsageError` where the run is being written.
         """
         if RANK > 0 or fcntl is None:
             return
@@ -3918,10 +3978,13 @@ for env in pickle.load(sys.stdin.buffer):
             return self.found
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(self.SECONDS)
+        late = self.process.poll() in (None, -getattr(signal, "SIGALRM", math.inf))
         self.errors.seek(0)
         lines = self.errors.read().decode(errors="replace").strip().split("\n")
         code = self.end()
-        if code:
+        if late:
+            self.found = f"another process took more than {self.SECONDS} seconds to step them"
+        elif code:
             self.found = f"another process could not read them back: {lines[-1] or f'exit {code}'}"
         return self.found
 
@@ -4013,8 +4076,8 @@ def is_scalar(value: Any) -> bool:
 def load_agent(path: str | Path) -> tuple[Agent, Args]:
     """Load agent and flags of a saved run, from its directory or a checkpoint.
 
-    No code of the file is run. Falls back to the CPU. Raises `UsageError` for files that this
-    script did not write.
+    No code of the file is run, but the module that its `env_id` names is imported. Falls back to
+    the CPU. Raises `UsageError` for files that this script did not write.
     """
     saved, args = read_checkpoint(path)
     env = make_env(args)
@@ -4044,13 +4107,17 @@ def read_saved(path: Path) -> dict[str, Any]:
         script = saved.get("script", SCRIPT)
         if script != SCRIPT:
             raise ValueError(f"{script}.py wrote it")
-        check_version(saved["args"])
+        check_version(saved["args"], path)
         if not isinstance(saved.get("agent"), dict):
             raise ValueError("it has no weights")
         return saved
+    except UsageError:
+        raise
     except FileNotFoundError as error:
         text = f"no run or checkpoint of this script: {what_is_there(path)}"
         raise UsageError(f"{path}: {text}") from error
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from error
     except Exception as error:  # torch raises half a dozen kinds
         raise not_of_this_script(path, error) from error
 
@@ -4095,15 +4162,15 @@ def not_of_this_script(path: str | Path, error: Exception) -> UsageError:
     return UsageError(f"{path}: no run or checkpoint of this script: {reason:.200}")
 
 
-def check_version(flags: dict[str, Any]) -> None:
-    """Raise ValueError unless the flags are those of this version of the script."""
+def check_version(flags: dict[str, Any], path: Path) -> None:
+    """Raise `UsageError` unless the flags of a checkpoint are those of this version."""
     known = {one.name for one in fields(Args)}
     lacking = ", ".join(sorted(known - flags.keys()))
     unknown = ", ".join(sorted(flags.keys() - known))
     if lacking or unknown:
         found = f"it lacks {lacking or 'none'} of the flags, and {unknown or 'none'} is unknown"
-        text = "use the copy of the script in the run's directory"
-        raise ValueError(f"another version of the script wrote it: {found}; {text}")
+        text = "another version of the script wrote it; use the copy in the run's directory"
+        raise UsageError(f"{path}: {text} ({found})")
 
 
 def expanded(path: str | Path) -> Path:
@@ -4139,19 +4206,23 @@ def evaluate(agent: Agent, args: Args, video_dir: Path | None = None) -> dict[st
 
 
 def play(
-    env: gym.Env, agent: Agent, args: Args, video_dir: Path | None = None
+    env: gym.Env,
+    agent: Agent,
+    args: Args,
+    video_dir: Path | None = None,
+    status: StatusLine | None = None,
 ) -> Iterator[list[float]]:
     """Play `eval_episodes` episodes from their start, and yield the rewards of each.
 
     Every evaluation with the same `seed` resets with the same seeds, one for each episode. So the
-    evaluation that chose `best.pt` is the best of many on these, and flatters it. Tasks without a
-    time limit are cut at 10,000 steps. With `capture_video` the first 3 episodes are filmed into
-    `video_dir`; each is kept in memory to its end. The state of torch's generator is the same
-    afterwards. The environment, one of `make_eval_env`, stays open.
+    evaluation that chose `best.pt` is the best of many on the same episodes, and flatters it. Tasks
+    without a time limit are cut at 10,000 steps. With `capture_video` the first 3 episodes are
+    filmed into `video_dir`; each is kept in memory to its end. The state of torch's generator is
+    the same afterwards. The environment, one of `make_eval_env`, stays open.
     """
     if args.capture_video:
         env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: episode < 3)
-    status = StatusLine(seconds=30)
+    status = status or StatusLine(seconds=30)
     with torch.random.fork_rng([agent.device] if args.cuda else []):
         torch.manual_seed(derived_seed(args.seed, "evaluations", 0))
         for episode in range(args.eval_episodes):
@@ -4187,7 +4258,7 @@ def run_episode(
             share = f"episode {episode + 1} of {args.eval_episodes}"
             status.show(f"evaluation: step {len(rewards):,} of {share}")
     if not ended:
-        status.notice(f"evaluations cut this task, which has no time limit, at {limit:,} steps")
+        status.notice(f"evaluations cut this task, which names no time limit, at {limit:,} steps")
     return rewards
 
 
@@ -4468,7 +4539,10 @@ def check_sizes(args: Args) -> None:
 
 
 def preset_flags(names: Iterable[str]) -> dict[str, Any]:
-    """Return the flags of presets, applied from left to right. Raises `UsageError` for a name."""
+    """Return the flags of presets, applied from left to right.
+
+    Raises `UsageError` for a name that is unknown, given twice, or behind one that it would undo.
+    """
     flags = {"preset": tuple(names)}
     for name in flags["preset"]:
         if name not in PRESETS:
@@ -4651,11 +4725,11 @@ def flush_output() -> None:
 def main(argv: list[str]) -> None:
     """Run the command line. Modules of tasks are also looked for in the working directory.
 
-    A mistake of the user costs one line on stderr and exit code 2. A fault is raised. A signal ends
-    the run with a checkpoint and exit code 130.
+    A mistake of the user costs a short message on stderr and exit code 2. A fault is raised. A
+    signal while a run trains ends it with a checkpoint and exit code 130.
 
-    Of many processes the first one prints. A mistake is printed once on each machine, since
-    machines differ, and a fault by the process that meets it.
+    Of many processes the first one prints. A mistake in the flags is printed once on each machine,
+    since machines differ; a mistake of the task and a fault by each process that meets it.
     """
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

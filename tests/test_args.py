@@ -1018,6 +1018,14 @@ def test_velocities_of_robots_are_hidden(script):
         assert (obs[:positions] != 0).all()
 
 
+def test_velocities_are_hidden_in_the_newest_version(script):
+    """Which gymnasium takes for an id without one."""
+    env = script.make_env(script.Args(env_id="CartPoleNoVel"))
+    obs, _ = env.reset(seed=0)
+    assert (obs[[1, 3]] == 0).all()
+    assert (obs[[0, 2]] != 0).all()
+
+
 @with_both_scripts
 def test_the_defaults_keep_a_run(script):
     """A run that is killed leaves a checkpoint, and environments that can be read back."""
@@ -1095,7 +1103,7 @@ def test_names_of_presets_set_no_flags_from_python(script, tmp_path):
 
 def test_training_does_not_evaluate(script, tmp_path):
     """`--evaluate` is read by the command line alone."""
-    with pytest.raises(script.UsageError, match=r"--evaluate .*train does not evaluate"):
+    with pytest.raises(script.UsageError, match=r"--evaluate .*in Python use load_agent"):
         script.train(small_args(script, "Walk", evaluate=str(tmp_path)))
 
 

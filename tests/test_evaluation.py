@@ -350,7 +350,8 @@ def test_flags_of_another_version_are_named(script, tmp_path, capsys):
         code, _, err = run_main(script, capsys, [command, str(path.parent)])
         assert code == 2
         assert err.count("\n") == 1
-        assert "it lacks critic_learning_rate of the flags, and vf_coef is unknown" in err
+        assert "another version of the script wrote it; use the copy in the run's directory" in err
+        assert "(it lacks critic_learning_rate of the flags, and vf_coef is unknown)" in err
 
 
 # -------------------------------------------------------------------------------- earlier weights

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -276,19 +277,39 @@ def test_a_task_that_exits_ends_no_run_well(script, capsys):
 
 # ----------------------------------------------------------- one environment more than it can bear
 def test_a_simulator_that_exists_once(script, capsys, monkeypatch):
-    """The evaluation's comes first; the line says how to do without. Then it trains."""
+    """The evaluation's comes first; the line says how to do without. Then it trains. Of a rollout's
+    environments, too, none stays open after a fault, and none whose flags are refused."""
     monkeypatch.setattr(Single, "alive", [])
     flags = {"num_envs": 1, "num_minibatches": 1, "seq_len": 0, "num_steps": 24}
     line = words(task(script, "Single", **flags))
     code, _, err = run_main(script, capsys, line)
     assert code == 2
     assert err.count("\n") == 1
-    assert "the licence is for one simulator; evaluations have one environment more" in err
-    assert "--eval-episodes 0" in err
+    assert "the licence is for one simulator; if few can be open at once, take --eval-epis" in err
+    assert Single.alive == []  # so that what follows can open one
     code, out, err = run_main(script, capsys, [*line, "--eval-episodes", "0"])  # none is left open
     assert code == 0, err
     assert "evaluation" not in out
     assert "96 of 96 steps" in out
+    args = task(script, "Single", num_envs=2, eval_episodes=0)
+    with pytest.raises(script.UsageError, match="for one simulator"):
+        script.make_envs(args)
+    assert Single.alive == []
+    with pytest.raises(script.UsageError, match="must be in"):
+        script.make_env(replace(args, masked_obs=(99,)))
+    assert Single.alive == []
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_environments_that_close_some_come_first(script, monkeypatch, apart):
+    """Processes of --async-envs begin by closing an environment in this one, which may shut down
+    those that are open."""
+    made = []
+    monkeypatch.setattr(script, "make_envs", lambda args: made.append("to train") or "envs")
+    monkeypatch.setattr(script, "make_eval_env", lambda args: made.append("to evaluate") or "env")
+    args = task(script, "Display", async_envs=apart)
+    assert script.open_environments(args) == ("envs", "env")
+    assert made == (["to train", "to evaluate"] if apart else ["to evaluate", "to train"])
 
 
 def test_a_film_is_refused_for_its_own_reason(script, monkeypatch):
@@ -398,7 +419,8 @@ def test_a_proof_that_takes_too_long_is_none(script, tmp_path, monkeypatch, caps
     monkeypatch.setattr(script.ReadBack, "SECONDS", 0.5)
     args = flags_for(script, tmp_path, 2, env_id="rude:Sleeper-v0", save_envs="proven")
     directory = script.train(args)["run_dir"]
-    assert "environments are not saved" in capsys.readouterr().out
+    said = "environments are not saved, since another process took more than 0.5 seconds to step"
+    assert said in capsys.readouterr().out
     saved = torch.load(f"{directory}/checkpoint.pt", weights_only=True)
     assert script.pickle.loads(saved["run"])["parts"][0]["envs"] is None
 
@@ -690,12 +712,38 @@ def test_a_process_that_died_does_not_hold_up_the_end(script, somewhere, monkeyp
     envs = script.make_envs(task(script, "Dier", async_envs=True, num_envs=2))
     assert all(os.getpgid(process.pid) != os.getpgrp() for process in envs.groups.processes)
     envs.reset(seed=[4, 5])
-    with pytest.raises((EOFError, OSError)):
+    with pytest.raises(RuntimeError, match="a process of --async-envs ended; was it killed"):
         envs.step(np.zeros((2, 1), np.int64))
     closing = threading.Thread(target=script.close_quietly, args=(envs,), daemon=True)
     closing.start()
     closing.join(40)
     assert not closing.is_alive()
+
+
+def test_processes_that_do_not_close_are_killed(script, monkeypatch):
+    """A simulator may block for ever in its close(). One that has ended is told as what it is."""
+    killed = threading.Event()
+    processes = [SimpleNamespace(kill=killed.set)]
+    groups = SimpleNamespace(
+        processes=processes,
+        close=lambda timeout: killed.wait(60),
+    )
+    envs = object.__new__(script.EnvsInProcesses)
+    envs.size = 1
+    envs.groups = groups
+    soon = partial(threading.Timer, 0.05)
+    monkeypatch.setattr(script.threading, "Timer", lambda seconds, call: soon(call))
+    began = time.time()
+    envs.close_extras()
+    assert time.time() - began < 30
+
+    def gone(*_, **options):
+        raise EOFError
+
+    groups.reset = groups.step = gone
+    for call in (partial(envs.reset, seed=[1]), partial(envs.step, np.zeros((1, 1)))):
+        with pytest.raises(RuntimeError, match="a process of --async-envs ended; was it killed"):
+            call()
 
 
 class Stuck(RuntimeError):
@@ -877,8 +925,17 @@ def test_a_task_without_end_is_evaluated_with_words(script, monkeypatch, capsys)
     out = capsys.readouterr().out
     assert "evaluation: step 17 of episode 1 of 2\n" in out
     assert "evaluation: step 1,001 of episode 2 of 2\n" in out
-    cut = "evaluations cut this task, which has no time limit, at 1,001 steps"
+    cut = "evaluations cut this task, which names no time limit, at 1,001 steps"
     assert out.count(cut) == 1
+
+
+def test_a_run_says_once_that_it_cuts_evaluations(script, monkeypatch, capsys):
+    """However many evaluations it has."""
+    monkeypatch.setattr(script, "LONGEST_EPISODE", 6)
+    script.train(small_args(script, "Endless", eval_every=1, eval_episodes=1))
+    out = capsys.readouterr().out
+    assert out.count("evaluation of 1 episodes") > 1
+    assert out.count("names no time limit, at 6 steps") == 1
 
 
 def test_a_resume_is_written_down(script, somewhere):
