@@ -389,7 +389,8 @@ class MachineArgs:
     """Train on the GPU. Actions on vectors are computed on the CPU all the same. Small networks are
     faster without this flag."""
     torch_deterministic: Annotated[bool, IdleWhile("cuda", False)] = True
-    """Use deterministic cuDNN kernels. Runs on the CPU repeat exactly in any case."""
+    """Use deterministic cuDNN kernels; others may still differ in the last digits. Runs on the CPU
+    repeat exactly in any case."""
     async_envs: bool = False
     """Step environments in other processes, in equal shares and at most one process for each core.
     It pays for slow simulators. A program of your own has to call train under its main guard."""
@@ -1276,9 +1277,10 @@ def project_categorical(probs: Tensor, source_atoms: Tensor, target_atoms: Tenso
 
         out[b, j] = sum_i probs[b, i] * max(0, 1 - |clip(source[b, i]) - target[j]| / dz)
 
-    source_atoms are (K,) or (..., K) and are clipped to the support. target_atoms (K',) ascend in
-    equal steps dz. Mass is preserved, and so is the mean of sources inside the support. The result
-    is differentiable in probs and in source_atoms. Source: Bellemare et al. 2017, algorithm 1.
+    source_atoms are (K,) or (..., K) and are clipped to the support. target_atoms (K',), two or
+    more, ascend in equal steps dz. All have one dtype. Mass is preserved, and so is the mean of
+    sources inside the support. The result is differentiable in probs and in source_atoms.
+    Source: Bellemare et al. 2017, algorithm 1.
     """
     last = len(target_atoms) - 1
     dz = (target_atoms[-1] - target_atoms[0]) / last
@@ -1303,9 +1305,10 @@ def two_hot(targets: Tensor, atoms: Tensor) -> Tensor:
 def hl_gauss(targets: Tensor, atoms: Tensor, sigma: float) -> Tensor:
     """Give each atom's bin its share of the mass of N(target, sigma^2), (...) -> (..., K).
 
-    Atoms are the centres of the bins. Masses are divided by the mass inside all bins. Targets are
-    clamped to [atoms[0], atoms[-1]] first: far outside, no bin holds any mass in floating point.
-    Near the ends of the support the mean is pulled inwards, since no mass goes beyond them.
+    Atoms ascend in equal steps and are the centres of the bins. sigma is in their units. Masses are
+    divided by the mass inside all bins. Targets are clamped to [atoms[0], atoms[-1]] first: far
+    outside, no bin holds any mass in floating point. The mean is kept if sigma is half a bin or
+    more. Near the ends of the support it is pulled inwards, since no mass goes beyond the bins.
     Source: Imani & White 2018; Farebrother et al. 2024.
     """
     half = (atoms[-1] - atoms[0]) / (len(atoms) - 1) / 2
@@ -1375,8 +1378,9 @@ def cvar_categorical(probs: Tensor, atoms: Tensor, alpha: float) -> Tensor:
 def categorical_quantile(probs: Tensor, atoms: Tensor, level: float) -> Tensor:
     """Compute F^-1(level), (..., K) -> (...), with each atom's mass spread evenly over its bin.
 
-    It is computed in float64, and the sum of the probabilities is made 1. Otherwise rounding would
-    decide which bin has a level near 1.
+    Atoms ascend in equal steps, so the result is within half a step of them. It is float64, and the
+    sum of the probabilities is made 1. Otherwise rounding would decide which bin has a level near
+    1.
     """
     dz = (atoms[-1] - atoms[0]) / (len(atoms) - 1)
     probs = probs.double()
@@ -1423,7 +1427,7 @@ def sr_lambda_atoms(
 ) -> tuple[Tensor, Tensor]:
     """Estimate the return's distribution by SR(lambda): returns and probabilities, both (T, N, K).
 
-    SR is sample replacement:
+    SR is sample replacement. The target of step t is
 
         next_probs(s'_{t+n-1}) on the returns R^(n) + gamma^n z
 
@@ -1433,7 +1437,7 @@ def sr_lambda_atoms(
     (T, N); next_probs (T, N, K) are of true successors; atoms (K,) are in the units of the rewards.
     `draws` are uniform numbers (T, N) to use in place of new ones.
 
-    After Nam et al. 2021 (GMAC), who replace samples.
+    After Nam et al. 2021 (GMAC), where each sample draws an n. One n for a distribution is ours.
     """
     T = len(rewards)
     ended = terminated | truncated
@@ -1497,8 +1501,9 @@ class ValueDistribution(nn.Module):
 
         V = sum_k p_k z_k + gain * correction
 
-    Atoms and V are normalised by `moments`, and so are the arguments of `loss`. All other values,
-    targets and advantages are in the task's units.
+    In this formula atoms and V are normalised by `moments`. So are `support`, `normalized_mean`,
+    the returns of `loss`, and the predictions of `move_statistics`. All else is in the task's
+    units.
     """
 
     gain = 0.1  # slows the correction down, so that it averages over many rollouts
@@ -1546,7 +1551,7 @@ class ValueDistribution(nn.Module):
         return self.decode(self.normalized_mean(outputs))
 
     def value(self, outputs: Tensor) -> Tensor:
-        """Return V, (...), the mean of the distribution, corrected by `value_from` mean_head."""
+        """Return V, (...), in the task's units: the mean, and by default its correction."""
         value = self.normalized_mean(outputs)
         if self.args.value_from == "mean_head":
             value = value + self.gain * outputs[..., -1]
@@ -1592,7 +1597,10 @@ class ValueDistribution(nn.Module):
         return WeightedReturns(returns, probs)
 
     def risk_advantages(self, targets: WeightedReturns, outputs: Tensor) -> Tensor:
-        """Compute `cvar_advantages_categorical` of targets, given outputs (T, N, ...) for s_t."""
+        """Compute `cvar_advantages_categorical` of targets, given outputs (T, N, ...) for s_t.
+
+        Returns beyond the atoms count as the outermost ones.
+        """
         atoms = self.task_atoms()
         target_probs = project_categorical(targets.probs, targets.returns, atoms)
         probs = self.probs(outputs).double()
@@ -1617,11 +1625,11 @@ class ValueDistribution(nn.Module):
         it stays as it is.
 
         Returns the mean, and V, that each critic predicted, in the new units, (C, T, N, 1 or 2),
-        and metrics. Value clipping keeps predictions near these. After a jump of the decoded mean
-        the networks say something else already, so clipping may act ahead of the first step. It
-        would otherwise keep predictions near values that no critic ever predicted.
+        and metrics. In the exception above they are what the outputs mean by the new statistics.
+        Value clipping keeps predictions near these, and not near those after a jump of the decoded
+        mean, which no critic predicted. So it may act ahead of the first step.
 
-        The metric `warning`, where there is one, is a text that `Run.end_iteration` prints.
+        The metric `warning`, where there is one, is a text. `Run.end_iteration` prints the first.
         """
         means = self.mean(outputs)  # (C, T, N), by the old statistics
         values = self.value(outputs)
@@ -1691,15 +1699,15 @@ class ValueDistribution(nn.Module):
             cross-entropy of targets (..., K)  +  0.5 (V - returns)^2 with a mean output
 
         The cross-entropy does not fall to 0 but to the entropy of the targets.
-        All arguments are normalised. outputs are (C, ..., K or K + 1). old are (C, ..., 1 or 2),
+        returns and old are normalised. outputs are (C, ..., K or K + 1). old are (C, ..., 1 or 2),
         from `move_statistics`. With value clipping each of the two terms is the larger one of its
-        plain and its clipped form, around the critic's own old value. The squared error trains the
-        mean output and the layers below it, but not the logits.
+        plain and its clipped form, around the critic's own old value. The squared error gives no
+        gradient to the logits; it reaches the layers that they share with the mean output.
 
         To clip a distribution by a shift, the loss shifts the target the other way, and the
-        gradient flows through the shift. But for rounding to atoms, and at the ends of the support,
-        the cross-entropy is the same as that of a shifted prediction, which would take logs of
-        projected shares. Their gradient is unbounded.
+        gradient flows through the shift. Apart from rounding to atoms and from the ends of the
+        support, this gives the same cross-entropy as shifting the prediction. That would need the
+        logs of projected shares, whose gradient is unbounded.
         """
         args = self.args
         logits, correction = self.split(outputs)
@@ -1762,10 +1770,11 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias_const: float = 
 
 
 class Convolutions(nn.Module):
-    """It encodes images (..., channels, height, width) as (..., F), divided by their largest bound.
+    """It encodes images (N, ..., channels, height, width) as features, (N, ..., num_features).
 
-    Images with sides of 36 and more go through the layers of Mnih et al. 2015. Smaller grids go
-    through the layer of Young & Tian 2019 (MinAtar).
+    Pixels are divided by their largest absolute bound, or by 1 if that is larger. Images with sides
+    of 36 and more go through the layers of Mnih et al. 2015. Smaller grids go through the layer of
+    Young & Tian 2019 (MinAtar).
     """
 
     def __init__(self, space: Box, activation: type[nn.Module]) -> None:
@@ -1802,7 +1811,7 @@ class Convolutions(nn.Module):
 #     space, num_outputs       the space of the actions, and how many outputs the actor has for it
 #     forward(outputs)         params, (..., any shape), in torch, also for a whole rollout
 #     log_prob, entropy, kl    of params, (...), in nats; kl(old, new) is exact
-#     noise(*size)             (*size, ...) on the CPU, drawn once for a whole rollout
+#     noise(*size)             (*size, ...) on the CPU; a rollout draws it once, `act` each time
 #     sample(outputs, noise)   actions, in NumPy; noise 0.0 gives the mode
 #     to_env(actions)          what `envs.step` takes
 #     clamp_parameters()       after each step of the actor

@@ -386,7 +386,8 @@ class MachineArgs:
     """Train on the GPU. Actions on vectors are computed on the CPU all the same. Small networks are
     faster without this flag."""
     torch_deterministic: Annotated[bool, IdleWhile("cuda", False)] = True
-    """Use deterministic cuDNN kernels. Runs on the CPU repeat exactly in any case."""
+    """Use deterministic cuDNN kernels; others may still differ in the last digits. Runs on the CPU
+    repeat exactly in any case."""
     async_envs: bool = False
     """Step environments in other processes, in equal shares and at most one process for each core.
     It pays for slow simulators. A program of your own has to call train under its main guard."""
@@ -1791,10 +1792,11 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias_const: float = 
 
 
 class Convolutions(nn.Module):
-    """It encodes images (..., channels, height, width) as (..., F), divided by their largest bound.
+    """It encodes images (N, ..., channels, height, width) as features, (N, ..., num_features).
 
-    Images with sides of 36 and more go through the layers of Mnih et al. 2015. Smaller grids go
-    through the layer of Young & Tian 2019 (MinAtar).
+    Pixels are divided by their largest absolute bound, or by 1 if that is larger. Images with sides
+    of 36 and more go through the layers of Mnih et al. 2015. Smaller grids go through the layer of
+    Young & Tian 2019 (MinAtar).
     """
 
     def __init__(self, space: Box, activation: type[nn.Module]) -> None:
@@ -1831,7 +1833,7 @@ class Convolutions(nn.Module):
 #     space, num_outputs       the space of the actions, and how many outputs the actor has for it
 #     forward(outputs)         params, (..., any shape), in torch, also for a whole rollout
 #     log_prob, entropy, kl    of params, (...), in nats; kl(old, new) is exact
-#     noise(*size)             (*size, ...) on the CPU, drawn once for a whole rollout
+#     noise(*size)             (*size, ...) on the CPU; a rollout draws it once, `act` each time
 #     sample(outputs, noise)   actions, in NumPy; noise 0.0 gives the mode
 #     to_env(actions)          what `envs.step` takes
 #     clamp_parameters()       after each step of the actor
@@ -2080,7 +2082,7 @@ class Agent(nn.Module):
         self.critic_heads = nn.ModuleList()
         for _ in range(args.num_critics):
             hidden = nn.Linear(args.lstm_hidden_size, args.hidden_size)
-            hidden = layer_init(hidden, bias_const=0.1)  # else ReLUs of zeros would be dead
+            hidden = layer_init(hidden, bias_const=0.1)  # ReLUs of zeros pass no gradient
             output = layer_init(nn.Linear(args.hidden_size, self.value_dist.num_outputs), 0.1)
             self.critic_heads.append(nn.Sequential(hidden, ACTIVATIONS[args.activation](), output))
         self.to("cuda" if args.cuda else "cpu")
