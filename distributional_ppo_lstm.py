@@ -67,7 +67,7 @@ from __future__ import annotations
 import os
 
 # The actor multiplies small matrices in NumPy. OpenBLAS does that more slowly with several threads.
-# OpenBLAS reads this variable when NumPy is imported first, so a program may be too late for it.
+# OpenBLAS reads this variable when NumPy is first imported; in a program that may have been before.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import argparse
@@ -1678,11 +1678,11 @@ class ValueDistribution(nn.Module):
 
             quantile regression on targets (..., J)  +  0.5 (V - returns)^2 with a mean output
 
-        returns are lambda-returns whatever the targets are: squared error weighs rare large
-        returns, which hardly move quantiles. All arguments are normalised, outputs and old are
-        (C, ..., K or K + 1). With clipping each of the two terms is the larger one of its plain and
-        its clipped form. Each critic is clipped around its own old outputs. Targets are never
-        clipped.
+        returns are lambda-returns whatever the targets are. V learns them by squared error, which
+        weighs rare large returns; these hardly move quantiles. All arguments are normalised,
+        outputs and old are (C, ..., K or K + 1). With clipping each of the two terms is the larger
+        one of its plain and its clipped form. Each critic is clipped around its own old outputs.
+        Targets are never clipped.
         """
         args = self.args
         quantiles, mean_outputs = self.split(outputs)
@@ -2604,11 +2604,11 @@ def advice(error: Exception, args: Args) -> str:
         return f" Needed: {packages}"
     if args.is_atari:
         return f" Use ale_py:{args.env_id.split(':')[-1]}, after {packages}"
-    if "NoFrameskip" in args.env_id:
-        return f" Use {newest_atari_id(args.env_id)}, after {packages}"
     if ".py:" in args.env_id:
         return f" Leave out .py: {args.env_id.replace('.py:', ':', 1)}"
     if isinstance(error, gym.error.NameNotFound) and ":" not in args.env_id:
+        if "NoFrameskip" in args.env_id or "Deterministic" in args.env_id:
+            return f" Use {newest_atari_id(args.env_id)}, after {packages}"
         return " A task of your own is named module:id"
     return ""
 
@@ -2618,64 +2618,64 @@ def make_env(args: Args, **options: Any) -> gym.Env:
 
     It checks what the task gives, and counts the return and the length of episodes. `options` go to
     `gymnasium.make`. Atari games have sticky actions, and a lost life does not end an episode
-    (Machado et al. 2018), but only the actions that each game knows. Raises `UsageError` for ids,
-    packages, spaces and masks that do not work.
+    (Machado et al. 2018). They have only the actions that the game knows. Raises `UsageError` for
+    ids, packages, spaces and masks that do not work.
     """
     hidden = velocities(args.env_id)
     name = args.env_id.replace("NoVel", "", 1) if hidden else args.env_id
     if args.is_atari:  # actions are sticky, and a lost life does not end the episode
         options |= {"frameskip": 1, "repeat_action_probability": 0.25, "max_episode_steps": 108_000}
 
-    env = None
-    try:
-        env = Checked.ask(args.env_id, gym.make, name, disable_env_checker=True, **options)
-        return set_up_env(env, args, hidden)
-    except BaseException as error:
-        if env is not None:
-            close_quietly(env)
-        if isinstance(error, UsageError) or not isinstance(error, Exception):
+    with contextlib.ExitStack() as after_a_fault:  # some tasks can be open only once
+        try:
+            env = Checked.ask(args.env_id, gym.make, name, disable_env_checker=True, **options)
+            after_a_fault.callback(close_quietly, env)
+            refuse_old_atari(env, args)
+            if args.is_atari:
+                env = gym.wrappers.AtariPreprocessing(env, noop_max=0)
+                env = gym.wrappers.FrameStackObservation(env, 4)
+        except UsageError:
             raise
-        # It is from gymnasium, from a missing package, or from the task itself.
-        text = f"{str(error) or repr(error)}{advice(error, args)}"
-        raise UsageError(f"--env-id {args.env_id}: {text}") from error
+        except Exception as error:  # from gymnasium, from a missing package, from the task itself
+            text = f"{str(error) or repr(error)}{advice(error, args)}"
+            raise UsageError(f"--env-id {args.env_id}: {text}") from error
 
+        check_spaces(env, args)
+        space = env.observation_space
+        if channel_axis(space) is None:
+            see, seen = vector_view(space, args, hidden)
+        else:
+            see, seen = image_view(space, args)
 
-def set_up_env(env: gym.Env, args: Args, hidden: tuple[int, ...]) -> gym.Env:
-    """Wrap an environment, whose velocities are `hidden`, as `make_env` says."""
-    refuse_old_atari(env, args)
-    if args.is_atari:
-        env = gym.wrappers.AtariPreprocessing(env, noop_max=0)
-        env = gym.wrappers.FrameStackObservation(env, 4)
-
-    check_spaces(env, args)
-    space = env.observation_space
-    if channel_axis(space) is None:
-        see, seen = vector_view(space, args, hidden)
-    else:
-        see, seen = image_view(space, args)
-
-    env = Checked(env, args.env_id, see, seen)
+        env = Checked(env, args.env_id, see, seen)
+        after_a_fault.pop_all()
     return gym.wrappers.RecordEpisodeStatistics(env, stats_key=STATS)
 
 
-def make_envs(args: Args) -> gym.vector.VectorEnv:
-    """Make this process's environments. One that ends is reset in the same step."""
+def make_together(args: Args, number: int) -> gym.vector.SyncVectorEnv:
+    """Make environments that take their steps one after the other, in this process.
+
+    One that ends is reset in the same step. A fault closes those that were made ahead of it.
+    """
     mode = gym.vector.AutoresetMode.SAME_STEP  # `collect_rollout` relies on it
-    own_envs = args.num_envs // WORLD_SIZE
-    if not args.async_envs:
-        made = []
+    with contextlib.ExitStack() as after_a_fault:
 
         def make() -> gym.Env:
-            made.append(make_env(args))
-            return made[-1]
+            env = make_env(args)
+            after_a_fault.callback(close_quietly, env)
+            return env
 
-        try:
-            with differing_spaces(args):
-                return gym.vector.SyncVectorEnv([make] * own_envs, copy=False, autoreset_mode=mode)
-        except BaseException:  # some tasks can be open only a few times
-            for env in made:
-                close_quietly(env)
-            raise
+        envs = gym.vector.SyncVectorEnv([make] * number, copy=False, autoreset_mode=mode)
+        after_a_fault.pop_all()
+    return envs
+
+
+def make_envs(args: Args) -> gym.vector.VectorEnv:
+    """Make this process's environments, or, with `async_envs`, processes that hold them."""
+    own_envs = args.num_envs // WORLD_SIZE
+    if not args.async_envs:
+        with differing_spaces(args):
+            return make_together(args, own_envs)
 
     if "forkserver" not in multiprocessing.get_all_start_methods():
         text = f"this system has no forkserver; {without(args, '--no-async-envs')}"
@@ -2744,7 +2744,7 @@ class EnvsInProcesses(gym.vector.VectorEnv):
         )
         self.groups.call("outlive_sigterm")
         for process in self.groups.processes:
-            # At exit multiprocessing terminates these and waits for them.
+            # At exit multiprocessing terminates these, and waits for as long as they outlive that.
             process._popen.terminate = process._popen.kill
 
     def join(self, x: np.ndarray) -> np.ndarray:
@@ -2773,16 +2773,17 @@ class EnvsInProcesses(gym.vector.VectorEnv):
         """End the processes. Those that have not ended after 20 seconds are killed."""
         last_resort = threading.Timer(20, self.kill)
         last_resort.daemon = True
-        last_resort.start()
         try:
+            last_resort.start()
             self.groups.close(timeout=10)
         except (EOFError, ConnectionError):  # one had ended before
-            self.kill()
+            pass
         finally:
             last_resort.cancel()
+            self.kill()
 
     def kill(self) -> None:
-        """Kill the processes."""
+        """Kill the processes that have not ended."""
         for process in self.groups.processes:
             process.kill()
 
@@ -2793,7 +2794,7 @@ def telling_of_ended_processes() -> Iterator[None]:
     try:
         yield
     except (EOFError, ConnectionError) as error:
-        text = "a process of --async-envs ended; was it killed, for its memory for instance?"
+        text = "a process of --async-envs ended; was it killed, for its memory or by a signal?"
         raise RuntimeError(text) from error
 
 
@@ -2801,10 +2802,13 @@ def telling_of_ended_processes() -> Iterator[None]:
 def faults_that_travel() -> Iterator[None]:
     """Replace an exception that does not reach the main process by a RuntimeError with its text.
 
-    AsyncVectorEnv pickles it and makes another one of the same class from it.
+    AsyncVectorEnv pickles it and makes another one of the same class from it. Those of broken
+    connections are replaced as well, since there they mean that this process has ended.
     """
     try:
         yield
+    except (EOFError, ConnectionError) as error:
+        raise RuntimeError(repr(error)) from error
     except Exception as error:
         try:
             copy = pickle.loads(pickle.dumps(error))
@@ -2825,9 +2829,7 @@ class Group(gym.Env):
             torch.set_num_threads(1)
             seed_generators(args, WORLD_SIZE + index)
             torch.manual_seed(derived_seed(args.seed, "tasks", WORLD_SIZE + index))
-        mode = gym.vector.AutoresetMode.SAME_STEP
-        makers = [lambda: make_env(args)] * size
-        self.envs = gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=mode)
+        self.envs = make_together(args, size)
         self.observation_space = self.envs.observation_space
         self.action_space = self.envs.action_space
 
@@ -2835,7 +2837,7 @@ class Group(gym.Env):
         """Go on for a minute after SIGTERM, which batch systems send to all processes of a job.
 
         The main process still finishes its iteration and saves, and needs this one for that. An
-        iteration that takes longer ends without a checkpoint.
+        iteration that takes longer ends without a new checkpoint.
         """
         signal.signal(signal.SIGTERM, lambda *_: signal.alarm(60))
 
@@ -3043,10 +3045,10 @@ IN_THE_TABLE = ("eval/return_mean", "eval/return_cvar", "charts/SPS")  # of runs
 
 
 def describe_run(args: Args) -> dict[str, str | float]:
-    """Return the flags of a run for TensorBoard's table, without those that keep the run.
+    """Return the flags of a run for TensorBoard's table: those that may change its result.
 
-    `flags` lists in one text the others that are not at their default, since a table of runs of
-    both scripts has no column for flags of one script alone.
+    A table of runs of both scripts has no column for flags of one script alone. So `flags` lists
+    in one text those that are not at their default and have no column of their own among FIRST.
     """
     values = asdict(args)
     for name in RunArgs.__dataclass_fields__.keys() - {"exp_name", "seed", "init_from"}:
@@ -3155,8 +3157,8 @@ def open_environments(args: Args) -> tuple[gym.vector.VectorEnv, gym.Env | None]
     """Make the environments to train in, and one for evaluations, which stays open to the end.
 
     Some libraries shut down for all environments when one is closed. With `async_envs`,
-    `make_envs` closes some here, so it comes ahead of the one for evaluations. The first process
-    alone evaluates.
+    `make_envs` closes some in this process, so it comes ahead of the one for evaluations. The first
+    process alone evaluates.
     """
     envs = make_envs(args) if args.async_envs else None
     eval_env = None
@@ -3170,7 +3172,8 @@ def open_environments(args: Args) -> tuple[gym.vector.VectorEnv, gym.Env | None]
         for env in (envs, eval_env):
             if env is not None:
                 close_quietly(env)
-        if eval_env and isinstance(error, UsageError) and str(error).startswith("--env-id"):
+        one_was_made = envs is not None or eval_env is not None
+        if one_was_made and isinstance(error, UsageError) and str(error).startswith("--env-id"):
             text = "if few can be open at once, take --eval-episodes 0 and fewer --num-envs"
             raise UsageError(f"{error}; {text}") from error
         raise
@@ -3306,7 +3309,7 @@ def close_quietly(env: gym.Env | gym.vector.VectorEnv) -> None:
     """Close environments. A fault becomes a warning, so that no result is lost."""
     try:
         env.close()
-    except Exception as error:  # from the task, of any kind
+    except (Exception, SystemExit) as error:  # from the task, of any kind
         tell(f"warning: the task's close() failed: {error!r}", file=sys.stderr)
 
 
@@ -3558,7 +3561,10 @@ class Run:
         name = Path(globals().get("__file__", f"{SCRIPT}.py")).name  # a notebook has no file
         typed = __name__ == "__main__" and "__file__" in globals()
         script = sys.argv[0] if typed else name
-        program = "python" if WORLD_SIZE == 1 else f"torchrun --nproc-per-node {processes_here()}"
+        program = "python"
+        if WORLD_SIZE > 1:
+            here = processes_here()
+            program = f"torchrun --nnodes {WORLD_SIZE // here} --nproc-per-node {here}"
         self.say(f"to continue: {program} {shlex.quote(script)} {longer}")
 
     @property
@@ -3779,8 +3785,8 @@ class Run:
     def lock_directory(self) -> None:
         """Lock the directory: two that write one run would spoil it.
 
-        After a kill it ends with the process, unless a fork of it lives on. Some platforms and
-        disks have no locks. Raises `UsageError` where the run is being written.
+        After a kill the lock ends with the process, unless a fork of it lives on. Some platforms
+        and disks have no locks. Raises `UsageError` where the run is being written.
         """
         if RANK > 0 or fcntl is None:
             return
@@ -3985,7 +3991,8 @@ for env in pickle.load(sys.stdin.buffer):
         lines = self.errors.read().decode(errors="replace").strip().split("\n")
         code = self.end()
         if late:
-            self.found = f"another process took more than {self.SECONDS} seconds to step them"
+            text = "another process did not read them back, step and close them within"
+            self.found = f"{text} {self.SECONDS} seconds"
         elif code:
             self.found = f"another process could not read them back: {lines[-1] or f'exit {code}'}"
         return self.found
@@ -4109,12 +4116,8 @@ def read_saved(path: Path) -> dict[str, Any]:
         script = saved.get("script", SCRIPT)
         if script != SCRIPT:
             raise ValueError(f"{script}.py wrote it")
-        check_version(saved["args"], path)
-        if not isinstance(saved.get("agent"), dict):
-            raise ValueError("it has no weights")
-        return saved
-    except UsageError:
-        raise
+        if not isinstance(saved.get("agent"), dict) or not isinstance(saved.get("args"), dict):
+            raise ValueError("it has no weights, or no flags")
     except FileNotFoundError as error:
         text = f"no run or checkpoint of this script: {what_is_there(path)}"
         raise UsageError(f"{path}: {text}") from error
@@ -4122,6 +4125,8 @@ def read_saved(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: {error.strerror or error}") from error
     except Exception as error:  # torch raises half a dozen kinds
         raise not_of_this_script(path, error) from error
+    check_version(saved["args"], path)
+    return saved
 
 
 def what_is_there(path: Path) -> str:
@@ -4159,7 +4164,7 @@ def load_weights(agent: Agent, held: dict[str, Tensor], env_id: str) -> None:
 
 
 def not_of_this_script(path: str | Path, error: Exception) -> UsageError:
-    """Return the error for a file that this script did not write, or not in this version."""
+    """Return the error for a file that this script did not write."""
     reason = str(error).split(". ")[0]
     return UsageError(f"{path}: no run or checkpoint of this script: {reason:.200}")
 
@@ -4172,7 +4177,7 @@ def check_version(flags: dict[str, Any], path: Path) -> None:
     if lacking or unknown:
         found = f"it lacks {lacking or 'none'} of the flags, and {unknown or 'none'} is unknown"
         text = "another version of the script wrote it; use the copy in the run's directory"
-        raise UsageError(f"{path}: {text} ({found})")
+        raise UsageError(f"{path}: {text} ({found:.200})")
 
 
 def expanded(path: str | Path) -> Path:
@@ -4225,6 +4230,7 @@ def play(
     if args.capture_video:
         env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: episode < 3)
     status = status or StatusLine(seconds=30)
+    status.shown_at = time.time()
     with torch.random.fork_rng([agent.device] if args.cuda else []):
         torch.manual_seed(derived_seed(args.seed, "evaluations", 0))
         for episode in range(args.eval_episodes):
@@ -4260,7 +4266,7 @@ def run_episode(
             share = f"episode {episode + 1} of {args.eval_episodes}"
             status.show(f"evaluation: step {len(rewards):,} of {share}")
     if not ended:
-        status.notice(f"evaluations cut this task, which names no time limit, at {limit:,} steps")
+        status.notice(f"evaluations cut this task, which has no time limit, at {limit:,} steps")
     return rewards
 
 
@@ -4730,8 +4736,9 @@ def main(argv: list[str]) -> None:
     A mistake of the user costs a short message on stderr and exit code 2. A fault is raised. A
     signal while a run trains ends it with a checkpoint and exit code 130.
 
-    Of many processes the first one prints. A mistake in the flags is printed once on each machine,
-    since machines differ; a mistake of the task and a fault by each process that meets it.
+    Of many processes the first one prints. A mistake is printed once on each machine, since
+    machines differ. A mistake of the task while it runs and a fault are printed by each process
+    that meets them.
     """
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

@@ -79,7 +79,6 @@ BAD = [
     ("--env-id ale:ALE/Pong-v5", "ale:ALE/Pong-v5", "No module named 'ale'"),
     ("--env-id mine.py:Nothing-v0", "mine.py:Nothing-v0", "Leave out .py: mine:Nothing-v0"),
     ("--env-id Nothing-v0", "Nothing-v0", "A task of your own is named module:id"),
-    ("--env-id PongNoFrameskip-v4", "PongNoFrameskip-v4", "se ale_py:ALE/Pong-v5"),
     ("--init-from nowhere", "nowhere", "no run or checkpoint"),
     ("--env-id probes:Walk-v0 --capture-video", "capture-video", "renders rgb_array"),
     ("--env-id probes:TextAction-v0", "actions are Text", "must be floats (Box), Discrete"),

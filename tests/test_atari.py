@@ -103,6 +103,20 @@ def test_episodes_begin_without_no_ops(script):
     assert layer.noop_max == 0
 
 
+def test_old_ids_are_told_their_new_name_ahead_of_an_import(script):
+    """Where ale_py is not imported, gymnasium does not know them. A module has tasks of its own."""
+    unknown = gym.error.NameNotFound("Environment `PongNoFrameskip` doesn't exist.")
+    args = small_args(script, "Walk")
+    for env_id, told in (
+        ("PongNoFrameskip-v4", "Use ale_py:ALE/Pong-v5, after pip install ale-py"),
+        ("Other-v4", "A task of your own is named module:id"),
+    ):
+        args.env_id = env_id
+        assert told in script.advice(unknown, args)
+    args.env_id = "mine:DoomNoFrameskip-v0"
+    assert script.advice(RuntimeError(), args) == ""
+
+
 @pytest.mark.parametrize("kind", ["NoFrameskip", "Deterministic", ""])
 def test_old_ids_are_told_their_new_name(script, kind):
     """ale_py has no BreakoutDeterministic-v5."""

@@ -419,7 +419,7 @@ def test_a_proof_that_takes_too_long_is_none(script, tmp_path, monkeypatch, caps
     monkeypatch.setattr(script.ReadBack, "SECONDS", 0.5)
     args = flags_for(script, tmp_path, 2, env_id="rude:Sleeper-v0", save_envs="proven")
     directory = script.train(args)["run_dir"]
-    said = "environments are not saved, since another process took more than 0.5 seconds to step"
+    said = "another process did not read them back, step and close them within 0.5 seconds"
     assert said in capsys.readouterr().out
     saved = torch.load(f"{directory}/checkpoint.pt", weights_only=True)
     assert script.pickle.loads(saved["run"])["parts"][0]["envs"] is None
@@ -721,29 +721,32 @@ def test_a_process_that_died_does_not_hold_up_the_end(script, somewhere, monkeyp
 
 
 def test_processes_that_do_not_close_are_killed(script, monkeypatch):
-    """A simulator may block for ever in its close(). One that has ended is told as what it is."""
+    """A simulator may block for ever in its close()."""
     killed = threading.Event()
     processes = [SimpleNamespace(kill=killed.set)]
-    groups = SimpleNamespace(
-        processes=processes,
-        close=lambda timeout: killed.wait(60),
-    )
     envs = object.__new__(script.EnvsInProcesses)
-    envs.size = 1
-    envs.groups = groups
+    envs.groups = SimpleNamespace(processes=processes, close=lambda timeout: killed.wait(60))
     soon = partial(threading.Timer, 0.05)
     monkeypatch.setattr(script.threading, "Timer", lambda seconds, call: soon(call))
     began = time.time()
     envs.close_extras()
     assert time.time() - began < 30
 
+
+def test_a_process_that_ended_is_told_as_what_it_is(script):
+    """Also ahead of its first step. A task's own fault of this kind is no such end."""
+
     def gone(*_, **options):
         raise EOFError
 
-    groups.reset = groups.step = gone
+    envs = object.__new__(script.EnvsInProcesses)
+    envs.size = 1
+    envs.groups = SimpleNamespace(reset=gone, step=gone)
     for call in (partial(envs.reset, seed=[1]), partial(envs.step, np.zeros((1, 1)))):
         with pytest.raises(RuntimeError, match="a process of --async-envs ended; was it killed"):
             call()
+    with pytest.raises(RuntimeError, match="ConnectionRefusedError"), script.faults_that_travel():
+        raise ConnectionRefusedError("the simulator's server is down")
 
 
 class Stuck(RuntimeError):
@@ -925,17 +928,25 @@ def test_a_task_without_end_is_evaluated_with_words(script, monkeypatch, capsys)
     out = capsys.readouterr().out
     assert "evaluation: step 17 of episode 1 of 2\n" in out
     assert "evaluation: step 1,001 of episode 2 of 2\n" in out
-    cut = "evaluations cut this task, which names no time limit, at 1,001 steps"
+    cut = "evaluations cut this task, which has no time limit, at 1,001 steps"
     assert out.count(cut) == 1
 
 
 def test_a_run_says_once_that_it_cuts_evaluations(script, monkeypatch, capsys):
-    """However many evaluations it has."""
+    """However many evaluations it has. A short one tells of no progress, however long ago the one
+    before was."""
     monkeypatch.setattr(script, "LONGEST_EPISODE", 6)
-    script.train(small_args(script, "Endless", eval_every=1, eval_episodes=1))
+    args = small_args(script, "Endless", eval_every=1, eval_episodes=1)
+    directory = script.train(args)["run_dir"]
+    agent, args = script.load_agent(directory)
+    status = script.StatusLine(seconds=30)
+    status.shown_at = 0
+    played = script.play(script.make_env(args), agent, args, None, status)
+    assert [len(rewards) for rewards in played] == [6]
     out = capsys.readouterr().out
+    assert "evaluation: step" not in out
     assert out.count("evaluation of 1 episodes") > 1
-    assert out.count("names no time limit, at 6 steps") == 1
+    assert out.count("has no time limit, at 6 steps") == 2  # the run, and then `play` by itself
 
 
 def test_a_resume_is_written_down(script, somewhere):
