@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -547,3 +548,25 @@ def test_reward_terms_worked_by_hand(answers, monkeypatch):
     ):
         rows[0]["return_mean"] = rows[1]["return_mean"] = returns
         assert told in answers.terms()
+
+
+def test_the_score_beside_the_best_is_worked_by_hand(answers, monkeypatch):
+    """Two runs on each of four robots: 0.4 and 1.0 of the best on one, 0.9 and 1.1 on the others.
+    Their mean is (0.7 + 1 + 1 + 1) / 4 = 0.925, and one of eight is below half. Claims that are
+    twice as high halve the score."""
+    best = dict.fromkeys(answers.FOUR, 100.0)
+    rows = [{"task": task, "value": "200"} for task in best]
+    monkeypatch.setattr(answers.screen, "BEST", best)
+    monkeypatch.setattr(answers, "PUBLISHED", SimpleNamespace(rows=lambda: rows))
+
+    def scores(script, task):
+        return np.array([40.0, 100.0] if task == answers.FOUR[0] else [90.0, 110.0])
+
+    monkeypatch.setattr(answers, "scores", scores)
+    told = answers.beside_best()
+    assert "our return is 0.93 (" in told or "our return is 0.92 (" in told
+    assert "with 1 of 8 runs below half; by the highest claims of all, 0.46 (" in told
+    low = answers.low_robots()
+    assert {task: own.tolist() for task, own in low.items() if len(own)} == {
+        answers.FOUR[0]: [40.0]
+    }
