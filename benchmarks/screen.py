@@ -148,8 +148,8 @@ STUDIES = {
         line_rows=("robots", "BDFG"),
         rival_rows=("robots", ""),
     ),
-    # Behind the preset of today, changes of what decides falls: horizon, steps, batch and V. (It was
-    # `robots_third` with --log-std-init 0 in place of B, which spoilt the first three runs.)
+    # Behind the preset of today, changes of what decides falls: horizon, steps, batch and V. Rows of
+    # `robots_third` had --log-std-init 0 in place of B, which spoilt the first three runs.
     "robots_fourth": Study(
         CATEGORICAL,
         tuple(BEST),
