@@ -148,7 +148,7 @@ STUDIES = {
         line_rows=("robots", "BDFG"),
         rival_rows=("robots", ""),
     ),
-    # Behind the preset of today, changes of what decides falls: horizon, steps, batch and V. Rows of
+    # Behind the preset of today, changes of what decides falls: horizon, steps, batch, V. Rows of
     # `robots_third` had --log-std-init 0 in place of B, which spoilt the first three runs.
     "robots_fourth": Study(
         CATEGORICAL,
