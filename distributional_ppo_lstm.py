@@ -3553,19 +3553,24 @@ class Run:
             text = "a larger --total-timesteps continues it"
             self.say(f"the run has taken all of its {self.step:,} steps; {text}")
             return
+        self.say_what_next()
+
+    def say_what_next(self) -> None:
+        """Print the best evaluation, and the commands that show the run and continue it."""
         if self.best_step:
             best = f"return {self.best_return:.1f} after {self.best_step:,} steps"
             self.say(f"best evaluation: {best}, {self.directory / 'best.pt'}")
         self.say(f"to watch: tensorboard --logdir {shlex.quote(str(self.directory.parent))}")
-        longer = f"--resume {self.quoted} --total-timesteps {2 * self.step}"
+
         name = Path(globals().get("__file__", f"{SCRIPT}.py")).name  # a notebook has no file
         typed = __name__ == "__main__" and "__file__" in globals()
-        script = sys.argv[0] if typed else name
+        script = shlex.quote(sys.argv[0] if typed else name)
         program = "python"
         if WORLD_SIZE > 1:
             here = processes_here()
             program = f"torchrun --nnodes {WORLD_SIZE // here} --nproc-per-node {here}"
-        self.say(f"to continue: {program} {shlex.quote(script)} {longer}")
+        longer = f"--resume {self.quoted} --total-timesteps {2 * self.step}"
+        self.say(f"to continue: {program} {script} {longer}")
 
     @property
     def evaluation_is_due(self) -> bool:

@@ -224,6 +224,18 @@ def test_a_run_says_where_it_stands(script, tmp_path, capsys):
 
 
 @with_one_script
+def test_many_processes_continue_as_many(script, monkeypatch, capsys):
+    """Four of them, two on each machine."""
+    monkeypatch.setattr(script, "WORLD_SIZE", 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    run = SimpleNamespace(best_step=0, directory=Path("runs/it"), step=96, quoted="it", say=print)
+    script.Run.say_what_next(run)
+    command = capsys.readouterr().out.splitlines()[-1].split()
+    assert command[2:7] == ["torchrun", "--nnodes", "2", "--nproc-per-node", "2"]
+    assert command[8:] == ["--resume", "it", "--total-timesteps", "192"]
+
+
+@with_one_script
 def test_episodes_are_logged_at_the_step_they_ended(script, tmp_path):
     """7-step episodes in 4 environments: at steps 28, 56 and 84, each once per environment."""
     _, directory = run(script, tmp_path, "VectorDiscrete")
