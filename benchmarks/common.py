@@ -611,13 +611,29 @@ def welch(after: np.ndarray, before: np.ndarray) -> Difference:
     return Difference(mean, mean - half, mean + half)
 
 
-def share(hits: int, count: int) -> str:
-    """Hits of so many, and the 95 % interval of their share (Wilson 1927)."""
+def wilson(hits: int, count: int) -> tuple[float, float]:
+    """The 95 % interval of a share (Wilson 1927)."""
     z = 1.96
     middle = (hits + z**2 / 2) / (count + z**2)
     half = z / (count + z**2) * math.sqrt(hits * (count - hits) / count + z**2 / 4)
-    low, high = max(middle - half, 0), min(middle + half, 1)
+    return max(middle - half, 0), min(middle + half, 1)
+
+
+def share(hits: int, count: int) -> str:
+    """Hits of so many, and the 95 % interval of their share."""
+    low, high = wilson(hits, count)
     return f"{hits} of {count} ({100 * low:.0f} to {100 * high:.0f} %)"
+
+
+def difference_of_shares(one: tuple[int, int], two: tuple[int, int]) -> tuple[float, float, float]:
+    """By how much the second share is larger, with its 95 % interval (Newcombe 1998, method 10).
+
+    Each share is given by hits and count. A bootstrap would take a share of 0 for certain.
+    """
+    (p, p_low, p_high), (q, q_low, q_high) = ((x / n, *wilson(x, n)) for x, n in (one, two))
+    low = q - p - math.hypot(q - q_low, p_high - p)
+    high = q - p + math.hypot(q_high - q, p - p_low)
+    return q - p, low, high
 
 
 # ------------------------------------------------------------------------------------------ reports

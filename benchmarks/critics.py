@@ -192,11 +192,6 @@ def improvement(scores: np.ndarray, rival: np.ndarray) -> np.ndarray:
     return ((mine > theirs) + 0.5 * (mine == theirs)).mean((-3, -2, -1))
 
 
-def fewer_low(scores: np.ndarray, rival: np.ndarray) -> np.ndarray:
-    """By how much the share of runs that end below 0.9 is smaller than the rival's."""
-    return (rival < 0.9).mean((-2, -1)) - (scores < 0.9).mean((-2, -1))
-
-
 def resampled(scores: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Many samples of as many seeds, drawn with replacement in each task by itself, (REPEATS,
     seeds, tasks)."""
@@ -221,6 +216,12 @@ def estimate(function: Callable[..., np.ndarray], *samples: np.ndarray) -> Estim
     draws = function(*(resampled(scores, rng) for scores in samples))
     low, high = np.percentile(draws, [2.5, 97.5])
     return Estimate(float(function(*samples)), float(low), float(high))
+
+
+def fewer_low(scores: np.ndarray, rival: np.ndarray) -> Estimate:
+    """By how much the share of runs that end below 0.9 is smaller than the rival's."""
+    low, rivals = ((int((own < 0.9).sum()), own.size) for own in (scores, rival))
+    return Estimate(*common.difference_of_shares(low, rivals))
 
 
 def beside(
@@ -258,7 +259,8 @@ def table(title: str, family: Family) -> list[str]:
             figures.append(estimate(iqm, scores[name]))
             figures.append(beside(improvement, scores, name, family) or "-")
         figures.append(f"{(ends[name] < 0.9).sum()} of {ends[name].size}")
-        figures.append(beside(fewer_low, ends, name, family) or "-")
+        rival = ends.get(family.critics[name].rival)
+        figures.append("-" if rival is None else fewer_low(ends[name], rival))
         lines.append(common.markdown_row([name, len(raw[name]), *means, *figures]))
     return lines
 

@@ -580,6 +580,12 @@ def version_of(cell: Cell) -> str:
     return "today's" if today else "older"
 
 
+def steps_told(runs: list[Row]) -> str:
+    """The steps of runs, or their range where a time limit made them differ."""
+    steps = sorted({int(run["steps"]) for run in runs})
+    return f"{steps[0]:,} to {steps[-1]:,}" if len(steps) > 1 else f"{steps[0]:,}"
+
+
 def table(cells: list[Cell]) -> list[str]:
     """A line for each cell with results."""
     lines = common.markdown_head(
@@ -601,7 +607,7 @@ def table(cells: list[Cell]) -> list[str]:
                     name_of(cell),
                     cell.variant,
                     version_of(cell),
-                    f"{int(runs[0]['steps']):,}",
+                    steps_told(runs),
                     len(runs),
                     f"{scores.mean():.{digits}f}",
                     f"{iqm(scores):.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
@@ -626,7 +632,6 @@ def every_run(cells: list[Cell]) -> list[str]:
         runs = rows_of(cell)
         if not runs:
             continue
-        steps = sorted({int(run["steps"]) for run in runs})
         scores = sorted(scores_of(cell))
         digits = 1 if max(map(abs, scores)) > 10 else 3
         last = np.mean(last_returns_of(cell))
@@ -636,7 +641,7 @@ def every_run(cells: list[Cell]) -> list[str]:
                     cell.script,
                     name_of(cell),
                     cell.variant,
-                    f"{steps[0]:,} to {steps[-1]:,}" if len(steps) > 1 else f"{steps[0]:,}",
+                    steps_told(runs),
                     " ".join(f"{score:.{digits}f}" for score in scores),
                     f"{last:.{digits}f}",
                     " ".join(sorted({run["commit"] or "-" for run in runs})),
@@ -730,7 +735,7 @@ def minatar() -> str:
     """Beside SB3's PPO at equal steps."""
     tasks = [f"envs:MinAtar/{game}-v1" for game in GAMES]
     return beside(
-        "MinAtar beside SB3's PPO, equal flags and steps",
+        "MinAtar beside SB3's PPO, equal sizes, rates and steps",
         [
             (cell_of(CATEGORICAL, task, "default"), cell_of(SB3, task, "same_flags"))
             for task in tasks
@@ -868,7 +873,7 @@ PEERS = {  # rows of GRID in a figure's words
     (CONTRIB, "zoo"): "RecurrentPPO of sb3-contrib, flags of rl-zoo",
     (CONTRIB, "equal_time"): "RecurrentPPO, our flags, stopped after our wall time",
     (SB3, "default"): "PPO of Stable-Baselines3, its default flags",
-    (SB3, "same_flags"): "PPO of Stable-Baselines3, our flags",
+    (SB3, "same_flags"): "PPO of Stable-Baselines3, our sizes and rates",
 }
 
 
@@ -941,8 +946,10 @@ def draw_learning() -> None:
     rows = -(-len(tasks) // 5)
     figure, axes = plt.subplots(rows, 5, figsize=(common.WIDTH, 1.6 * rows + 0.8), squeeze=False)
     for number, (panel, task) in enumerate(zip(axes.flat, tasks)):
-        draw_curves(panel, [cell for cell in drawn if cell.task == task])
-        common.letter(panel, number, common.title_of(task), fontsize=7.5, pad=13)
+        own = [cell for cell in drawn if cell.task == task]
+        draw_curves(panel, own)
+        star = "*" if "today's" in map(version_of, own) else ""
+        common.letter(panel, number, f"{common.title_of(task)}{star}", fontsize=7.5, pad=13)
     for panel in axes.flat[len(tasks) :]:
         panel.set_axis_off()
     for panel in axes[:, 0]:
@@ -955,7 +962,7 @@ def draw_learning() -> None:
         loc="outside lower center",
         ncols=2,
         title="Interquartile mean over seeds (mean of three); band: 95 % bootstrap interval, "
-        "of three or four seeds the whole range",
+        "of three or four seeds the whole range; * ours is of today's scripts",
         title_fontsize=7.5,
     )
     common.save(figure, RESULTS / "learning.png")
@@ -965,8 +972,12 @@ def report() -> None:
     """Tables in results/ (learning.md, every_run.md, ablations.md) and on stdout; two figures."""
     lines = table(GRID)
     beside_peers = (
-        mujoco("MuJoCo, --preset mujoco, older or today's", CATEGORICAL, "default"),
-        mujoco("The same, a single critic of 51 quantiles", QUANTILE, "quantiles_single"),
+        mujoco("MuJoCo, --preset mujoco", CATEGORICAL, "default"),
+        mujoco(
+            "A single critic of 51 quantiles, older scripts and preset",
+            QUANTILE,
+            "quantiles_single",
+        ),
         popgym(),
         minatar(),
     )

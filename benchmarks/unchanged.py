@@ -302,11 +302,13 @@ def speed(script: Path) -> float:
 
 
 def compare_speed(name: str, old: Path, new: Path, repeats: int) -> None:
-    """Steps per second, new over old, in turn."""
+    """Steps per second, new over old. The two take turns, and in going first as well."""
     ratios = []
-    for _ in range(repeats):
-        before = speed(old / f"{name}.py")
-        ratios.append(speed(new / f"{name}.py") / before)
+    for repeat in range(repeats):
+        found = {}
+        for folder in (old, new) if repeat % 2 == 0 else (new, old):
+            found[folder] = speed(folder / f"{name}.py")
+        ratios.append(found[new] / found[old])
     low, high = np.min(ratios), np.max(ratios)
     print(f"{name}: {np.median(ratios):.3f} times as fast ({low:.3f} to {high:.3f})", flush=True)
 
@@ -331,6 +333,8 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[], help="words, all to match")
     parser.add_argument("--speed", type=int, default=0, help="repeats; compare speed instead")
     given = parser.parse_args()
+    if given.speed and not {*given.only} <= {LSTM, CATEGORICAL}:
+        parser.error("--only: speed is that of each script's defaults; name a script")
     cells = grid(given.only)
     if not cells:
         parser.error(f"no cell matches {' '.join(given.only)}")

@@ -177,8 +177,23 @@ def test_probability_of_improvement_counts_pairs_of_a_task(critics):
 def test_fewer_low_runs_than_the_rival(critics):
     """One of four ends below 0.9, of the rival's three: 0.75 - 0.25."""
     mine, theirs = np.array([[0.9, 1], [0.5, 2]]), np.array([[0.8, 0], [0.89, 1]])
-    assert critics.fewer_low(mine, theirs) == 0.5
-    assert critics.fewer_low(theirs, mine) == -0.5
+    assert critics.fewer_low(mine, theirs).value == 0.5
+    assert critics.fewer_low(theirs, mine).value == -0.5
+
+
+def test_the_interval_of_a_difference_of_shares(critics):
+    """Newcombe 1998, table II, method 10: 56 of 70 minus 48 of 80 is 0.2 (0.0524 to 0.3339), and
+    10 of 10 minus 0 of 20 is 1 (0.6791 to 1). None of 50 against six: 0.12, and its lower end is
+    0.12 - hypot(0.12 - 0.0562, 0.0713) by Wilson's ends of 6 of 50 and of 0 of 50."""
+    assert critics.common.difference_of_shares((48, 80), (56, 70)) == pytest.approx(
+        (0.2, 0.0524, 0.3339), abs=1e-4
+    )
+    assert critics.common.difference_of_shares((0, 20), (10, 10)) == pytest.approx(
+        (1, 0.6791, 1), abs=1e-4
+    )
+    assert critics.common.difference_of_shares((0, 50), (6, 50))[1] == pytest.approx(
+        0.0243, abs=5e-4
+    )
 
 
 def test_bootstrap_draws_seeds_in_each_task_by_itself(critics):
@@ -198,9 +213,8 @@ def test_figures_of_many_samples_are_those_of_each(critics):
     rng = np.random.default_rng(2)
     mine, theirs = rng.random((3, 4, 2)).round(1), rng.random((3, 5, 2)).round(1)
     assert critics.iqm(mine).tolist() == [critics.iqm(one) for one in mine]
-    for figure in (critics.improvement, critics.fewer_low):
-        each = [figure(one, two) for one, two in zip(mine, theirs, strict=True)]
-        assert figure(mine, theirs).tolist() == each
+    each = [critics.improvement(one, two) for one, two in zip(mine, theirs, strict=True)]
+    assert critics.improvement(mine, theirs).tolist() == each
 
 
 def test_an_interval_holds_what_is_known(critics):
