@@ -1082,9 +1082,9 @@ def calibration_notes() -> list[str]:
     passed = sum(map(calibration.reached, chains()))
     return [
         f"* **Known distributions.** Three of five processes have goals: a Wasserstein distance "
-        f"at most 3 % of the standard deviation above the least possible one, the standard "
-        f"deviation within 5 %, the mean of the worst twentieth within 8 %, coverage within two "
-        f"points of what is possible. {passed} of {len(chains())} runs with the flags of "
+        f"at most 3 % of the standard deviation above that of the truth on such atoms or "
+        f"levels, coverage within two points, the standard deviation within 5 %, the mean "
+        f"of the worst twentieth within 8 %. {passed} of {len(chains())} runs with the flags of "
         f"`calibrated` and tuned sizes and rates reach all (older).",
         f"* **Presets** had a goal, set ahead: at most 0.05 in all three runs. {goal_told()}",
     ]

@@ -764,8 +764,9 @@ def main() -> None:
         TUNING.record(try_presets, tried_runs(args.only), args.processes)
         return
     if args.tune is not None:
-        if min(args.seeds, default=0) < 10:
-            parser.error(f"--tune: --seeds {args.seeds} must be 10 and up; others are reported")
+        if not {*args.seeds} <= {*range(10, 80)} or not args.seeds:
+            text = "must be 10 to 79, which train with --seed 1000 to 7900; others are reported"
+            parser.error(f"--tune: --seeds {args.seeds} {text}")
         runs = tuning_runs(args.only, args.seeds, args.tune)
         TUNING.record(tune_one, runs, args.processes)
         return

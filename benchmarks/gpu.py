@@ -3,8 +3,10 @@
     python benchmarks/gpu.py             # measure what has no row; needs a GPU
     python benchmarks/gpu.py --report    # the table from the committed CSV alone
 
-Each repeat of a piece of work is a process, in which the programs take turns: the default, with one
-torch thread; four torch threads; and --cuda. A program trains for at least SECONDS after its first
+Each repeat of a piece of work is a process, in which the programs come one after the other:
+--torch-threads 1, the default; --torch-threads 4; and --cuda. On the CPU LSTMs and convolutions
+train actor and critics at once, so they use twice as many threads. More of them were not tried, so
+a larger CPU might do better beside the GPU. A program trains for at least SECONDS after its first
 iteration, which does not count. Speed is steps over seconds of rollouts, values and updates, as a
 run logs them. One row of results/gpu.csv is one program in one repeat.
 """
@@ -154,7 +156,10 @@ def report() -> None:
     """The table in results/gpu.md and on stdout."""
     rows = TABLE.rows()
     origins = common.origins(rows, ("gpu", *common.ORIGIN, "torch"))
-    title = "Steps per second, medians. Columns tell programs of one machine, which take turns."
+    title = (
+        "Steps per second, medians, with one and four torch threads (LSTMs and convolutions use "
+        "twice as many, since actor and critics train at once), and on the GPU of that machine."
+    )
     common.publish(RESULTS / "gpu.md", [title, "", *lines_of(rows), "", f"{origins}."])
 
 

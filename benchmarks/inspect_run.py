@@ -10,7 +10,8 @@ all episodes, how often the realised return fell between which deciles: a tenth 
 critics are right. Returns are discounted, with rewards of Atari games clipped, as critics learn
 them. Those of an episode that a time limit cut are known because the policy plays on, which needs a
 discount. It works on any run directory of the two scripts, and of copies that kept their functions'
-names: it runs the copy of the source that lies there.
+names: it runs the copy of the source that lies there. All observations are kept in memory, so take
+few --episodes of tasks with large images.
 """
 
 from __future__ import annotations

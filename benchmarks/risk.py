@@ -222,7 +222,8 @@ class Cliff:
 
     def cvar(self, alpha: float, policy: list | None = None) -> float:
         """Largest CVaR of the return -t - 99 n over all policies, or that of a policy: the largest
-        value over nu of nu - E[max(nu - return, 0)] / alpha (Rockafellar & Uryasev 2000)."""
+        value over nu of nu - E[max(nu - return, 0)] / alpha (Rockafellar & Uryasev 2000). Returns
+        are integers, and one of them is the best nu."""
 
         def value(nu: int) -> float:
             def shortfall(t: int, n: np.ndarray) -> np.ndarray:
@@ -230,7 +231,7 @@ class Cliff:
 
             return nu - self.least(shortfall, policy)[0] / alpha
 
-        return max(value(nu) for nu in range(-200, -60, 2))
+        return max(value(nu) for nu in range(-200, -60))
 
 
 def slippery_cliff() -> Cliff:
@@ -257,12 +258,13 @@ def cliff_optima(alpha: float = 0.1) -> Optimum:
 HEAD = """\
 500 evaluation episodes of the policy's mode, and of the policy as it samples; means over seeds
 +- 95 % interval. CVaR at 0.2 (lottery), 0.1. The draws of an evaluation depend on the seed alone,
-so rows share their luck: the lottery's risky arm has exactly a mean of 1.0 and a CVaR of -1.0.
+so rows with the same seeds share their luck: the lottery's risky arm has exactly a mean of 1.0 and
+a CVaR of -1.0.
 """
 SHARING = {"5dd7f7d"}  # commits whose environments took consecutive seeds, from --seed on
 SHARED = """\
-Runs with neighbouring seeds shared most random numbers of their environments in training, so
-intervals are too narrow.
+In older rows runs with neighbouring seeds shared most random numbers of their environments in
+training, so intervals are too narrow.
 """
 SHOWN = ("mean", "cvar", "sampled_mean", "sampled_cvar")
 
@@ -289,7 +291,8 @@ def line(setting: Setting, rows: list[Row]) -> str:
     risky = [float(row["risky"]) for row in rows if row["risky"]]
     told = f"{min(risky):.3f} to {max(risky):.3f}" if risky else ""
     names = (setting.task, setting.kind, setting.variant)
-    return common.markdown_row([*names, len(rows), *figures, seeds, told])
+    version = "today's" if int(rows[0]["seed"]) >= common.RENEWED else "older"
+    return common.markdown_row([*names, version, len(rows), *figures, seeds, told])
 
 
 TITLES = {  # of the panels, with what is at stake
@@ -338,7 +341,7 @@ def draw(groups: dict[Setting, list[Row]], optimum: Optimum) -> None:
         common.letter(panel, number, TITLES[task])
         level = "0.2" if task == "lottery" else "0.1"
         panel.set(xlabel="mean return", ylabel=f"CVaR$_{{{level}}}$ of the return")
-    axes[-1].plot(optimum.mean, optimum.its_cvar, "*", color=common.INK, ms=8, zorder=4)
+    axes[-1].plot(optimum.mean, optimum.cvar, "*", color=common.INK, ms=8, zorder=4)
     handles = [
         plt.Line2D([], [], marker="D", ls="", color=colour, label=words)
         for colour, words in POLICIES.values()
@@ -364,7 +367,7 @@ def report() -> None:
     rows = [row for own in found.values() for row in own]
     optimum = cliff_optima()
     names = (
-        "task | script | variant | seeds | mean | CVaR | sampled: mean | CVaR "
+        "task | script | variant | version | seeds | mean | CVaR | sampled: mean | CVaR "
         "| CVaR by seed | P(risky arm)"
     )
     head = HEAD + SHARED if any(row["commit"] in SHARING for row in rows) else HEAD

@@ -12,13 +12,13 @@ start-up does not count. Programs and cells take turns, repeat by repeat; tables
 peers, at equal work with one scalar critic, are sb3-contrib's RecurrentPPO (an LSTM each for actor
 and critic), SB3's PPO and, given the path of ppo_continuous_action.py in a checkout of it (it is in
 no registry), CleanRL. The floor of a cell is the sum of what its rollouts must do: environments
-stepped with random actions, resets as often as in the run; the actor's forward pass for every step,
-the critics' once; forward and backward of bare layers for every minibatch, one after the other,
-with as many torch threads as ours. Losses, optimizer, advantages and metrics are not in it. The
-share of the floor is that of ours on one core where ours trains actor and critics in two threads
-(LSTMs and images, but for versions in ONE_THREAD), and it is left out where one core was not
-measured. Peak memory is the largest resident set of the process, imports included. "kept" is ours
-with glibc told to keep freed memory (KEEP below), "compiled" the feed-forward script with
+stepped with random actions, in CartPole with resets as often as in the run; the actor's forward
+pass for every step, the critics' once; forward and backward of bare layers for every minibatch, one
+after the other, with as many torch threads as ours. Losses, optimizer, advantages and metrics are
+not in it. The share of the floor is that of ours on one core where ours trains actor and critics in
+two threads (LSTMs and images, but for versions in ONE_THREAD), and it is left out where one core
+was not measured. Peak memory is the largest resident set of the process, imports included. "kept"
+is ours with glibc told to keep freed memory (KEEP below), "compiled" the feed-forward script with
 --compile: a run of two rollouts with an empty cache of compiled code, whose seconds beyond those of
 a run that compiles nothing are the time to compile, then speed as above. The peers run with one
 torch thread and with two ("sb3-2threads"), and the faster one of both counts. "ours-1core" and
@@ -590,9 +590,12 @@ Programs = dict[str, list[Row]]  # rows of a cell by program
 
 
 def pick(rows: list[Row], threads: str, newest: bool = True) -> dict[str, Programs]:
-    """Rows by cell and program, of one number of threads and each cell's newest commit."""
+    """Rows by cell and program, of one number of threads and each cell's newest commit. Those of an
+    edited tree, with "+", count where there are no others."""
     rows = [row for row in rows if row["threads"] == threads]
-    commit = {row["cell"]: row["commit"] for row in rows}
+    edited = {row["cell"]: row["commit"] for row in rows}
+    clean = {row["cell"]: row["commit"] for row in rows if not row["commit"].endswith("+")}
+    commit = edited | clean
     picked = defaultdict(lambda: defaultdict(list))
     for row in rows:
         if not newest or row["commit"] == commit[row["cell"]]:
@@ -690,6 +693,7 @@ def grid_line(cell: str, rows: Programs) -> list:
         found = [middle(rows[program], column) for program in ("ours", "sb3")]
         return ", ".join("-" if math.isnan(x) else f"{x:.0f}" for x in found)
 
+    counts_resets = "CartPole" in flags["env_id"]  # of others older rows have a made-up number
     parts = [middle(rows["floor"], "parts", part) for part in PARTS]
     return [
         f"{cell}: {flags['env_id']}, {flags['num_envs']} x {flags['num_steps']}",
@@ -700,7 +704,7 @@ def grid_line(cell: str, rows: Programs) -> list:
         share_of_floor(cell, rows),
         " + ".join(f"{ms:.3g}" for ms in parts),
         f"{1e3 * work.samples / speed:.3g}",
-        both("steps_per_reset"),
+        both("steps_per_reset") if counts_resets else "-, -",
         both("peak_mb"),
         len(pair_ratios(rows, peer(rows))),
         commits(rows["ours"]),

@@ -20,8 +20,8 @@ that a changed episode has the worse signal (the area under the ROC curve) is at
 unchanged ones are EPISODES episodes that open otherwise, so that the unchanged robot itself is a
 level like others: a signal that warns of it is of no use. The return has fallen where it is below
 FALLEN of that of the unchanged robot in the same episodes, and by more than twice the standard
-error of the difference. All these numbers were written down ahead of the runs. One row of
-results/trust.csv is one level of one change of one run.
+error of the difference, reckoned as of independent episodes. All these numbers were written down
+ahead of the runs. One row of results/trust.csv is one level of one change of one run.
 """
 
 from __future__ import annotations
