@@ -2223,8 +2223,8 @@ class Agent(nn.Module):
     def value(self, obs: np.ndarray, state: Tensor | None = None) -> tuple[np.ndarray, Tensor]:
         """Predict V, the estimated discounted return, () or (N,), and give the critics' next state.
 
-        obs are those of `act`, the state is that of `predict_returns`. By default V has an output
-        of its own, so it need not be the mean of the quantiles. Raises ValueError like `act`.
+        obs are those of `act`, the state is that of `predict_returns`. By default V need not be the
+        mean of the quantiles, see `value_from`. Raises ValueError like `act`.
         """
         outputs, state, alone = self.critics_step(obs, state)
         return one_or_all(self.value_dist.value(outputs), alone), state

@@ -36,6 +36,7 @@ QUANTILES = {  # sentences of the kind, by what they are about
     "targets": "J) what the value distributions learn, normalised returns",
     "old": "K or K + 1) before the update, for value clipping",
     "moving": "# 3. The return statistics move, and the value heads with them.",
+    "moved": "and the value heads are rescaled in the same moment.",
 }
 ATOMS = {
     "title": "twin critics predict categorical distributions of the return.",
@@ -52,6 +53,7 @@ ATOMS = {
     "targets": "K) what the value distributions learn",
     "old": "1 or 2) mean, and V, before the update, for value clipping",
     "moving": "# 3. The return statistics move.",
+    "moved": "and the value heads are rescaled as far as they can be.",
 }
 
 
