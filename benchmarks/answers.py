@@ -608,7 +608,7 @@ def second_stage(setting: str, task: str) -> np.ndarray:
     return np.array(
         [
             float(row["return_mean"])
-            for row in screen.TABLE.rows()
+            for row in screen.rows_told()
             if (row["study"], row["setting"], row["task"]) == ("robots", setting, task)
             and int(row["seed"]) in study.second_seeds
         ]
@@ -1718,7 +1718,7 @@ def calibrated_table() -> list[str]:
 
 def screenings() -> list[str]:
     """The tables of the studies of screen.py that have rows enough."""
-    rows = screen.TABLE.rows()
+    rows = screen.rows_told()
     lines = []
     for name in screen.STUDIES:
         for make in (screen.report, screen.second_report, screen.part_report, screen.again_report):

@@ -380,12 +380,13 @@ def by_setting(rows: Iterable[Row]) -> dict[Setting, list[Row]]:
 
 
 def standing(cell: Cell, rows: list[Row]) -> list[Row]:
-    """The rows of a cell's runs that count, whatever their seeds are.
+    """The rows of a cell's runs that count.
 
     Seeds from RENEWED up are of runs that were made anew with today's scripts. A cell that wants
-    them has these rows as soon as all of its seeds have run, and the older ones until then.
+    them has the rows of its own seeds as soon as all of these have run, and until then all older
+    rows, whatever their seeds are.
     """
-    newer = [row for row in rows if int(row["seed"]) >= RENEWED]
+    newer = [row for row in rows if int(row["seed"]) in cell.seeds]
     seeds = {int(row["seed"]) for row in newer}
     if min(cell.seeds, default=0) >= RENEWED and seeds >= {*cell.seeds}:
         return newer

@@ -491,6 +491,7 @@ def test_runs_made_anew_replace_older_ones_when_all_have_ended(tmp_path, monkeyp
     keep_scores(tmp_path, monkeypatch, {8002: 4.0})
     assert known(new) == ["8001", "8002"]
     assert known(old) == ["1", "2"]
+    assert known(made_up_cell([8002])) == ["8002"]  # 8001 had other flags, say
 
 
 def test_a_run_replaces_the_same_run_and_archives_are_merged(tmp_path, monkeypatch):

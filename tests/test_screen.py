@@ -446,3 +446,12 @@ def test_flags_that_the_script_lacks_are_said_ahead_of_any_run(screen, monkeypat
     with pytest.raises(SystemExit):
         screen.main()
     assert "--recompute-advantages" in capsys.readouterr().err
+
+
+def test_rows_of_a_study_that_was_changed_are_not_told(screen, monkeypatch):
+    """A setting is a few letters, whose flags the study may change; and a study may have gone."""
+    study = screen.STUDIES["robots"]
+    same = {"study": "robots", "setting": "AB", "flags": study.flags("AB")}
+    rows = [same, same | {"flags": "--gamma 0.5"}, same | {"study": "robots_third"}]
+    monkeypatch.setattr(screen.Table, "rows", lambda table: rows)
+    assert screen.rows_told() == [same]
