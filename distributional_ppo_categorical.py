@@ -21,9 +21,10 @@ These things differ most from other PPO scripts:
                          rollout afterwards is faster, and it reaches every true successor.
     Distributions        Each critic predicts probabilities of returns. By default it learns one
                          lambda-return for each state, blurred by HL-Gauss. The presets `calibrated`
-                         and `averse` learn the distribution of the return itself. By default V
-                         is its mean plus a correction, the mean output (`--value-from`). With
-                         `--cvar-weight` the policy learns from the tail of the distribution.
+                         and `averse` learn the distribution of the return itself. By default V,
+                         the value that advantages use, is the mean of the predicted distribution
+                         plus a correction, the mean output (`--value-from`). With `--cvar-weight`
+                         the policy learns from the tail of the distribution.
     Two critics          Two value heads predict the return. By default V is the smaller one of
                          their two values.
     Normalised returns   Critics predict (return - running mean) / running std.
@@ -35,8 +36,9 @@ These things differ most from other PPO scripts:
                          as many minibatches as the actor has evaluated.
 
 Under torchrun many processes share the environments. The algorithm meets them only in `average`,
-`of_all_processes` and `own`. With one process these return what they are given. N counts the
-environments of one process, `args.num_envs` and `args.batch_size` count those of all.
+`of_all_processes` and `own`, which return what they are given where there is one process. N and
+what is counted from it are of one process; `args.num_envs` and `args.batch_size` are of all. What
+else the algorithm calls is listed at the line "Nothing below is about the algorithm".
 
 Shapes are written with these letters:
 
@@ -65,7 +67,7 @@ from __future__ import annotations
 import os
 
 # The actor multiplies small matrices in NumPy. OpenBLAS does that more slowly with several threads.
-# OpenBLAS reads this variable when NumPy is first imported; in a program that may have been before.
+# OpenBLAS reads this variable when NumPy is first imported.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import argparse
@@ -208,8 +210,8 @@ class TaskArgs:
     """Indices of entries of the observation vector that the networks see as zero, from 0. The
     velocities of CartPole are 1 and 3."""
     preset: tuple[str, ...] = ()
-    """Presets of the list above. They apply from left to right. Typed flags override them. In
-    Python, `preset_args` applies them, and `Args` only records their names."""
+    """Presets, which the top of --help lists. They apply from left to right. Typed flags override
+    them. In Python, `preset_args` applies them, and `Args` only records their names."""
 
 
 @dataclass
@@ -459,7 +461,7 @@ class Rollout(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """It holds the B = T * N steps of a rollout as rows, or some of them. No tensor has a graph.
+    """It holds the B = T * N steps of a rollout as rows, or those of a minibatch, without a graph.
 
     `for_actor` and `for_critics` keep the fields that one loss reads. The others are None there.
     """
@@ -494,13 +496,13 @@ def train(args: Args) -> dict[str, Any]:
     run, agent, optimizers, envs = start(args)  # anew, resumed, or with the weights of another run
     with run:
         obs = open_episodes(envs, run)
-        for progress in run.iterations():  # seeds torch ahead of each
+        for progress in run.iterations():  # seeds torch ahead of each, for an exact resume
             rollout, obs = collect_rollout(envs, agent, obs, args)
             run.lap("rollout")
             batch, metrics = prepare_batch(agent, rollout, args)
             run.lap("values")
             metrics |= update(agent, optimizers, batch, args, progress)
-            agent.update_obs_moments(rollout.obs)  # last: acting and training see the same inputs
+            agent.update_obs_moments(rollout.obs)  # now: the update saw inputs as the actor did
             run.lap("update")
             run.end_iteration(rollout, metrics, (obs,))
     return run.results
@@ -530,6 +532,7 @@ def collect_rollout(
     episodes = []
 
     policy = agent.numpy_policy()
+    # All processes draw the noise of all environments, and each takes its own part.
     noise = own(agent.action_dist.noise(T, args.num_envs)).numpy()
     for t in range(T):
         obs[t] = current_obs
@@ -637,7 +640,7 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     the values and advantages of this one; the first rollout, which has none before it, sets them.
     Then the statistics take in the targets, and the value heads are rescaled as far as they can be.
     The new statistics normalise targets and old values for the update, and decode the next rollout.
-    So the critics are trained on a scale before it decodes what they predict.
+    So a scale decodes predictions only after the critics were trained on it.
     """
     dist = agent.value_dist
 
@@ -728,14 +731,15 @@ def first_return_moments(rollout: Rollout, args: Args) -> tuple[Tensor, Tensor]:
 def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
     """Normalise the advantages of a rollout, but divide by no less than their usual std.
 
-        A' = (A - mean) / (std + 1e-30) * min(1, std / running std)
+        A' = (A - mean) / max(std, running std)
 
-    The running std is the root of the mean variance of recent rollouts, which `agent.adv_moments`
-    holds. It takes in this rollout first. Where all returns are alike, the std is the noise of
-    rounding and of the critics. Dividing by it would turn that noise into a gradient of full size.
-    Once an earlier rollout has varied, the running std keeps this gradient small. Adam then takes
-    small steps until it has forgotten the larger gradients, within about a thousand of its steps.
-    The running std is our addition.
+    The code computes (A - mean) / std * min(1, std / running std). The running std is the root of
+    the mean variance of recent rollouts, which `agent.adv_moments` holds. It takes in this rollout
+    first. Where all returns are alike, the std is the noise of rounding and of the critics.
+    Dividing by it would turn that noise into a gradient of full size. Once an earlier rollout has
+    varied, the running std keeps this gradient small. Adam then takes small steps until it has
+    forgotten the larger gradients, within about a thousand of its steps. The running std is our
+    addition.
     """
     if not args.norm_adv:
         return advantages
@@ -766,6 +770,8 @@ def normalize_advantages(
 
 def minibatches(batch: Batch, args: Args) -> Iterator[Batch]:
     """Give the minibatches of all epochs. Each epoch shuffles the rows.
+
+    Actor and critics call it each for themselves, so their orders differ.
 
     The number of minibatches divides that of the rows; `check_sizes` requires it. The orders are
     drawn at once, so that random numbers do not depend on which of two threads is ahead.
@@ -855,9 +861,10 @@ def update(
             loss, _ = value_loss(agent, mb, args)
             take a step of the critics
 
-    They may run at the same time (`run_both`). They draw no random numbers, and neither writes what
-    the other reads. The critics do not know when the actor will stop, so they wait for a ticket
-    ahead of each step. The actor puts one into a queue for each minibatch that it has evaluated.
+    They run at the same time where that pays (`run_both`), and draw no random numbers. Neither
+    writes what the other reads. The critics do not know when the actor will stop, so they wait for
+    a ticket ahead of each step. The actor puts one into a queue for each minibatch that it has
+    evaluated.
 
     Returns the metrics of `describe_advantages` and `describe_update`, and what `schedules` gave.
     Raises RuntimeError for a loss or a gradient that is not finite.
@@ -904,7 +911,7 @@ def train_actor(
     try:
         parameters, _ = agent.parts()
         loss_and_gradient = compiled(with_gradient) if args.compile else with_gradient
-        coef = torch.tensor(ent_coef, device=agent.device)  # a number would be compiled in
+        coef = torch.tensor(ent_coef, device=agent.device)  # a float would be compiled in
         for i, mb in enumerate(batches):
             inputs = (agent, mb, args, coef)
             gradient, loss, kl, metrics = loss_and_gradient(policy_loss, parameters, *inputs)
@@ -991,8 +998,9 @@ class Optimizers(NamedTuple):
 def make_optimizers(agent: Agent, args: Args) -> Optimizers:
     """Make Adam for the actor and for the critics, each for one vector of all their parameters.
 
-    A step costs time for each tensor, however small. The parameters therefore become parts of the
-    vector. A later `agent.to(...)` would cut them off from it. `update` sets the learning rates.
+    A step costs time for each tensor, however small. So the parameters become views of the vector,
+    which a later `agent.to(...)` would break. `VectorAdam` is Adam without hooks, and `update` sets
+    the learning rates.
     """
     adams = []
     for parameters in agent.parts():
@@ -1011,7 +1019,7 @@ class Preset(NamedTuple):
 
 
 # First those of tasks, then those of a purpose. benchmarks/tuning.md tells which were tuned, and
-# how. Atari's are CleanRL's.
+# how. The preset `atari` has CleanRL's flags.
 PURPOSES = ("calibrated", "averse", "critics")  # they go after the preset of a task
 PRESETS = {
     "cartpole": Preset("CartPole-v1: the defaults.", {}),
@@ -1200,7 +1208,7 @@ def explained_variance(predictions: Tensor, targets: Tensor) -> Tensor:
     """
     variance = targets.var(correction=0)
     residual = (targets - predictions).var(correction=0)
-    varies = (variance > 0) & (targets.max() > targets.min())
+    varies = (variance > 0) & (targets.max() > targets.min())  # rounding can vary equal targets
     return torch.where(varies, 1 - residual / variance, 0)
 
 
@@ -1254,7 +1262,7 @@ class RunningMoments(nn.Module):
 
         `weight` and `max_count` have one unit: samples, or rollouts if each of these weighs 1.
         """
-        count = self.count.clamp(max=self.max_count)  # another run may have counted further
+        count = self.count.clamp(max=self.max_count)  # that of another run may be larger
         past = count / (count + weight)  # weight of the past in the merged moments
         delta = mean - self.mean
         between = past * delta.square()
@@ -1445,8 +1453,8 @@ def sr_lambda_atoms(
     step = torch.arange(T, device=rewards.device)[:, None].expand_as(rewards)
     episode_end = torch.where(ended, step, T).flip(0).cummin(0).values.flip(0)  # (T, N) steps
 
-    # A geometric n by inversion: P(n - 1 >= i) = lambda^i. For lambda 1 the quotient is log u / 0,
-    # which is -inf; `abs` makes n - 1 the largest number there. For lambda 0 it is 0.
+    # A geometric n by inversion: P(n - 1 >= i) = lambda^i. With lambda 1 the quotient log u / 0 is
+    # -inf, which becomes T. With lambda 0 it is log u / -inf, which is 0, so that n is 1.
     if draws is None:
         draws = torch.rand(rewards.shape, generator=generator, device=rewards.device)
     more_steps = (draws.clamp(min=1e-30).log() / draws.new_tensor(gae_lambda).log()).abs()
@@ -1631,36 +1639,47 @@ class ValueDistribution(nn.Module):
 
         The metric `warning`, where there is one, is a text. `Run.end_iteration` prints the first.
         """
-        means = self.mean(outputs)  # (C, T, N), by the old statistics
+        # 1. The old statistics decode what the critics predicted, (C, T, N).
+        means = self.mean(outputs)
         values = self.value(outputs)
         old_std = self.moments.std
-        rescales = not self.moments.at_floor  # by the old statistics, as all above
+        rescales = not self.moments.at_floor
+
+        # 2. The statistics take in the targets, and the mean output is rescaled.
         if self.args.norm_returns:
             self.merge_targets(targets, values)
-
         ratio = old_std / self.moments.std if rescales else 1.0
         for head in heads:
             head[-1].weight.data[len(self.support) :] *= ratio
             head[-1].bias.data[len(self.support) :] *= ratio
-
         logits, correction = self.split(outputs)
         new_outputs = torch.cat((logits, correction * ratio), -1)
+        new_values = self.value(new_outputs)
+        metrics = self.describe_statistics(targets, new_values - values)
 
+        # 3. The predictions are told in the new units.
+        if not rescales:  # clipping is not to hold on to what was predicted while nothing varied
+            means = self.mean(new_outputs)
+            values = new_values
+        predicted = self.moments.normalize(torch.stack((means, values), -1)).to(outputs)
+        return predicted[..., : 1 + correction.shape[-1]], metrics
+
+    def describe_statistics(self, targets: WeightedReturns, jumps: Tensor) -> dict:
+        """Describe the return statistics, given how far they made values jump.
+
+        There may be a `warning`, as `move_statistics` tells.
+        """
         outside = self.outside_support(targets)
         metrics = {
             "value/outside_support": outside,
             "norm/return_mean": self.moments.mean,
             "norm/return_std": self.moments.std,
-            "norm/value_shift": (self.value(new_outputs) - values).abs().mean(),  # how far it jumps
+            "norm/value_shift": jumps.abs().mean(),
         }
         if outside > 0.01:
             text = "of the targets' mass is beyond the atoms; widen --v-min, --v-max"
             metrics["warning"] = f"value/outside_support: {outside:.1%} {text}"
-        if not rescales:  # what they meant while nothing varied is not to be held on to
-            means = self.mean(new_outputs)
-            values = self.value(new_outputs)
-        predicted = self.moments.normalize(torch.stack((means, values), -1)).to(outputs)
-        return predicted[..., : 1 + correction.shape[-1]], metrics
+        return metrics
 
     def merge_targets(self, targets: WeightedReturns, values: Tensor) -> None:
         """Take targets into the running moments, as `move_statistics` tells.
@@ -1715,22 +1734,22 @@ class ValueDistribution(nn.Module):
         probs = log_probs.detach().exp()
         detached_mean = probs @ self.support.to(probs)
         values = detached_mean[..., None] + self.gain * correction
-        loss = -(targets * log_probs).sum(-1)  # cross-entropy, by the same log_probs
+        z_loss = -(targets * log_probs).sum(-1)  # cross-entropy, by the same log_probs
         v_loss = squared_error(values, returns)
         if args.vf_clip == "none":
-            return loss + v_loss, torch.zeros_like(loss)
+            return z_loss + v_loss, torch.zeros_like(z_loss)
 
         old_mean = old[..., 0]
         old_values = old[..., 1:]
-        mean = (logits.softmax(-1) * self.support).sum(-1)
+        mean = (logits.softmax(-1) * self.support).sum(-1)  # again, now with its gradient
         shift = clip_values(mean, old_mean, args.vf_clip_coef) - mean
         source = self.support - shift[..., None]
         moved_targets = project_categorical(targets.expand_as(source), source, self.support)
-        loss = clipped_value_loss(loss, categorical_cross_entropy(moved_targets, logits))
+        z_loss = clipped_value_loss(z_loss, categorical_cross_entropy(moved_targets, logits))
         clipped_values = clip_values(values, old_values, args.vf_clip_coef)
         v_loss = clipped_value_loss(v_loss, squared_error(clipped_values, returns))
         changes = torch.cat((shift[..., None], clipped_values - values), -1)
-        return loss + v_loss, (changes.abs() > 1e-6).any(-1).float()
+        return z_loss + v_loss, (changes.abs() > 1e-6).any(-1).float()
 
     def describe(self, outputs: Tensor, samples: WeightedReturns) -> dict:
         """Describe the outputs (T, N, K or K + 1) for s_t, beside samples of the return."""

@@ -21,9 +21,10 @@ These things differ most from other PPO scripts:
                          rollout afterwards is faster, and it reaches every true successor.
     Distributions        Each critic predicts quantiles of returns. By default they are quantiles of
                          lambda-returns. The presets `calibrated` and `averse` learn those of the
-                         return itself. By default V is not their mean but one more output of
-                         the same head, the mean output (`--value-from`). With `--cvar-weight` the
-                         policy learns from the tail of the distribution.
+                         return itself. By default V, the value that advantages use, is not their
+                         mean but one more output of the same head, the mean output
+                         (`--value-from`). With `--cvar-weight` the policy learns from the tail of
+                         the distribution.
     Two critics          Two value heads predict the return. By default V is the smaller one of
                          their two values.
     Normalised returns   Critics predict (return - running mean) / running std.
@@ -35,8 +36,9 @@ These things differ most from other PPO scripts:
                          as many minibatches as the actor has evaluated.
 
 Under torchrun many processes share the environments. The algorithm meets them only in `average`,
-`of_all_processes` and `own`. With one process these return what they are given. N counts the
-environments of one process, `args.num_envs` and `args.batch_size` count those of all.
+`of_all_processes` and `own`, which return what they are given where there is one process. N and
+what is counted from it are of one process; `args.num_envs` and `args.batch_size` are of all. What
+else the algorithm calls is listed at the line "Nothing below is about the algorithm".
 
 Shapes are written with these letters:
 
@@ -67,7 +69,7 @@ from __future__ import annotations
 import os
 
 # The actor multiplies small matrices in NumPy. OpenBLAS does that more slowly with several threads.
-# OpenBLAS reads this variable when NumPy is first imported; in a program that may have been before.
+# OpenBLAS reads this variable when NumPy is first imported.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import argparse
@@ -211,8 +213,8 @@ class TaskArgs:
     """Indices of entries of the observation vector that the networks see as zero, from 0. The
     velocities of CartPole are 1 and 3."""
     preset: tuple[str, ...] = ()
-    """Presets of the list above. They apply from left to right. Typed flags override them. In
-    Python, `preset_args` applies them, and `Args` only records their names."""
+    """Presets, which the top of --help lists. They apply from left to right. Typed flags override
+    them. In Python, `preset_args` applies them, and `Args` only records their names."""
 
 
 @dataclass
@@ -508,13 +510,13 @@ def train(args: Args) -> dict[str, Any]:
     run, agent, optimizers, envs = start(args)  # anew, resumed, or with the weights of another run
     with run:
         carry, critic_state = open_episodes(envs, agent, run)
-        for progress in run.iterations():  # seeds torch ahead of each
+        for progress in run.iterations():  # seeds torch ahead of each, for an exact resume
             rollout, carry = collect_rollout(envs, agent, carry, args)
             run.lap("rollout")
             batch, critic_state, metrics = prepare_batch(agent, rollout, critic_state, args)
             run.lap("values")
             metrics |= update(agent, optimizers, batch, args, progress)
-            agent.update_obs_moments(rollout.obs)  # last: acting and training see the same inputs
+            agent.update_obs_moments(rollout.obs)  # now: the update saw inputs as the actor did
             run.lap("update")
             run.end_iteration(rollout, metrics, (*carry, critic_state.cpu()))
     return run.results
@@ -546,6 +548,7 @@ def collect_rollout(
 
     current_obs, starts, state = carry
     policy = agent.numpy_policy()
+    # All processes draw the noise of all environments, and each takes its own part.
     noise = own(agent.action_dist.noise(T, args.num_envs)).numpy()
     for t in range(T):
         if t % args.sequence_length == 0:
@@ -799,14 +802,15 @@ def first_return_moments(rollout: Rollout, args: Args) -> tuple[Tensor, Tensor]:
 def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
     """Normalise the advantages of a rollout, but divide by no less than their usual std.
 
-        A' = (A - mean) / (std + 1e-30) * min(1, std / running std)
+        A' = (A - mean) / max(std, running std)
 
-    The running std is the root of the mean variance of recent rollouts, which `agent.adv_moments`
-    holds. It takes in this rollout first. Where all returns are alike, the std is the noise of
-    rounding and of the critics. Dividing by it would turn that noise into a gradient of full size.
-    Once an earlier rollout has varied, the running std keeps this gradient small. Adam then takes
-    small steps until it has forgotten the larger gradients, within about a thousand of its steps.
-    The running std is our addition.
+    The code computes (A - mean) / std * min(1, std / running std). The running std is the root of
+    the mean variance of recent rollouts, which `agent.adv_moments` holds. It takes in this rollout
+    first. Where all returns are alike, the std is the noise of rounding and of the critics.
+    Dividing by it would turn that noise into a gradient of full size. Once an earlier rollout has
+    varied, the running std keeps this gradient small. Adam then takes small steps until it has
+    forgotten the larger gradients, within about a thousand of its steps. The running std is our
+    addition.
     """
     if not args.norm_adv:
         return advantages
@@ -837,6 +841,8 @@ def normalize_advantages(
 
 def minibatches(batch: Batch, args: Args) -> Iterator[Batch]:
     """Give the minibatches of all epochs. Each epoch shuffles the training sequences (axis 1).
+
+    Actor and critics call it each for themselves, so their orders differ.
 
     The number of minibatches divides that of the sequences; `check_sizes` requires it. The orders
     are drawn at once, so that random numbers do not depend on which of two threads is ahead.
@@ -930,9 +936,10 @@ def update(
             loss, _ = value_loss(agent, mb, args)
             take a step of the critics
 
-    They may run at the same time (`run_both`). They draw no random numbers, and neither writes what
-    the other reads. The critics do not know when the actor will stop, so they wait for a ticket
-    ahead of each step. The actor puts one into a queue for each minibatch that it has evaluated.
+    They run at the same time where that pays (`run_both`), and draw no random numbers. Neither
+    writes what the other reads. The critics do not know when the actor will stop, so they wait for
+    a ticket ahead of each step. The actor puts one into a queue for each minibatch that it has
+    evaluated.
 
     Returns the metrics of `describe_advantages` and `describe_update`, and what `schedules` gave.
     Raises RuntimeError for a loss or a gradient that is not finite.
@@ -1063,8 +1070,9 @@ class Optimizers(NamedTuple):
 def make_optimizers(agent: Agent, args: Args) -> Optimizers:
     """Make Adam for the actor and for the critics, each for one vector of all their parameters.
 
-    A step costs time for each tensor, however small. The parameters therefore become parts of the
-    vector. A later `agent.to(...)` would cut them off from it. `update` sets the learning rates.
+    A step costs time for each tensor, however small. So the parameters become views of the vector,
+    which a later `agent.to(...)` would break. `VectorAdam` is Adam without hooks, and `update` sets
+    the learning rates.
     """
     adams = []
     for parameters in agent.parts():
@@ -1083,7 +1091,7 @@ class Preset(NamedTuple):
 
 
 # First those of tasks, then those of a purpose. benchmarks/tuning.md tells which were tuned, and
-# how. Atari's are CleanRL's.
+# how. The preset `atari` has CleanRL's flags.
 PURPOSES = ("calibrated", "averse", "critics")  # they go after the preset of a task
 PRESETS = {
     "cartpole_novel": Preset("CartPole without its velocities: the defaults.", {}),
@@ -1264,7 +1272,7 @@ def explained_variance(predictions: Tensor, targets: Tensor) -> Tensor:
     """
     variance = targets.var(correction=0)
     residual = (targets - predictions).var(correction=0)
-    varies = (variance > 0) & (targets.max() > targets.min())
+    varies = (variance > 0) & (targets.max() > targets.min())  # rounding can vary equal targets
     return torch.where(varies, 1 - residual / variance, 0)
 
 
@@ -1318,7 +1326,7 @@ class RunningMoments(nn.Module):
 
         `weight` and `max_count` have one unit: samples, or rollouts if each of these weighs 1.
         """
-        count = self.count.clamp(max=self.max_count)  # another run may have counted further
+        count = self.count.clamp(max=self.max_count)  # that of another run may be larger
         past = count / (count + weight)  # weight of the past in the merged moments
         delta = mean - self.mean
         between = past * delta.square()
@@ -1686,19 +1694,19 @@ class ValueDistribution(nn.Module):
         """
         args = self.args
         quantiles, mean_outputs = self.split(outputs)
-        loss = quantile_huber_loss(quantiles, targets, self.support, args.kappa)
+        z_loss = quantile_huber_loss(quantiles, targets, self.support, args.kappa)
         v_loss = squared_error(mean_outputs, returns)
         if args.vf_clip == "none":
-            return loss + v_loss, torch.zeros_like(loss)
+            return z_loss + v_loss, torch.zeros_like(z_loss)
 
         old_quantiles, old_mean_outputs = self.split(old)
         clipped = clip_quantiles(quantiles, old_quantiles, args.vf_clip_coef, args.vf_clip)
-        loss_clipped = quantile_huber_loss(clipped, targets, self.support, args.kappa)
-        loss = clipped_value_loss(loss, loss_clipped)
+        z_loss_clipped = quantile_huber_loss(clipped, targets, self.support, args.kappa)
+        z_loss = clipped_value_loss(z_loss, z_loss_clipped)
         clipped_means = clip_values(mean_outputs, old_mean_outputs, args.vf_clip_coef)
         v_loss = clipped_value_loss(v_loss, squared_error(clipped_means, returns))
         changes = torch.cat((clipped - quantiles, clipped_means - mean_outputs), -1)
-        return loss + v_loss, (changes.abs() > 1e-6).any(-1).float()
+        return z_loss + v_loss, (changes.abs() > 1e-6).any(-1).float()
 
     def describe(self, outputs: Tensor, samples: Tensor) -> dict:
         """Describe the outputs (T, N, K or K + 1) for s_t, beside samples of the return."""

@@ -25,9 +25,10 @@ QUANTILES = {  # sentences of the kind, by what they are about
     "title": "twin critics predict quantiles of the return.",
     "learnt": """predicts quantiles of returns. By default they are quantiles of
                          lambda-returns. The presets `calibrated` and `averse` learn those of the
-                         return itself. By default V is not their mean but one more output of
-                         the same head, the mean output (`--value-from`). With `--cvar-weight` the
-                         policy learns from the tail of the distribution.""",
+                         return itself. By default V, the value that advantages use, is not their
+                         mean but one more output of the same head, the mean output
+                         (`--value-from`). With `--cvar-weight` the policy learns from the tail of
+                         the distribution.""",
     "value": """mean_head: the mean output, one more output.
     Squared error fits it, so V learns rare rewards, too.""",
     "K": "K   quantiles of a predicted distribution",
@@ -42,9 +43,10 @@ ATOMS = {
     "title": "twin critics predict categorical distributions of the return.",
     "learnt": """predicts probabilities of returns. By default it learns one
                          lambda-return for each state, blurred by HL-Gauss. The presets `calibrated`
-                         and `averse` learn the distribution of the return itself. By default V
-                         is its mean plus a correction, the mean output (`--value-from`). With
-                         `--cvar-weight` the policy learns from the tail of the distribution.""",
+                         and `averse` learn the distribution of the return itself. By default V,
+                         the value that advantages use, is the mean of the predicted distribution
+                         plus a correction, the mean output (`--value-from`). With `--cvar-weight`
+                         the policy learns from the tail of the distribution.""",
     "value": """mean_head: that and a correction, the mean
     output. Squared error fits the correction, so V learns rare rewards, too.""",
     "K": "K   atoms of a predicted distribution",

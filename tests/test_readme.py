@@ -425,5 +425,5 @@ def test_robots_that_score_little():
         scores = [float(row["return_mean"]) for row in default_runs(SCRIPTS[1], task)]
         low[task] = sum(score < top / 2 for score in scores)
     assert low == {"Hopper-v5": 2, "Walker2d-v5": 1, "Ant-v5": 0, "HalfCheetah-v5": 0}
-    told = "3 of 40 runs on four robots have less than half of the best published score, two on"
+    told = "3 of 40 runs on four robots have less than half of the best published score [in the"
     assert told in README

@@ -52,7 +52,16 @@ SEAMS = {  # defined in both, different on purpose
     "check_sizes": "what minibatches must divide",
 }
 # Methods of one ValueDistribution alone, which nothing but the class itself calls.
-OF_ONE = {LSTM: set(), CATEGORICAL: {"normalized_mean", "outside_support", "probs", "task_atoms"}}
+OF_ONE = {
+    LSTM: set(),
+    CATEGORICAL: {
+        "describe_statistics",
+        "normalized_mean",
+        "outside_support",
+        "probs",
+        "task_atoms",
+    },
+}
 # What training does, in the order in which it does it.
 ORDER = """
 train collect_rollout run_critics gae prepare_batch minibatches policy_loss value_loss update
