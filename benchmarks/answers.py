@@ -286,7 +286,33 @@ def tasks_table() -> list[str]:
         lines += common.markdown_head(" | ".join(named.get(head, head) for head in heads))
         lines += [common.markdown_row([row[head] for head in heads]) for row in rows]
         lines.append("")
-    return [*lines, *memory_table()]
+    return [*lines, *blind_table(), *memory_table()]
+
+
+def blind_table() -> list[str]:
+    """Robots without velocities, of those whose runs are all there: what memory buys."""
+    lines = common.markdown_head(
+        "MuJoCo, velocities hidden, 1M | recurrent | worst | feed-forward | recurrent minus "
+        "feed-forward | feed-forward, with velocities | sb3-contrib, our flags"
+    )
+    heads = len(lines)
+    for task in learning.BLIND:
+        own, control = scores(LSTM, task), scores(CATEGORICAL, task, "feed_forward")
+        if len(own) and len(control):
+            lines.append(
+                common.markdown_row(
+                    [
+                        f"{task}*",
+                        with_interval(own),
+                        figure(own.min(), abs(own).max()),
+                        with_interval(control),
+                        welch(own, control).told(0),
+                        measured(CATEGORICAL, task.replace("NoVel", "")),
+                        measured(CONTRIB, task, "same_flags"),
+                    ]
+                )
+            )
+    return [*lines, ""] if len(lines) > heads else []
 
 
 def memory_table() -> list[str]:

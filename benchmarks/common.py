@@ -150,7 +150,6 @@ def peer_network(script: ModuleType, args: Any) -> dict[str, Any]:
     """`policy_kwargs` of Stable-Baselines3: layers as the script's, an encoder each for actor and
     critic, a hidden layer ahead of the value; it sets all their weights its own way."""
     from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
-    from torch import nn
 
     class Encoder(BaseFeaturesExtractor):
         def __init__(self, space: Any) -> None:
@@ -164,7 +163,8 @@ def peer_network(script: ModuleType, args: Any) -> dict[str, Any]:
         "features_extractor_class": Encoder,
         "share_features_extractor": False,
         "net_arch": {"pi": [], "vf": [args.hidden_size]},
-        "activation_fn": nn.ReLU,
+        "activation_fn": script.ACTIVATIONS[args.activation],
+        "log_std_init": args.log_std_init,  # of Gaussian actions
     }
 
 

@@ -132,6 +132,8 @@ POPGYM = (
 )  # fmt: skip
 SINGLE = " --num-quantiles 51 --num-critics 1"
 ROBOTS = ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Ant-v5", "Humanoid-v5")
+BLIND = tuple(task.replace("-", "NoVel-") for task in ROBOTS[:4])  # robots without velocities
+MUJOCO_NOVEL = "--preset mujoco_novel"
 # seeds of peers and of older runs, and of runs of today's scripts
 THREE, FIVE, TEN, TWENTY = (range(1, seeds + 1) for seeds in (3, 5, 10, 20))
 NEW_THREE, NEW_FIVE, NEW_TEN, NEW_TWENTY = (
@@ -149,6 +151,8 @@ GRID = [
     Cell(
         "envs:MiniGrid-MemoryS7-OneHot-v0", LSTM, "default", "--preset minigrid", range(8004, 8007)
     ),
+    *[Cell(task, LSTM, "default", MUJOCO_NOVEL, NEW_FIVE) for task in BLIND],
+    *[Cell(task, CATEGORICAL, "feed_forward", MUJOCO, NEW_FIVE) for task in BLIND],
     Cell("CartPole-v1", CATEGORICAL, "default", "", NEW_TWENTY),
     Cell("Pendulum-v1", CATEGORICAL, "default", PENDULUM, NEW_TWENTY),
     Cell("Acrobot-v1", CATEGORICAL, "default", ACROBOT, NEW_TWENTY),
@@ -166,6 +170,10 @@ GRID = [
     Cell("PendulumNoVel-v1", CONTRIB, "zoo", "--total-timesteps 100000", FIVE),
     Cell("MountainCarContinuousNoVel-v0", CONTRIB, "zoo", "--total-timesteps 300000", FIVE),
     *[Cell(f"popgym:popgym-{name}-v0", CONTRIB, "equal_time", MEMORY, THREE) for name in POPGYM],
+    *[
+        Cell(task, CONTRIB, "same_flags", MUJOCO_NOVEL, THREE)
+        for task in ("HalfCheetahNoVel-v5", "Walker2dNoVel-v5")
+    ],
     Cell("CartPole-v1", SB3, "default", "--total-timesteps 50000", THREE),
     Cell("Pendulum-v1", SB3, "default", "--total-timesteps 100000", THREE),
     Cell("Acrobot-v1", SB3, "default", LONG, THREE),
@@ -315,7 +323,8 @@ def zoo_options(task: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def same_options(args: Any) -> dict[str, Any]:
     """Arguments of SB3's PPO for flags of ours. It normalises advantages in each minibatch, and
-    returns by VecNormalize or, in SB3's PPO here, not at all."""
+    returns by VecNormalize or, in SB3's PPO here, not at all. It has no learning rate of critics.
+    It stops where an estimate of the KL divergence is above 1.5 times its limit."""
     return {
         "n_steps": args.num_steps,
         "batch_size": args.batch_size // args.num_minibatches,
@@ -327,6 +336,7 @@ def same_options(args: Any) -> dict[str, Any]:
         "ent_coef": args.ent_coef,
         "vf_coef": 0.5,
         "max_grad_norm": args.max_grad_norm,
+        "target_kl": None if args.target_kl is None else args.target_kl / 1.5,
     }
 
 
@@ -351,7 +361,7 @@ def make_peer(run: Run, ours: ModuleType, args: Any, make: Callable) -> Any:
         return sb3.PPO("MlpPolicy", envs, seed=seed, policy_kwargs=net, **options)
 
     envs = VecNormalize(envs, gamma=options["gamma"])
-    if run.cell.variant == "equal_time":
+    if run.cell.variant != "zoo":
         net |= {"lstm_hidden_size": args.lstm_hidden_size, "enable_critic_lstm": True}
     recurrent = sb3_contrib.RecurrentPPO
     return recurrent("MlpLstmPolicy", envs, seed=seed, policy_kwargs=net, **options)
@@ -872,20 +882,24 @@ SHOWN = (  # all feed-forward tasks, and ten of the recurrent ones
 PEERS = {  # rows of GRID in a figure's words
     (CONTRIB, "zoo"): "RecurrentPPO of sb3-contrib, flags of rl-zoo",
     (CONTRIB, "equal_time"): "RecurrentPPO, our flags, stopped after our wall time",
+    (CONTRIB, "same_flags"): "RecurrentPPO of sb3-contrib, our flags",
     (SB3, "default"): "PPO of Stable-Baselines3, its default flags",
     (SB3, "same_flags"): "PPO of Stable-Baselines3, our sizes and rates",
+}
+CONTROLS = {  # ours without memory, where the task needs one
+    (LSTM, "no_memory"): "ours, LSTM state zeroed",
+    (CATEGORICAL, "feed_forward"): "ours, feed-forward",
 }
 
 
 def look_of(cell: Cell) -> dict[str, Any] | None:
     """Return how a cell's curve is drawn, or nothing for a cell that the figure leaves out."""
-    if cell.script in (LSTM, CATEGORICAL):
-        known = {"default": (common.OURS, "-"), "no_memory": (common.FLOOR, ":")}
-        if cell.variant not in known:
-            return None
-        colour, line = known[cell.variant]
-        return {"color": colour, "ls": line}
-    if (cell.script, cell.variant) in PEERS:
+    kind = (cell.script, cell.variant)
+    if kind in ((LSTM, "default"), (CATEGORICAL, "default")):
+        return {"color": common.OURS, "ls": "-"}
+    if kind in CONTROLS:
+        return {"color": common.FLOOR, "ls": ":"}
+    if kind in PEERS:
         return {"color": common.PEER, "ls": "--"}
     return None
 
@@ -898,6 +912,8 @@ def family_of(task: str) -> str:
         return "MinAtar"
     if task in (*ROBOTS, "Swimmer-v5"):
         return "MuJoCo"
+    if task in BLIND:
+        return "MuJoCo, recurrent"
     return "recurrent" if "NoVel" in task else "feed-forward"
 
 
@@ -922,16 +938,25 @@ def draw_curves(panel: Any, cells: list[Cell]) -> None:
     panel.set_xlim(left=0)
 
 
+def panels_told(places: list[int]) -> str:
+    """Return the letters of panels, in their order: (a), (c) to (e)."""
+    runs: list[list[str]] = []
+    for number, place in enumerate(places):
+        if not number or place != places[number - 1] + 1:
+            runs.append([])
+        runs[-1].append(f"({chr(ord('a') + place)})")
+    return ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
+
+
 def legend_looks(tasks: list[str], cells: list[Cell]) -> list[dict[str, Any]]:
-    """Return the lines of the legend, which tells in which panels which peer is."""
+    """Return the lines of the legend, which tells in which panels which of them is."""
     looks = [{"color": common.OURS, "label": "ours"}]
-    for kind, words in PEERS.items():
+    for kind, words in (PEERS | CONTROLS).items():
         own = {cell.task for cell in cells if (cell.script, cell.variant) == kind}
-        letters = [chr(ord("a") + number) for number, task in enumerate(tasks) if task in own]
-        if letters:
-            label = f"({letters[0]}) to ({letters[-1]}): {words}"
-            looks.append({"color": common.PEER, "ls": "--", "label": label})
-    looks.append({"color": common.FLOOR, "ls": ":", "label": "(a): ours, LSTM state zeroed"})
+        places = [number for number, task in enumerate(tasks) if task in own]
+        if places:
+            cell = next(cell for cell in cells if (cell.script, cell.variant) == kind)
+            looks.append({**look_of(cell), "label": f"{panels_told(places)}: {words}"})
     return looks
 
 
@@ -939,7 +964,8 @@ def draw_learning() -> None:
     """Draw training curves of ours and of the peers; each task that has run has a panel."""
     plt = common.pyplot()
     drawn = [cell for cell in GRID if look_of(cell) and rows_of(cell)]
-    drawn.sort(key=lambda cell: cell.variant == "no_memory")  # seeds are told in the legend's order
+    # The numbers of seeds are told in the order of the legend.
+    drawn.sort(key=lambda cell: (cell.script, cell.variant) in CONTROLS)
     tasks = [task for task in SHOWN if any(cell.task == task for cell in drawn)]
     if not tasks:
         return

@@ -1198,7 +1198,27 @@ def test_without_memory_what_acts_is_what_is_trained(monkeypatch):
         assert done.metrics["policy/ratio_std"] > 1e-3
 
 
-@pytest.mark.parametrize("variant", ["zoo", "equal_time"])
+def test_peers_have_our_flags():
+    """The peer's limit of the KL divergence is 1.5 times smaller, since it multiplies it by 1.5."""
+    learning, common = map(importlib.import_module, ("learning", "common"))
+    ours = importlib.import_module(NAMES[0])
+    args = ours.parse_args(["--preset", "mujoco_novel", "--activation", "tanh"])
+    assert learning.same_options(args)["target_kl"] * 1.5 == pytest.approx(args.target_kl)
+    args.target_kl = None
+    assert learning.same_options(args)["target_kl"] is None
+    pytest.importorskip("stable_baselines3")
+    network = common.peer_network(ours, args)
+    assert network["activation_fn"].__name__ == "Tanh"
+    assert network["log_std_init"] == -0.5
+
+
+def test_letters_of_panels():
+    """Neighbours are joined."""
+    learning = importlib.import_module("learning")
+    assert learning.panels_told([0, 2, 3, 4, 6, 7]) == "(a), (c) to (e), (g) to (h)"
+
+
+@pytest.mark.parametrize("variant", ["zoo", "equal_time", "same_flags"])
 @pytest.mark.slow
 def test_learning_trains_the_recurrent_peer(variant, monkeypatch):
     """Its networks from our flags or from the zoo's."""
