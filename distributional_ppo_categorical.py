@@ -3091,6 +3091,7 @@ def open_environments(args: Args) -> tuple[gym.vector.VectorEnv, gym.Env | None]
         for env in (envs, eval_env):
             if env is not None:
                 close_quietly(env)
+
         one_was_made = envs is not None or eval_env is not None
         if one_was_made and isinstance(error, UsageError) and str(error).startswith("--env-id"):
             text = "if few can be open at once, take --eval-episodes 0 and fewer --num-envs"
@@ -3607,6 +3608,7 @@ class Run:
         if self.writer is None:
             self.logged |= {tag: float(x) for tag, x in metrics.items() if is_scalar(x)}
             return
+
         entries = Summary()
         for tag, value in metrics.items():
             if is_scalar(value):
@@ -3621,6 +3623,7 @@ class Run:
                 kind = ("histograms", DataClass.DATA_CLASS_TENSOR)
             else:
                 continue
+
             entry.metadata.summary_description = DESCRIPTIONS.get(tag, "")
             entry.metadata.plugin_data.plugin_name, entry.metadata.data_class = kind
         self.writer.file_writer.add_summary(entries, step)
@@ -3677,6 +3680,7 @@ class Run:
             content["run"] = pickle.dumps(self.to_resume())
         if self.writer is None:
             return
+
         self.writer.flush()
         path = self.directory / f"{name}.tmp"
         with path.open("wb") as file:
@@ -3691,6 +3695,7 @@ class Run:
         kept["optimizers"] = [on_cpu(x.state_dict()) for x in self.optimizers]
         if self.untouched:  # nothing was trained since, as where a run that is done is evaluated
             return kept | self.untouched
+
         part = {
             "carried": self.carried,
             "rngs": (random.getstate(), np.random.get_state()),
@@ -4056,6 +4061,7 @@ def read_saved(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: {error.strerror or error}") from error
     except Exception as error:  # torch raises half a dozen kinds
         raise not_of_this_script(path, error) from error
+
     check_version(saved["args"], path)
     return saved
 
@@ -4518,6 +4524,7 @@ def parse_flags(argv: list[str], defaults: dict[str, Any]) -> Args:
     for title, group in GROUPS.items():
         known = {one.name: defaults[one.name] for one in fields(group) if one.name in defaults}
         groups[title] = group(**known)
+
     flags_class = make_dataclass("Flags", list(GROUPS.items()))
     presets = [f"  {name:<18} {preset.about}" for name, preset in PRESETS.items()]
     parsed = tyro.cli(
@@ -4526,6 +4533,7 @@ def parse_flags(argv: list[str], defaults: dict[str, Any]) -> Args:
         default=flags_class(**groups),
         description="\n".join([__doc__.splitlines()[0], "", "presets:", *presets]),
     )
+
     flat = {}
     for title in GROUPS:
         flat |= vars(getattr(parsed, title))
