@@ -128,11 +128,11 @@ def as_today(version: str, cell: common.Cell) -> bool:
         words = words[1:]
     if words and not words[0].startswith("--"):
         return False  # another variant
-    found = tune.parts(common.spelt_out(cell.script, " ".join([cell.flags, *words]).strip()))
+    found = common.flag_parts(common.spelt_out(cell.script, " ".join([cell.flags, *words]).strip()))
     line = cell.flags
     if line == versions.MUJOCO:
         line += " --norm-adv-memory 0"
-    same_flags = found == tune.parts(common.spelt_out(cell.script, line))
+    same_flags = found == common.flag_parts(common.spelt_out(cell.script, line))
     return same_flags and (scales_gradient or "--norm-adv-memory 0" in found)
 
 
@@ -1305,14 +1305,14 @@ def current() -> str:
 def tuned(line: Line, reported: list[Row]) -> np.ndarray:
     """Evaluations on tuning seeds with the flags of the reported runs, before separate updates;
     none where these have no flags in common."""
-    wanted = {tune.parts(row["flags"]) for row in reported}
+    wanted = {common.flag_parts(row["flags"]) for row in reported}
     return np.array(
         [
             float(row["return_mean"])
             for row in tune.TABLE.rows()
             if (row["script"], row["task"]) == (line.script, line.task)
             and row["commit"] in OLDER
-            and {tune.parts(row["flags"])} == wanted
+            and {common.flag_parts(row["flags"])} == wanted
         ]
     )
 

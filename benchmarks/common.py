@@ -140,6 +140,12 @@ def idle_flags(module: ModuleType, args: Any) -> set[str]:
     }
 
 
+def flag_parts(flags: str) -> frozenset[str]:
+    """Flags with their values; of one given twice the last."""
+    given = {part.split()[0]: part for part in re.split(r" (?=--)", flags) if part}
+    return frozenset(given.values())
+
+
 def without(flags: str, name: str) -> str:
     """Flags without one of them, which others leave without effect: scripts refuse such flags."""
     parts = re.split(r" (?=--)", flags.strip())

@@ -11,7 +11,6 @@ Whatever this program does not know goes to the script. Runs that have a row are
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 
 import common
@@ -73,11 +72,11 @@ def share_lost(episodes: np.ndarray, lengths: np.ndarray, first: float, threshol
 
 def run_missing(cell: Cell, processes: int) -> None:
     """Every seed of the setting without a row."""
-    wanted = (cell.script, cell.task, parts(cell.flags))
+    wanted = (cell.script, cell.task, common.flag_parts(cell.flags))
     known = {
         row["seed"]
         for row in TABLE.rows()
-        if (row["script"], row["task"], parts(row["flags"])) == wanted
+        if (row["script"], row["task"], common.flag_parts(row["flags"])) == wanted
     }
     runs = [run for run in common.runs_of([cell]) if str(run.seed) not in known]
     TABLE.record(run_one, runs, processes)
@@ -112,12 +111,6 @@ def line(script: str, flags: str, rows: list[Row], threshold: float | None) -> s
     )
 
 
-def parts(flags: str) -> frozenset[str]:
-    """Flags with their values; of one given twice the last."""
-    given = {part.split()[0]: part for part in re.split(r" (?=--)", flags) if part}
-    return frozenset(given.values())
-
-
 def report(task: str, seeds: Sequence[int] = ()) -> list[str]:
     """The flags that all settings share, and a table: seeds, final evaluations, those at the
     threshold, the median steps to it and the mean share of later steps in episodes below it, for
@@ -125,7 +118,7 @@ def report(task: str, seeds: Sequence[int] = ()) -> list[str]:
     settings: dict[tuple[str, frozenset[str]], list[Row]] = {}  # by script and flags
     for row in TABLE.rows():
         if row["task"] == task and (not seeds or int(row["seed"]) in seeds):
-            settings.setdefault((row["script"], parts(row["flags"])), []).append(row)
+            settings.setdefault((row["script"], common.flag_parts(row["flags"])), []).append(row)
 
     if not settings:
         return [f"{task}: no rows."]
