@@ -1211,7 +1211,7 @@ def test_rows_of_other_flags_do_not_pass_as_done(monkeypatch, tmp_path):
     archive.table.append(row)
     assert learning.missing([cell], [], []) == []
     archive.table.append(row | {"flags": row["flags"].replace("--gamma 0.9 ", "")})
-    with pytest.raises(ValueError, match="seed 8001.*take such rows out"):
+    with pytest.raises(ValueError, match=r"seed 8001.*take such rows out"):
         learning.missing([cell], [], [])
 
 
@@ -1283,7 +1283,7 @@ def test_every_cell_has_flags_that_its_script_takes():
         name: importlib.import_module(name)
         for name in ("calibration", "critics", "learning", "risk", "truth")
     }
-    common = importlib.import_module("common")
+    cells = [*programs["learning"].GRID, *programs["learning"].ABLATIONS]
     for name in ("calibration", "critics", "risk", "truth"):
         cells += programs[name].cells()
     gone = ("twin_min_quantile",)  # reported, and cannot be run again
@@ -1300,7 +1300,7 @@ def test_every_cell_has_flags_that_its_script_takes():
 
 def test_presets_are_spelt_out_as_the_script_takes_them():
     """Of two presets the later one has its way, typed flags have it over both, also from ahead."""
-    common, tune = importlib.import_module("common"), importlib.import_module("tune")
+    common = importlib.import_module("common")
     script = importlib.import_module(NAMES[1])
     typed = "--twin-reduce min --preset pendulum averse --compile --cvar-weight 0"
     told = common.spelt_out(NAMES[1], typed)
