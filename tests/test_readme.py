@@ -156,6 +156,9 @@ def test_python_of_the_readme_runs(monkeypatch, tmp_path):
     exec(raw, scope)
     probs, atoms = scope["probs"], scope["atoms"]
     assert (probs.shape, atoms.shape) == ((2, 1, 51), (51,))
+    assert scope["outputs"].shape == (2, 1, 52)
+    assert scope["predicted"].shape == (1, 51)
+    assert any(torch.allclose(scope["predicted"], one) for one in probs)
     agent = scope["agent"]
     means = agent.value_dist.mean(agent.value_outputs(scope["batch"])).detach()
     assert torch.allclose(probs.double() @ atoms, means)
@@ -260,8 +263,9 @@ def test_the_price_of_a_tail_on_the_road():
         found[variant] = [mean(float(row[key]) for row in rows) for key in ("mean", "cvar")]
         sampled.append(mean(float(row["sampled_cvar"]) for row in rows))
     (mean_before, cvar_before), (mean_after, cvar_after) = found.values()
-    assert f"worst tenth of returns is {cvar_after:.1f} instead of {cvar_before:.1f}, and" in README
-    assert f"mean of all returns {mean_after:.1f} instead of {mean_before:.1f}." in README
+    told = f"without aversion is {mean_before:.1f}, and the mean of the worst tenth {cvar_before:.1f}."
+    assert told in README
+    assert f"as in the preset, they are {mean_after:.1f} and {cvar_after:.1f}." in README
     assert f"the worst tenth rises from {sampled[0]:.1f} to {sampled[1]:.1f}." in README
 
 
