@@ -383,6 +383,11 @@ def pairs(tasks: Iterable[str], script: str, peer: str, variant: str) -> dict[st
     }
 
 
+def has_peer(task: str) -> bool:
+    """Whether SB3's PPO has run the task with its defaults."""
+    return measured(SB3, task) != "-"
+
+
 def equal_time() -> list[int]:
     """The steps that sb3-contrib makes on POPGym in the time that ours take."""
     return [
@@ -569,7 +574,7 @@ def critics_notes(verdicts: dict[Contest, Verdict]) -> list[str]:
         for better in (True, False)
     )
     lower = f"Low runs may be rarer than a scalar critic's with {rarer or 'none'}"
-    lower += f", but not with {others}." if others else "."
+    lower += f"; it is undecided with {others}." if others else "."
     return [
         f"Scores are scaled for each task: 1 is the mean of a "
         f"scalar critic (a single one on MuJoCo, twins elsewhere), and 0 is a return of 0 "
@@ -599,7 +604,7 @@ def bought(verdicts: dict[Contest, Verdict]) -> str:
         f"**Verdict in three sentences.** *Mean:* {gain[0].lower()}{gain[1:-1]}: P at the end of "
         f"the three defaults is {robots}, {recurrent} and {games}. *Lower tail:* on the "
         f"[road](#risk) aversion moves the worst tenth by {tail} and the mean by {mean} "
-        f"(feed-forward); on the cliff {tails_told()}. *Knowledge:* the "
+        f"(feed-forward), and on the cliff {tails_told()}. *Knowledge:* the "
         f"distribution of three [known processes](#calibration) meets our goals in {right} "
         f"tuned runs with `calibrated`, but a low first decile had warned by the time of "
         f"{caught()} [falls of changed robots](results/trust.md)."
@@ -673,11 +678,31 @@ def mujoco_lines() -> list[str]:
     for task in FOUR:
         rows = learning.groups_of_task(task)
         for name, own in zip(reported, rows):
-            found = np.array([float(row["return_mean"]) for row in own])
+            found = evaluations_of(own)
             reported[name].append(with_interval(found) if len(found) else "-")
     for name, columns in reported.items():
         told = "an older one, older scripts" if name == "older" else name
         lines.append(common.markdown_row([f"{told}, reported seeds", *columns]))
+    gaps = [welch(*map(evaluations_of, learning.groups_of_task(task))).told(0) for task in FOUR]
+    lines.append(common.markdown_row(["today's minus the older one, reported seeds", *gaps]))
+    return [*lines, "", *mujoco_flags()]
+
+
+def evaluations_of(rows: list[Row]) -> np.ndarray:
+    """Final evaluations of rows."""
+    return np.array([float(row["return_mean"]) for row in rows])
+
+
+def mujoco_flags() -> list[str]:
+    """The flags of the presets for MuJoCo that were compared."""
+    _, older = learning.groups_of_task(FOUR[0])
+    lines = common.markdown_head("preset | its flags")
+    for name, flags in (
+        ("today's", common.spelt_out(CATEGORICAL, "--preset mujoco")),
+        ("the one before it", screen.ROBOTS.replace("--compile ", "")),
+        ("an older one", older[0]["flags"].replace("--compile ", "")),
+    ):
+        lines.append(common.markdown_row([name, f"`{flags}`"]))
     return lines
 
 
@@ -888,7 +913,7 @@ def scaling_line() -> list[str]:
     """What two processes gain."""
     told = gains()
     return [
-        f"`torchrun` shares the environments of one run out over processes. Two of them on two "
+        f"`torchrun` shares the environments of one run out over processes (older). Two on two "
         f"cores are {told['feed-forward Humanoid-v5 64']} times as fast as one with 64 Humanoids "
         f"and "
         f"{told['feed-forward CartPole-v1 16']} times with 16 CartPoles "
@@ -918,19 +943,19 @@ def risk_rows(task: str, script: str, variant: str, column: str) -> np.ndarray:
 
 
 def risk_table() -> list[str]:
-    """The price of a tail on the road."""
+    """The price of a tail on the road, and what aversion does on the cliff."""
     lines = common.markdown_head(
-        "the road | mean (mode) | worst tenth (mode) | mean (samples) | worst tenth (samples)"
+        "task | mean (mode) | worst tenth (mode) | mean (samples) | worst tenth (samples)"
     )
-    for script, kind in ((CATEGORICAL, "feed-forward"), (LSTM, "recurrent")):
-        if is_older("road", script):
-            kind += " (older)"
-        for variant, flag in WEIGHTS.items():
-            columns = [
-                risky("road", script, variant, column)
-                for column in ("mean", "cvar", "sampled_mean", "sampled_cvar")
-            ]
-            lines.append(common.markdown_row([f"{kind}, {flag}", *columns]))
+    for task, variants in (("road", [*WEIGHTS]), ("cliff", ["neutral", "weight 1"])):
+        for script, kind in ((CATEGORICAL, "feed-forward"), (LSTM, "recurrent")):
+            told = f"{task}, {kind}{' (older)' if is_older(task, script) else ''}"
+            for variant in variants:
+                columns = [
+                    risky(task, script, variant, column)
+                    for column in ("mean", "cvar", "sampled_mean", "sampled_cvar")
+                ]
+                lines.append(common.markdown_row([f"{told}, {WEIGHTS[variant]}", *columns]))
     return lines
 
 
@@ -991,18 +1016,12 @@ def risk_notes() -> list[str]:
         if least == "1.000"
         else f"with a probability of at least {least}"
     )
-    tails = [
-        [risky("cliff", script, variant, "cvar") for variant in ("neutral", "weight 1")]
-        for script in (CATEGORICAL, LSTM)
-    ]
     mean, its_tail = risk.best_mean(risk.slippery_cliff())
     return [
         f"* **A lottery of one step.** Neutral policies take the risky arm {chance}. "
         f"Those with `--cvar-weight 0.5` do with at most {lottery['weight 0.5'].max():.3f}.",
         f"* **A slippery cliff.** By dynamic programming the best mean ({mean:.1f}) comes "
-        f"with the best tail ({its_tail:.1f}). `--cvar-weight 1` moves the worst tenth from "
-        f"{tails[0][0]} to {tails[0][1]} (feed-forward) and from {tails[1][0]} to {tails[1][1]} "
-        f"(recurrent{', older' if is_older('cliff', LSTM) else ''}).",
+        f"with the best tail ({its_tail:.1f}), so aversion has nothing to gain.",
     ]
 
 
@@ -1068,12 +1087,12 @@ def presets_table() -> list[str]:
     return lines
 
 
-def chains() -> list[Row]:
-    """Runs with the recommended flags on the processes whose distribution is known and judged."""
+def chains(variant: str = "recommended") -> list[Row]:
+    """Runs of a variant on the processes whose distribution is known and judged."""
     return [
         row
         for row in calibration.TABLE.rows()
-        if row["variant"] == "recommended"
+        if row["variant"] == variant
         and row["task"] in calibration.PROCESSES
         and calibration.PROCESSES[row["task"]].judged
     ]
@@ -1105,13 +1124,11 @@ def goal_told() -> str:
 
 def calibration_notes() -> list[str]:
     """Known distributions, and the goal of presets."""
-    passed = sum(map(calibration.reached, chains()))
     return [
-        f"* **Known distributions.** Three of five processes have goals: a Wasserstein distance "
-        f"at most 3 % of the standard deviation above that of the truth on such atoms or "
-        f"levels, coverage within two points, the standard deviation within 5 %, the mean "
-        f"of the worst twentieth within 8 %. {passed} of {len(chains())} runs with the flags of "
-        f"`calibrated` and tuned sizes and rates reach all (older).",
+        "* **Known distributions** (older). Three of five processes have goals: a Wasserstein "
+        "distance at most 3 % of the standard deviation above that of the truth on such atoms or "
+        "levels, coverage within two points, the standard deviation within 5 %, the mean "
+        "of the worst twentieth within 8 %.",
         f"* **Presets** had a goal, set ahead: at most 0.05 in all three runs. {goal_told()}",
     ]
 
@@ -1122,8 +1139,10 @@ VALUES = [
     (LSTM, "default", "the same, recurrent (default)"),
     (LSTM, "scalar", "a scalar critic"),
     (LSTM, "distribution", "the mean of quantiles"),
+    (LSTM, "kappa 1", "the mean of quantiles with `--kappa 1`"),
     (CATEGORICAL, "distribution", "the mean of HL-Gauss atoms"),
-    (CATEGORICAL, "two_hot wide", "two-hot atoms up to 20 standard deviations"),
+    (CATEGORICAL, "two_hot", "the mean of two-hot atoms up to 5 standard deviations"),
+    (CATEGORICAL, "two_hot wide", "the same up to 20 standard deviations"),
 ]
 
 
@@ -1286,11 +1305,14 @@ def current() -> str:
             f"**The returns on this page are of an older version.** All {rows} runs of ours were "
             f"trained {what}{also}. {effect}"
         )
+    old_risks, all_risks = counts["risk"]
+    risks = " risk of the feed-forward script," if old_risks else " risk,"
+    if old_risks == all_risks:
+        risks = ""
     fresh = any(newer(cell) for cell in learning.GRID if cell.script in (LSTM, CATEGORICAL))
     told = (
-        f" Of today's scripts are the returns with *, the speeds called current, "
-        f"{'' if counts['risk'][0] else 'risk, '}the second table of calibration, warnings, reward "
-        f"terms and the robots' tails."
+        f" Measured with today's scripts: the returns with *, the speeds called current,{risks} "
+        f"the second table of calibration, warnings, reward terms, the robots' tails and `--cuda`."
         if fresh
         else ""
     )
@@ -1375,8 +1397,8 @@ def behind_scalar() -> str:
                 chance = critics.estimate(critics.improvement, known[name], known[critic.rival])
                 if chance.high < 0.5:
                     what = f"{title} {name.replace(', ', ' by ')}"
-                    found.append(f"{what} (above it with probability {chance} {when})")
-    return f" Worse than a scalar critic are {joined(found)}." if found else ""
+                    found.append(f"{what} {when} (above it with probability {chance})")
+    return f" Below a scalar critic are {joined(found)}." if found else ""
 
 
 def worth(verdicts: dict[Contest, Verdict]) -> str:
@@ -1389,7 +1411,8 @@ def worth(verdicts: dict[Contest, Verdict]) -> str:
         f"the default critic ends above one with a scalar critic with probability "
         f"{robots.at_the_end} on "
         f"MuJoCo, {recurrent.at_the_end} on recurrent tasks and {games.at_the_end} on MinAtar, "
-        f"where 0.5 is a tie."
+        f"where 0.5 is a tie. V taken from the distribution was tried on the two CartPoles alone; "
+        f"the recurrent one [learnt more slowly](tuning.md#the-two-cartpoles)."
         f"{behind_scalar()} [Details](#what-the-distribution-buys)"
     )
 
@@ -1397,6 +1420,8 @@ def worth(verdicts: dict[Contest, Verdict]) -> str:
 def calibrated() -> str:
     """The bullet about calibration."""
     chain = sum(map(calibration.reached, chains()))
+    many = chains("201 atoms")
+    fine = sum(map(calibration.reached, many)), len(many)
     pairs = preset_errors().values()
     before, after = (np.concatenate([pair[at] for pair in pairs]) for at in (0, 1))
     told = (before <= 0.05).sum(), (after <= 0.05).sum(), len(after)
@@ -1404,12 +1429,13 @@ def calibrated() -> str:
     runs = np.concatenate([coverage(task, script, "mean") for task, script in cells])
     return (
         f"* **Is the predicted distribution calibrated?** Not by default. On "
-        f"three known processes with goals {chain} of {len(chains())} runs with the flags of "
-        f"`calibrated` and tuned others reach them. A rare "
+        f"three known processes with goals {chain} of {len(chains())} runs with "
+        f"`calibrated` and further tuned flags reach them (with 201 atoms {fine[0]} of {fine[1]}). "
+        f"A rare "
         f"disaster's depth is underestimated by {disasters()}. On real tasks a run counts as "
         f"calibrated if the shares of returns below its deciles, over all states, are off by at "
         f"most 0.05 on average. Presets "
-        f"reach that in {told[0]} of {told[2]} runs, `--preset critics` behind them in {told[1]}, "
+        f"reach that in {told[0]} of {told[2]} runs, followed by `--preset critics` in {told[1]}, "
         f"and [flags for each task](tuning.md#calibration) in {(runs <= 0.05).sum()} of "
         f"{len(runs)} (older). [Details](#calibration)"
     )
@@ -1459,8 +1485,9 @@ def trusted() -> str:
         f"sensors changed after training, for {agents} runs each of {robots}. In "
         f"{cases(fallen)} the return fell. By then a low predicted decile had warned in {first} "
         f"(ahead of it in {ahead[0]}), and twins far apart in {second} ({ahead[1]}). In "
-        f"{cases(len(held))} it held, with false alarms in {false[0]} and {false[1]} of them "
-        f"(older preset). [Table](results/trust.md), [figure](results/trust.png)"
+        f"{cases(len(held))} the return held; the decile warned in {false[0]} of these all the "
+        f"same, and the twins in {false[1]} (older preset). [Table](results/trust.md), "
+        f"[figure](results/trust.png)"
     )
 
 
@@ -1495,6 +1522,9 @@ def beside_others() -> list[str]:
     swimmer /= float(published("Swimmer-v5", ZOO)["value"])
     games = minatar()
     quiz = popgym()
+    rivals = [line.task for line in LINES if line.script == CATEGORICAL and line.peer == SB3]
+    rivals = [task for task in rivals if has_peer(task)]
+    defaults = pairs(rivals, CATEGORICAL, SB3, "default")
     shares = [100 * steps / 500_000 for steps in (min(equal_time()), max(equal_time()))]
     told = joined(f"{one.told(1)} on {task}" for task, one in novel.items())
     verdicts = [one.verdict for one in novel.values()]
@@ -1502,14 +1532,17 @@ def beside_others() -> list[str]:
     return [
         f"* **How good is the feed-forward script?** Its mean return, divided by that of the zoo's "
         f"one published run, is {zoo.each}; on Swimmer-v5, with `--gamma 0.9999`, {swimmer:.2f}. "
-        f"The zoo used older simulators and one run, so no difference is tested. {beside_best()} "
+        f"The zoo used older simulators and one run, so no difference is tested. Beside SB3's PPO "
+        f"with its defaults, which three runs here have, it is {standing(defaults)} of "
+        f"{count_of(len(defaults))} robots and classic tasks. {beside_best()} "
         f"On MinAtar, beside SB3's PPO with equal sizes and rates, the script is "
         f"{standing(games)} of {count_of(len(games))} games. [Details](#tasks)",
         f"* **How good is the recurrent script?** Its difference from sb3-contrib's tuned PPO is "
         f"{told} ({verdict}). On POPGym (older), with equal flags and equal wall time, "
         f"sb3-contrib makes {shares[0]:.0f} to {shares[1]:.0f} % of our steps, and ours is "
         f"{standing(quiz)} of {count_of(len(quiz))} tasks (by the rule below clearly better on "
-        f"{count_of(clearly_better(quiz))} only). [Details](#tasks)",
+        f"{count_of(clearly_better(quiz))} only); equal steps were not compared. "
+        f"[Details](#tasks)",
     ]
 
 
@@ -1525,14 +1558,17 @@ def fast() -> str:
     """The bullet about speed."""
     named = {(cell.name, cell.mine, cell.peer): pace(cell) for cell in CELLS}
     lstm, one_core = named["recurrent", "ours", ""], named["recurrent", "ours-1core", "sb3-1core"]
-    eight = named["cheetah-8x256", "compiled", ""]
+    eight, plain = (named["cheetah-8x256", mine, ""] for mine in ("compiled", "ours"))
+    cell = next(cell for cell in CELLS if (cell.name, cell.peer) == ("recurrent", ""))
+    older = pace(cell, before_speed_up(cell))
     pole = named["cartpole", "ours", ""]
     return (
         f"* **How fast are they?** On two cores the recurrent script with an LSTM of 128 is "
-        f"{aged(lstm)} times as fast as sb3-contrib, and on one core {aged(one_core)} times. The "
-        f"feed-forward script is {aged(pole)} times as fast as SB3's PPO on CartPole-v1, and "
-        f"{aged(eight)} times with eight HalfCheetahs and `--compile`. [Load](#speed) may "
-        f"flatter these ratios."
+        f"{aged(lstm)} times as fast as sb3-contrib, and on one core {aged(one_core)} times; in "
+        f"older rows, with less load, {older.ratio.middle:.1f} times. The "
+        f"feed-forward script is {aged(pole)} times as fast as SB3's PPO on CartPole-v1, "
+        f"{aged(plain)} times with eight HalfCheetahs, and {aged(eight)} times with `--compile` as "
+        f"well. [Load and lengths of episodes](#speed) may flatter these ratios."
     )
 
 
@@ -1555,11 +1591,11 @@ def answers(verdicts: dict[Contest, Verdict]) -> list[str]:
     ]
     return [
         worth(verdicts),
-        f"* **Does it buy a better tail?** On our road, where speed rarely ends in a crash, "
+        f"* **Does it buy a better tail?** On our road, where one fast drive of four crashes, "
         f"`--cvar-weight 1` lifts the mean of the worst tenth of episodes from "
         f"{tail['cvar', 'neutral']} to {tail['cvar', 'weight 1']} and lowers the mean of all from "
         f"{tail['mean', 'neutral']} to {tail['mean', 'weight 1']} (feed-forward, acting by the "
-        f"mode). Samples lift the worst tenth from {sampled[0]} to {sampled[1]}. On a slippery "
+        f"mode). Acting by samples it rises from {sampled[0]} to {sampled[1]}. On a slippery "
         f"cliff {tails_told()}.{worse_elsewhere()} [Details](#risk)",
         calibrated(),
         *([trusted()] if trust.TABLE.rows() else []),
@@ -1577,7 +1613,7 @@ def answers(verdicts: dict[Contest, Verdict]) -> list[str]:
         f"{proven(fresh)}. [Details](#settings-for-mujoco)",
         "* **How were the flags tuned?** By hand, small searches and screenings, on "
         "seeds 1000 to 7999; reported seeds influenced "
-        "[eight choices](#how-to-read-the-numbers), and we broke [five rules](#what-failed). "
+        "[nine choices](#how-to-read-the-numbers), and we broke [five rules](#what-failed). "
         "[Details](tuning.md#chosen-flags)",
         "* **Can the numbers be trusted?** Trust a difference only if its interval is further from "
         "a tie than half the interval's width. Most rows are older, with intervals that are too "
@@ -1595,16 +1631,15 @@ def worse_elsewhere() -> str:
         found = (tails.values(rows, task, name, "cvar_10") for name in ("neutral", "averse"))
         worst[told] = [own.mean() for own in found]
     worse = [told for told, (neutral, averse) in worst.items() if averse < neutral]
-    verb = "have" if len(worse) > 1 else "has"
-    return f" So {verb} [{joined(worse)}](#what-failed) (one seed each)." if worse else ""
+    return f" The same holds for [{joined(worse)}](#what-failed) (one seed each)." if worse else ""
 
 
 def averse_robots() -> str:
     """What aversion has cost on the task that was made for it."""
     rows = tails.with_seeds(tails.TABLE.rows(), tails.PILOT)
-    neutral, full, chosen = (
+    neutral, full, chosen, penalty = (
         tails.values(rows, tails.TASK, variant, "cvar_10").mean()
-        for variant in ("neutral", "averse", tails.CHOSEN)
+        for variant in ("neutral", "averse", tails.CHOSEN, "penalty")
     )
     lander = [
         " and ".join(
@@ -1618,7 +1653,8 @@ def averse_robots() -> str:
         f"* **Aversion on robots** ([table](results/tails.md), one tuning seed). On the public "
         f"tasks of Urpi et al. neutral policies seldom take the risk. On a task of our own "
         f"aversion makes the worst tenth {kind}: {full:.0f} by `averse`, and {chosen:.0f} with a "
-        f"lower weight, instead of {neutral:.0f}. On LunarLander-v3 mean and tail are "
+        f"lower weight, instead of {neutral:.0f}. A plain penalty on the risky state makes it "
+        f"{penalty:.0f}. On LunarLander-v3 mean and tail are "
         f"{lander[1]} by `averse` and {lander[2]} with half the weight, instead of {lander[0]}."
     )
 
@@ -1649,15 +1685,16 @@ def failed() -> list[str]:
         f"* **MiniGrid-MemoryS7** is learnt by {(grid >= 0.9).sum()} of {len(grid)} runs; the "
         f"worst has {grid.min():.2f}.",
         f"* **LunarLander-v3** has {lander:.1f} by the policy's likeliest action, but "
-        f"{trained:.0f} when it samples, because of the entropy bonus. `--ent-coef-final 0` ends "
-        f"that ([tuning](tuning.md#other-tasks)).",
+        f"{trained:.0f} when it samples. `--ent-coef-final 0` helped three older "
+        f"[tuning runs](tuning.md#other-tasks).",
         averse_robots(),
         "* **We broke five rules of our own** "
         "([tuning](tuning.md#how-advantages-that-hardly-vary-are-kept-small)). The scaled "
         "gradient was to stay only if no more CartPoleNoVel-v1 runs ended below 475 than before. "
         f"{after} of {len(seeds)} did, and before it were {before}. We kept it by an older, "
         "laxer rule. In four steps of [screenings](tuning.md#screenings), marked there, "
-        "other changes went on than the rule named.",
+        "other changes went on than the rule named. Two more rules were bent, both in favour of "
+        "today's `mujoco`.",
     ]
 
 

@@ -10,7 +10,7 @@ versions, commit, wall time) and a hundred bins of its training returns in resul
 What a row says of the training returns is computed from every episode, ahead of the binning.
 Interrupted at any point, the next call continues. Reported seeds are 1 and up for peers and older
 versions of our scripts, and 8001 and up for today's. Flags were tuned on 1000 to 7999, but for
-eight choices that README.md tells. The runs of ABLATIONS, in which one thing is changed, are of an
+nine choices that README.md tells. The runs of ABLATIONS, in which one thing is changed, are of an
 earlier version.
 """
 
@@ -517,6 +517,11 @@ def last_returns_of(cell: Cell) -> list[float]:
     return numbers(rows_of(cell), "last_returns")
 
 
+def older_rows_of(cell: Cell) -> list[Row]:
+    """The rows of a cell that are of older versions of our scripts, in the order of their seeds."""
+    return rows_of(dataclasses.replace(cell, seeds=TWENTY))
+
+
 def cell_of(script: str, task: str, variant: str) -> Cell:
     """One cell of the grid."""
     wanted = (task, script, variant)
@@ -1014,7 +1019,8 @@ def draw_learning() -> None:
 
 def report() -> None:
     """Tables in results/ (learning.md, every_run.md, ablations.md) and on stdout; two figures."""
-    lines = table(GRID)
+    told = "Seconds are of shared machines, of which some are about three times as fast as others."
+    lines = [told, "", *table(GRID)]
     beside_peers = (
         mujoco("MuJoCo, --preset mujoco", CATEGORICAL, "default"),
         mujoco(
@@ -1036,7 +1042,12 @@ def report() -> None:
     ]
     panels = sorted([*base, *ABLATIONS], key=panel_of)
     common.publish(RESULTS / "ablations.md", table(panels))
-    common.publish(RESULTS / "every_run.md", every_run([*GRID, *ABLATIONS]))
+    older = [  # of cells that have been trained anew
+        dataclasses.replace(cell, seeds=TWENTY)
+        for cell in GRID
+        if version_of(cell) == "today's" and older_rows_of(cell)
+    ]
+    common.publish(RESULTS / "every_run.md", every_run([*GRID, *older, *ABLATIONS]))
 
     draw_ablations(panels)
     draw_learning()

@@ -225,9 +225,17 @@ def verdict(
 def report() -> None:
     """A table in results/trust.md, and a verdict; the figure in results/trust.png."""
     rows = TABLE.rows()
-    lines = common.markdown_head(
-        "task | change | seed | return falls at | low decile warns at | twins warn at"
-    )
+    lines = [
+        f"A robot is changed level by level: gravity and friction in times of the usual, noise in "
+        f"standard deviations of each sensor. The return has fallen where it is below {FALLEN} of "
+        f"the unchanged robot's, and by more than twice the standard error of the difference. A "
+        f"signal warns where it tells changed episodes from unchanged ones with a probability of "
+        f"at least {WARNS} (the area under the ROC curve).",
+        "",
+        *common.markdown_head(
+            "task | change | seed | return falls at | low decile warns at | twins warn at"
+        ),
+    ]
     onsets = []
     robots = []
     for task, change, seed, own in cases(rows):

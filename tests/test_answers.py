@@ -235,12 +235,13 @@ def test_age_is_told_from_the_rows(answers, monkeypatch):
         assert "and so were" not in answers.current()
     monkeypatch.setattr(answers, "OLDER", set())
     for old, behind, fresh in (
-        (0, "1 of 9 rows of truth", "speeds called current, risk, the second table"),
+        (0, "1 of 9 rows of truth", "current, risk, the second table"),
+        (5, "5 of 9 rows of risk and 1 of 9 rows of truth", "risk of the feed-forward script, the"),
         (9, "all of risk and 1 of 9 rows of truth", "called current, the second table"),
     ):
         counts = {"runs": (5, 9), "risk": (old, 9), "truth": (1, 9)}
         monkeypatch.setattr(answers, "older_rows", counts.copy)
-        assert f", and so were {behind}. Of today's scripts are" in answers.current()
+        assert f", and so were {behind}. Measured with today's scripts:" in answers.current()
         assert fresh in answers.current()
     assert all(answers.newer(cell) == "*" for cell in answers.learning.GRID[:3])
     assert all(answers.ages(contest) == {False} for contest in answers.CONTESTS)
@@ -497,7 +498,8 @@ def test_warnings_worked_by_hand(answers, monkeypatch):
     assert "In 1 case the return fell. By then a low predicted decile had" in told
     assert "** Yes. Gravity" in told
     assert "warned in 1 (ahead of it in 1), and twins far apart in 0 (0). In 1 case" in told
-    assert "In 1 case it held, with false alarms in 0 and 1 of them (" in told
+    assert "In 1 case the return held; the decile warned in 0 of these all the same, and" in told
+    assert "and the twins in 1 (older preset)." in told
 
 
 def test_aversion_on_robots_worked_by_hand(answers, monkeypatch):
@@ -518,7 +520,8 @@ def test_aversion_on_robots_worked_by_hand(answers, monkeypatch):
     ]
     monkeypatch.setattr(answers.Table, "rows", lambda self: rows)
     told = answers.averse_robots()
-    assert "worse: 12 by `averse`, and 15 with a lower weight, instead of 20. On LunarL" in told
+    assert "worse: 12 by `averse`, and 15 with a lower weight, instead of 20. A plain" in told
+    assert "A plain penalty on the risky state makes it 99. On LunarLander-v3" in told
     assert told.endswith(
         "10 and 1 by `averse` and 50 and 41 with half the weight, instead of 90 and 81."
     )
