@@ -864,12 +864,16 @@ PASS_HEAD = (
 )
 
 
-def tables(threads: str, picked: dict[str, Programs]) -> list[str]:
-    """All tables of one number of threads."""
+def tables(threads: str, rows: list[Row]) -> list[str]:
+    """All tables of one number of threads. CleanRL stands beside the newest version that it was
+    measured with."""
+    picked = pick(rows, threads)
+    with_cleanrl = {row["commit"] for row in rows if row["program"] == "cleanrl"}
+    cleanrl = pick([row for row in rows if row["commit"] in with_cleanrl], threads)
     ours = [cell for cell in GRID if picked[cell]["ours"]]
     compiled = [cell for cell in GRID if picked[cell]["compiled"]]
     one_core = [cell for cell in GRID if picked[cell]["ours-1core"]]
-    beside = [cell for cell in GRID if picked[cell]["cleanrl"]]
+    beside = [cell for cell in GRID if cleanrl[cell]["cleanrl"]]
     passes = [cell for cell in PASSES if picked[cell]["pass"]]
     growth = [line for axis in AXES for line in growth_lines(axis, picked)]
     head = (
@@ -883,7 +887,7 @@ def tables(threads: str, picked: dict[str, Programs]) -> list[str]:
         *markdown(GRID_HEAD, [grid_line(cell, picked[cell]) for cell in ours]),
         *markdown(COMPILED_HEAD, [compiled_line(cell, picked[cell]) for cell in compiled]),
         *markdown(ONE_CORE_HEAD, [one_core_line(cell, picked[cell]) for cell in one_core]),
-        *markdown(CLEANRL_HEAD, [cleanrl_line(cell, picked[cell]) for cell in beside]),
+        *markdown(CLEANRL_HEAD, [cleanrl_line(cell, cleanrl[cell]) for cell in beside]),
         *markdown(GROWTH_HEAD, growth),
         *markdown(PASS_HEAD, [pass_line(cell, picked[cell]["pass"]) for cell in passes]),
     ]
@@ -895,7 +899,7 @@ def report(table: Table) -> None:
     everyone = sorted({row["threads"] for row in rows})
     lines = []
     for threads in everyone:
-        lines += tables(threads, pick(rows, threads))
+        lines += tables(threads, rows)
     lines += [
         "Training to a mean return of 475 (CartPoleNoVel-v1) or 3,000 (HalfCheetah-v5), with the "
         "flags of the learning report, from its rows: two runs at a time on two cores. Seconds are "
