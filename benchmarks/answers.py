@@ -1749,9 +1749,28 @@ PURPOSES = {  # the origin of the presets that go after that of a task
 }
 
 
+def tuning_runs(script: str, preset: str) -> int:
+    """How many runs on tuning seeds have a row, of the tasks of a preset and with its script."""
+    several = {
+        "mujoco": FOUR,
+        "minatar": tuple(f"envs:MinAtar/{game}-v1" for game in learning.GAMES),
+    }
+    env_id = common.load_script(script).PRESETS[preset].flags["env_id"]
+    tasks = several.get(preset, (env_id.removeprefix("benchmarks."),))
+    scripts = [
+        row["script"]
+        for row in (*tune.TABLE.rows(), *versions.TABLE.rows())
+        if row["task"] in tasks
+    ]
+    scripts += [
+        screen.STUDIES[row["study"]].script for row in screen.rows_told() if row["task"] in tasks
+    ]
+    return scripts.count(script)
+
+
 def preset_table() -> list[str]:
     """The flags of each task's preset, and of those for a purpose."""
-    lines = common.markdown_head("preset | script | flags | origin")
+    lines = common.markdown_head("preset | script | flags | origin | tuning runs with a row")
     for script, names in (
         (LSTM, ("pendulum_novel", "mountaincar_novel", "memory", "minigrid")),
         (CATEGORICAL, ("pendulum", "acrobot", "lunarlander", "mujoco", "minatar")),
@@ -1759,12 +1778,13 @@ def preset_table() -> list[str]:
         for name in names:
             flags = common.spelt_out(script, f"--preset {name}")
             columns = [f"`{name}`", kind_of(script), f"`{flags}`", ORIGIN[name]]
-            lines.append(common.markdown_row(columns))
+            lines.append(common.markdown_row([*columns, tuning_runs(script, name)]))
     for name, origin in PURPOSES.items():
         for script in (LSTM, CATEGORICAL):
             own = common.load_script(script).PRESETS[name].flags.items()
             flags = " ".join(f"--{flag.replace('_', '-')} {value}" for flag, value in own)
-            lines.append(common.markdown_row([f"`{name}`", kind_of(script), f"`{flags}`", origin]))
+            columns = [f"`{name}`", kind_of(script), f"`{flags}`", origin, "-"]
+            lines.append(common.markdown_row(columns))
     return lines
 
 
