@@ -51,7 +51,7 @@ Shapes are written with these letters:
     P   parts of a discrete action
     H   width of the hidden layers
     C   critics
-    K   atoms of a predicted distribution
+    K   atoms of a predicted distribution; with the mean output a critic has K + 1 outputs
     J   weighted returns of a target distribution
 
 Rewards, values and returns are in the task's units, but rewards of Atari games are clipped.
@@ -270,7 +270,8 @@ class PPOArgs:
     """Norm to which the gradient of the actor is clipped, and that of the critics by itself."""
     target_kl: Annotated[PositiveOrNone, UNTRAINED] = None
     """KL divergence from the policy that acted, in nats. The first minibatch above it ends the
-    actor's loop ahead of its step, and the critics stop with it. None: no limit."""
+    actor's loop ahead of its step. The critics still step for that minibatch, and then stop. None:
+    no limit."""
 
 
 @dataclass
@@ -637,7 +638,8 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     """Turn a rollout into a batch. Returns it and metrics.
 
     The order matters (van Hasselt et al. 2016). The return statistics of earlier rollouts decode
-    the values and advantages of this one; the first rollout, which has none before it, sets them.
+    the values and advantages of this one. The first rollout, which has none before it, sets them,
+    and so counts twice.
     Then the statistics take in the targets, and the value heads are rescaled as far as they can be.
     The new statistics normalise targets and old values for the update, and decode the next rollout.
     So a scale decodes predictions only after the critics were trained on it.
@@ -684,10 +686,10 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
 def advantages_and_targets(
     dist: ValueDistribution, rollout: Rollout, reduced: Tensor, next_reduced: Tensor, args: Args
 ) -> tuple[Tensor, Tensor, Any]:
-    """Return advantages, lambda-returns, both (T, N), and what the value distribution learns.
+    """Return three things: advantages, lambda-returns, and targets of the value distribution.
 
-    All are in the task's units. reduced and next_reduced are the outputs (T, N, K or K + 1) for s_t
-    and s'_t.
+    The first two are (T, N). All are in the task's units. reduced and next_reduced are the outputs
+    (T, N, K or K + 1) for s_t and s'_t.
     """
     advantages, returns = gae(
         rollout.rewards,
@@ -738,12 +740,12 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
     first. Where all returns are alike, the std is the noise of rounding and of the critics.
     Dividing by it would turn that noise into a gradient of full size. Once an earlier rollout has
     varied, the running std keeps this gradient small. Adam then takes small steps until it has
-    forgotten the larger gradients, within about a thousand of its steps. The running std is our
-    addition.
+    forgotten the larger gradients, after some thousand of its steps. Before any rollout has varied
+    nothing restrains the noise. The running std is our addition.
     """
     if not args.norm_adv:
         return advantages
-    eps = 1e-30  # tiny beside rewards of any unit, and the floor of `RunningMoments.std`
+    eps = 1e-30  # far below rewards of any unit; it is the smallest std of `RunningMoments`
     normalized = normalize_advantages(advantages, eps, average)
     if not args.norm_adv_memory:
         return normalized
@@ -771,7 +773,7 @@ def normalize_advantages(
 def minibatches(batch: Batch, args: Args) -> Iterator[Batch]:
     """Give the minibatches of all epochs. Each epoch shuffles the rows.
 
-    Actor and critics call it each for themselves, so their orders differ.
+    `update` calls it once for the actor and once for the critics, so their orders differ.
 
     The number of minibatches divides that of the rows; `check_sizes` requires it. The orders are
     drawn at once, so that random numbers do not depend on which of two threads is ahead.
@@ -908,6 +910,9 @@ def train_actor(
     """
     evaluated = []  # metrics of each minibatch
     norms = []
+    # A policy that is not trained does not move: its KL divergence is rounding.
+    is_limited = args.target_kl is not None and args.learning_rate > 0
+    largest_kl = args.target_kl if is_limited else math.inf
     try:
         parameters, _ = agent.parts()
         loss_and_gradient = compiled(with_gradient) if args.compile else with_gradient
@@ -922,7 +927,7 @@ def train_actor(
 
             evaluated.append(metrics)
             tickets.put(i)
-            if args.target_kl is not None and mean_kl > args.target_kl:
+            if mean_kl > largest_kl:
                 break
 
             norms.append(norm)
@@ -1208,7 +1213,7 @@ def explained_variance(predictions: Tensor, targets: Tensor) -> Tensor:
     """
     variance = targets.var(correction=0)
     residual = (targets - predictions).var(correction=0)
-    varies = (variance > 0) & (targets.max() > targets.min())  # rounding can vary equal targets
+    varies = (variance > 0) & (targets.max() > targets.min())  # equal ones may vary by rounding
     return torch.where(varies, 1 - residual / variance, 0)
 
 
@@ -1238,7 +1243,7 @@ class RunningMoments(nn.Module):
 
     @property
     def at_floor(self) -> bool:
-        """Tell whether the data vary so little that the std is within 100 times its floor."""
+        """Tell whether the data vary so little that the std is within 100 times its least value."""
         return bool((self.var <= 1e4 * self.floor).all())
 
     @property
@@ -1260,15 +1265,15 @@ class RunningMoments(nn.Module):
     def merge(self, mean: Tensor, var: Tensor, weight: float) -> None:
         """Take in moments that were computed elsewhere.
 
-        `weight` and `max_count` have one unit: samples, or rollouts if each of these weighs 1.
+        `weight` and `max_count` count the same thing: samples, or rollouts.
         """
-        count = self.count.clamp(max=self.max_count)  # that of another run may be larger
-        past = count / (count + weight)  # weight of the past in the merged moments
+        old_count = self.count.clamp(max=self.max_count)  # one that was loaded may exceed it
+        past = old_count / (old_count + weight)  # weight of the past in the merged moments
         delta = mean - self.mean
         between = past * delta.square()
         self.var = past * self.var + (1 - past) * (var + between)
         self.mean = self.mean + (1 - past) * delta  # a new tensor: callers may hold the old one
-        self.count = (count + weight).clamp(max=self.max_count)
+        self.count = (old_count + weight).clamp(max=self.max_count)
 
     def normalize(self, x: Tensor) -> Tensor:
         """Compute (x - mean) / std, in the dtype of x."""
@@ -1546,7 +1551,10 @@ class ValueDistribution(nn.Module):
         return self.decode(self.support)
 
     def decode(self, x: Tensor) -> Tensor:
-        """Return x in the task's units, in float64. Returns may be large beside their spread."""
+        """Return x in the task's units.
+
+        It is float64: float32 would lose the spread of returns whose mean is large.
+        """
         return self.moments.denormalize(x.double())
 
     def normalized_mean(self, outputs: Tensor) -> Tensor:
@@ -1689,7 +1697,7 @@ class ValueDistribution(nn.Module):
         mean = average((targets.probs * targets.returns).sum(-1).mean())
         squares = (targets.returns - mean).square()
         variance = average((targets.probs * squares).sum(-1).mean())
-        around_mean = average((values - mean).square().mean())  # of V, not its error
+        around_mean = average((values - mean).square().mean())  # how far V is from that mean
         self.moments.merge(mean, torch.maximum(variance, around_mean), weight=1)
 
     def outside_support(self, targets: WeightedReturns) -> Tensor:
@@ -1789,7 +1797,7 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias_const: float = 
 
 
 class Convolutions(nn.Module):
-    """It encodes images (N, ..., channels, height, width) as features, (N, ..., num_features).
+    """It encodes images (..., channels, height, width) as features, (..., num_features).
 
     Pixels are divided by their largest absolute bound, or by 1 if that is larger. Images with sides
     of 36 and more go through the layers of Mnih et al. 2015. Smaller grids go through the layer of
@@ -1814,13 +1822,14 @@ class Convolutions(nn.Module):
         self.num_features = self.layers(torch.zeros(1, *space.shape)).numel()
 
     def forward(self, images: Tensor) -> Tensor:
-        # Floats take four times the memory of bytes. Without a graph one part at a time is floats.
+        # Floats take four times the memory of bytes. Without a graph only 256 images at a time are
+        # held as floats, with a graph all are.
         parts = images.flatten(0, -4).split(256)
         features = torch.cat([self.encode(part) for part in parts])
         return features.unflatten(0, images.shape[:-3])
 
     def encode(self, images: Tensor) -> Tensor:
-        """Encode (images, channels, height, width) as (images, F)."""
+        """Encode (images, channels, height, width) as (images, num_features)."""
         pixels = images.contiguous(memory_format=self.memory_format) * self.scale  # float32
         return self.layers(pixels).flatten(1)
 
@@ -2059,7 +2068,8 @@ class Agent(nn.Module):
     def normalize_obs(self, obs: Tensor) -> Tensor:
         """Turn raw observations into what the networks see.
 
-        Images stay as they are: `Convolutions` scales their pixels.
+        Vectors stay as they are without `norm_obs`, and images do in any case: `Convolutions`
+        scales their pixels.
         """
         if self.sees_images or not self.args.norm_obs:
             return obs

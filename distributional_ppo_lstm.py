@@ -53,7 +53,7 @@ Shapes are written with these letters:
     P   parts of a discrete action
     H   width of an LSTM
     C   critics
-    K   quantiles of a predicted distribution
+    K   quantiles of a predicted distribution; with the mean output a critic has K + 1 outputs
     J   samples of a target distribution: 1 by default, K by SR(lambda)
 
 Rewards, values and returns are in the task's units, but rewards of Atari games are clipped.
@@ -277,7 +277,8 @@ class PPOArgs:
     """Norm to which the gradient of the actor is clipped, and that of the critics by itself."""
     target_kl: Annotated[PositiveOrNone, UNTRAINED] = None
     """KL divergence from the policy that acted, in nats. The first minibatch above it ends the
-    actor's loop ahead of its step, and the critics stop with it. None: no limit."""
+    actor's loop ahead of its step. The critics still step for that minibatch, and then stop. None:
+    no limit."""
 
 
 @dataclass
@@ -691,7 +692,8 @@ def prepare_batch(
     """Turn a rollout into a batch. Returns it, the critics' state after the rollout, and metrics.
 
     The order matters (van Hasselt et al. 2016). The return statistics of earlier rollouts decode
-    the values and advantages of this one; the first rollout, which has none before it, sets them.
+    the values and advantages of this one. The first rollout, which has none before it, sets them,
+    and so counts twice.
     Then the statistics take in the targets, and the value heads are rescaled in the same moment.
     The new statistics normalise targets and old values for the update, and decode the next rollout.
     """
@@ -742,10 +744,10 @@ def prepare_batch(
 def advantages_and_targets(
     dist: ValueDistribution, rollout: Rollout, reduced: Tensor, next_reduced: Tensor, args: Args
 ) -> tuple[Tensor, Tensor, Any]:
-    """Return advantages, lambda-returns, both (T, N), and what the value distribution learns.
+    """Return three things: advantages, lambda-returns, and targets of the value distribution.
 
-    All are in the task's units. reduced and next_reduced are the outputs (T, N, K or K + 1) for s_t
-    and s'_t.
+    The first two are (T, N). All are in the task's units. reduced and next_reduced are the outputs
+    (T, N, K or K + 1) for s_t and s'_t.
     """
     advantages, returns = gae(
         rollout.rewards,
@@ -767,7 +769,7 @@ def advantages_and_targets(
 
 
 def cut_time(x: Tensor, length: int) -> Tensor:
-    """Cut (T, N, ...) into training sequences of so many steps, (L, M, ...)."""
+    """Cut (T, N, ...) into training sequences of `length` steps, (L, M, ...)."""
     return join_sequences(x.unflatten(0, (-1, length)))
 
 
@@ -809,12 +811,12 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
     first. Where all returns are alike, the std is the noise of rounding and of the critics.
     Dividing by it would turn that noise into a gradient of full size. Once an earlier rollout has
     varied, the running std keeps this gradient small. Adam then takes small steps until it has
-    forgotten the larger gradients, within about a thousand of its steps. The running std is our
-    addition.
+    forgotten the larger gradients, after some thousand of its steps. Before any rollout has varied
+    nothing restrains the noise. The running std is our addition.
     """
     if not args.norm_adv:
         return advantages
-    eps = 1e-30  # tiny beside rewards of any unit, and the floor of `RunningMoments.std`
+    eps = 1e-30  # far below rewards of any unit; it is the smallest std of `RunningMoments`
     normalized = normalize_advantages(advantages, eps, average)
     if not args.norm_adv_memory:
         return normalized
@@ -842,7 +844,7 @@ def normalize_advantages(
 def minibatches(batch: Batch, args: Args) -> Iterator[Batch]:
     """Give the minibatches of all epochs. Each epoch shuffles the training sequences (axis 1).
 
-    Actor and critics call it each for themselves, so their orders differ.
+    `update` calls it once for the actor and once for the critics, so their orders differ.
 
     The number of minibatches divides that of the sequences; `check_sizes` requires it. The orders
     are drawn at once, so that random numbers do not depend on which of two threads is ahead.
@@ -983,6 +985,9 @@ def train_actor(
     """
     evaluated = []  # metrics of each minibatch
     norms = []
+    # A policy that is not trained does not move: its KL divergence is rounding.
+    is_limited = args.target_kl is not None and args.learning_rate > 0
+    largest_kl = args.target_kl if is_limited else math.inf
     try:
         parameters, _ = agent.parts()
         for i, mb in enumerate(batches):
@@ -995,7 +1000,7 @@ def train_actor(
 
             evaluated.append(metrics)
             tickets.put(i)
-            if args.target_kl is not None and mean_kl > args.target_kl:
+            if mean_kl > largest_kl:
                 break
 
             norms.append(norm)
@@ -1272,7 +1277,7 @@ def explained_variance(predictions: Tensor, targets: Tensor) -> Tensor:
     """
     variance = targets.var(correction=0)
     residual = (targets - predictions).var(correction=0)
-    varies = (variance > 0) & (targets.max() > targets.min())  # rounding can vary equal targets
+    varies = (variance > 0) & (targets.max() > targets.min())  # equal ones may vary by rounding
     return torch.where(varies, 1 - residual / variance, 0)
 
 
@@ -1302,7 +1307,7 @@ class RunningMoments(nn.Module):
 
     @property
     def at_floor(self) -> bool:
-        """Tell whether the data vary so little that the std is within 100 times its floor."""
+        """Tell whether the data vary so little that the std is within 100 times its least value."""
         return bool((self.var <= 1e4 * self.floor).all())
 
     @property
@@ -1324,15 +1329,15 @@ class RunningMoments(nn.Module):
     def merge(self, mean: Tensor, var: Tensor, weight: float) -> None:
         """Take in moments that were computed elsewhere.
 
-        `weight` and `max_count` have one unit: samples, or rollouts if each of these weighs 1.
+        `weight` and `max_count` count the same thing: samples, or rollouts.
         """
-        count = self.count.clamp(max=self.max_count)  # that of another run may be larger
-        past = count / (count + weight)  # weight of the past in the merged moments
+        old_count = self.count.clamp(max=self.max_count)  # one that was loaded may exceed it
+        past = old_count / (old_count + weight)  # weight of the past in the merged moments
         delta = mean - self.mean
         between = past * delta.square()
         self.var = past * self.var + (1 - past) * (var + between)
         self.mean = self.mean + (1 - past) * delta  # a new tensor: callers may hold the old one
-        self.count = (count + weight).clamp(max=self.max_count)
+        self.count = (old_count + weight).clamp(max=self.max_count)
 
     def normalize(self, x: Tensor) -> Tensor:
         """Compute (x - mean) / std, in the dtype of x."""
@@ -1430,7 +1435,7 @@ def cvar_weights(num_quantiles: int, alpha: float, dtype: torch.dtype | None = N
     (1 - m) q_k + m q_{k+1}. The part's share of the integral is (b - a) / (alpha K).
 
     For alpha = 1 all weights are 1 / K, which is the mean of the quantiles. The extension gives
-    more to the first and the last one, so the weights jump there.
+    more to the first and the last one, so the weights jump as alpha reaches 1.
 
     Raises ValueError for alpha outside [1e-3, 1].
     Source: Rockafellar & Uryasev 2000; the interpolation is ours.
@@ -1496,12 +1501,12 @@ def sr_lambda_targets(
     """
     if draws is None:
         draws = torch.rand(next_quantiles.shape, generator=generator, device=rewards.device)
-    replace = (draws >= gae_lambda) | (terminated | truncated)[..., None]
+    bootstraps = (draws >= gae_lambda) | (terminated | truncated)[..., None]
     discount = gamma * (~terminated).to(rewards.dtype)[..., None]
     targets = torch.empty_like(next_quantiles)
     x = next_quantiles[-1]
     for t in reversed(range(len(rewards))):
-        y = next_quantiles[t].where(replace[t], x)
+        y = next_quantiles[t].where(bootstraps[t], x)
         x = rewards[t, :, None] + discount[t] * y
         targets[t] = x
     return targets
@@ -1558,7 +1563,7 @@ class ValueDistribution(nn.Module):
         uses_tail = args.cvar_weight > 0 and args.learning_rate > 0
         if uses_tail and args.cvar_alpha * args.num_quantiles < 1:
             least = f"at least {math.ceil(1e4 / args.num_quantiles) / 1e4}, or more --num-quantiles"
-            text = f"{args.num_quantiles} quantiles do not show --cvar-weight so small a tail"
+            text = f"--cvar-weight needs a quantile in the tail, and {args.num_quantiles} have none"
             raise flag_error(args, "cvar_alpha", f"{text}; take {least}")
         self.args = args
         self.moments = RunningMoments((), max_count=args.norm_returns_memory)
@@ -1571,7 +1576,10 @@ class ValueDistribution(nn.Module):
         return outputs.split([K, outputs.shape[-1] - K], -1)
 
     def decode(self, x: Tensor) -> Tensor:
-        """Return x in the task's units, in float64. Returns may be large beside their spread."""
+        """Return x in the task's units.
+
+        It is float64: float32 would lose the spread of returns whose mean is large.
+        """
         return self.moments.denormalize(x.double())
 
     def mean(self, outputs: Tensor) -> Tensor:
@@ -1592,7 +1600,8 @@ class ValueDistribution(nn.Module):
         """Reduce outputs of one or two critics, (C, ..., K or K + 1), to one's, by `twin_reduce`.
 
         min:   the critic with the smaller V (Fujimoto et al. 2018)
-        mean:  pooled quantiles, neighbours averaged; the mean output is the mean of both
+        mean:  the 2 K quantiles of both, sorted, each pair of neighbours averaged; the mean output
+               is the mean of both
         """
         if len(outputs) == 1:
             return outputs[0]
@@ -1662,7 +1671,8 @@ class ValueDistribution(nn.Module):
             "value/crossing_fraction": crossing.float().mean().nan_to_num(),  # 0 for K = 1
             "norm/return_mean": self.moments.mean,
             "norm/return_std": self.moments.std,
-            "norm/value_shift": shift.abs().mean(),  # rounding alone, where heads were rescaled
+            # It is rounding alone where outputs were converted. It does not test `rescale_head`.
+            "norm/value_shift": shift.abs().mean(),
         }
 
     def merge_targets(self, targets: Tensor, values: Tensor) -> None:
@@ -1672,7 +1682,7 @@ class ValueDistribution(nn.Module):
         """
         mean = average(targets.mean())
         variance = average((targets - mean).square().mean())
-        around_mean = average((values - mean).square().mean())  # of V, not its error
+        around_mean = average((values - mean).square().mean())  # how far V is from that mean
         self.moments.merge(mean, torch.maximum(variance, around_mean), weight=1)
 
     def encode_targets(self, targets: Tensor) -> Tensor:
@@ -1738,7 +1748,9 @@ HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 def unroll_lstm(
     lstm: nn.LSTM, inputs: Tensor, state: Sequence[Tensor], episode_start: Tensor
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Run a one-layer LSTM over a rollout whose episodes begin anywhere. This slow loop is equal:
+    """Run a one-layer LSTM over a rollout whose episodes begin anywhere.
+
+    It computes what this slow loop computes:
 
         for t in range(T):
             state = [x * ~episode_start[t, :, None] for x in state]
@@ -1748,13 +1760,15 @@ def unroll_lstm(
     (1, N, H), ahead of step 0. episode_start is (T, N) bool: the state is zero when a step opens an
     episode. Returns outputs (T, N, H) and the state after the last step.
 
-    Each environment is a column of rows: its T steps, and one reset row ahead of each step that
-    opens an episode. Two further inputs mark the rows that are no steps. Their weights of 1e4
-    outweigh what biases and h add, so that these gates are exactly 0 or 1 in floating point:
+    The trick is that a reset becomes one more time step of the LSTM. Each environment is a column
+    of rows: its T steps, and one reset row ahead of each step that opens an episode. Columns with
+    fewer resets end with rest rows. Two further inputs mark the rows that are no steps. Their
+    weights of 1e4 outweigh what biases and h add, so that these gates are exactly 0 or 1 in
+    floating point:
 
         step       (0, 0):  an ordinary step
         reset row  (1, 0):  input gate 0, forget gate 0, so c = 0 and h = 0, and no gradient passes
-        rest row   (0, 1):  input gate 0, forget gate 1, so c stays; it fills the shorter columns
+        rest row   (0, 1):  input gate 0, forget gate 1, so c stays
     """
     if not episode_start.any():
         return lstm(inputs, state)
@@ -1769,7 +1783,7 @@ def unroll_lstm(
     # Every row is a rest row, but for the steps, and a reset row ahead of each that opens.
     marks = inputs.new_tensor([0, 1]).repeat(num_rows * N, 1)
     marks[steps] = 0
-    above = position[episode_start] - N  # the row above: `row` has counted the reset row already
+    above = position[episode_start] - N  # one row above the step, which `row` has kept free
     marks[above] = inputs.new_tensor([1, 0])
     rows = inputs.new_zeros(num_rows * N, F).index_copy(0, steps, inputs.flatten(0, 1))
     rows = torch.cat((rows, marks), 1).view(num_rows, N, F + 2)
@@ -1800,7 +1814,7 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias_const: float = 
 
 
 class Convolutions(nn.Module):
-    """It encodes images (N, ..., channels, height, width) as features, (N, ..., num_features).
+    """It encodes images (..., channels, height, width) as features, (..., num_features).
 
     Pixels are divided by their largest absolute bound, or by 1 if that is larger. Images with sides
     of 36 and more go through the layers of Mnih et al. 2015. Smaller grids go through the layer of
@@ -1825,13 +1839,14 @@ class Convolutions(nn.Module):
         self.num_features = self.layers(torch.zeros(1, *space.shape)).numel()
 
     def forward(self, images: Tensor) -> Tensor:
-        # Floats take four times the memory of bytes. Without a graph one part at a time is floats.
+        # Floats take four times the memory of bytes. Without a graph only 256 images at a time are
+        # held as floats, with a graph all are.
         parts = images.flatten(0, -4).split(256)
         features = torch.cat([self.encode(part) for part in parts])
         return features.unflatten(0, images.shape[:-3])
 
     def encode(self, images: Tensor) -> Tensor:
-        """Encode (images, channels, height, width) as (images, F)."""
+        """Encode (images, channels, height, width) as (images, num_features)."""
         pixels = images.contiguous(memory_format=self.memory_format) * self.scale  # float32
         return self.layers(pixels).flatten(1)
 
@@ -2013,8 +2028,8 @@ def lstm_in_numpy(lstm: nn.LSTM) -> Callable[[np.ndarray, np.ndarray], tuple]:
         c' = sigmoid(f) c + sigmoid(i) tanh(g),  h' = sigmoid(o) tanh(c')
 
     With sigmoid(x) = (1 + tanh(x / 2)) / 2 one call of tanh serves all four. The weights of the
-    sigmoids are halved ahead of that, so they are copies. Source: Hochreiter & Schmidhuber 1997,
-    with the forget gate of Gers et al. 2000.
+    sigmoids are halved once, so these are copies that later updates do not reach. Source:
+    Hochreiter & Schmidhuber 1997, with the forget gate of Gers et al. 2000.
     """
     H = lstm.hidden_size
     halves = np.repeat(np.float32([0.5, 0.5, 1, 0.5]), H)
@@ -2090,7 +2105,7 @@ class Agent(nn.Module):
         self.critic_heads = nn.ModuleList()
         for _ in range(args.num_critics):
             hidden = nn.Linear(args.lstm_hidden_size, args.hidden_size)
-            hidden = layer_init(hidden, bias_const=0.1)  # ReLUs of zeros pass no gradient
+            hidden = layer_init(hidden, bias_const=0.1)  # a ReLU of 0 passes no gradient
             output = layer_init(nn.Linear(args.hidden_size, self.value_dist.num_outputs), 0.1)
             self.critic_heads.append(nn.Sequential(hidden, ACTIVATIONS[args.activation](), output))
         self.to("cuda" if args.cuda else "cpu")
@@ -2119,7 +2134,8 @@ class Agent(nn.Module):
     def normalize_obs(self, obs: Tensor) -> Tensor:
         """Turn raw observations into what the networks see.
 
-        Images stay as they are: `Convolutions` scales their pixels.
+        Vectors stay as they are without `norm_obs`, and images do in any case: `Convolutions`
+        scales their pixels.
         """
         if self.sees_images or not self.args.norm_obs:
             return obs
