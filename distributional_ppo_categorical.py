@@ -740,7 +740,7 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
     first. Where all returns are alike, the std is the noise of rounding and of the critics.
     Dividing by it would turn that noise into a gradient of full size. Once an earlier rollout has
     varied, the running std keeps this gradient small. Adam then takes small steps until it has
-    forgotten the larger gradients, after some thousand of its steps. Before any rollout has varied
+    forgotten the larger gradients, after a few thousand of its steps. Before any rollout has varied
     nothing restrains the noise. The running std is our addition.
     """
     if not args.norm_adv:

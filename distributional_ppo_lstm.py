@@ -811,7 +811,7 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
     first. Where all returns are alike, the std is the noise of rounding and of the critics.
     Dividing by it would turn that noise into a gradient of full size. Once an earlier rollout has
     varied, the running std keeps this gradient small. Adam then takes small steps until it has
-    forgotten the larger gradients, after some thousand of its steps. Before any rollout has varied
+    forgotten the larger gradients, after a few thousand of its steps. Before any rollout has varied
     nothing restrains the noise. The running std is our addition.
     """
     if not args.norm_adv:
@@ -1563,7 +1563,9 @@ class ValueDistribution(nn.Module):
         uses_tail = args.cvar_weight > 0 and args.learning_rate > 0
         if uses_tail and args.cvar_alpha * args.num_quantiles < 1:
             least = f"at least {math.ceil(1e4 / args.num_quantiles) / 1e4}, or more --num-quantiles"
-            text = f"--cvar-weight needs a quantile in the tail, and {args.num_quantiles} have none"
+            text = (
+                f"the tail of --cvar-weight is smaller than one of {args.num_quantiles} quantiles"
+            )
             raise flag_error(args, "cvar_alpha", f"{text}; take {least}")
         self.args = args
         self.moments = RunningMoments((), max_count=args.norm_returns_memory)

@@ -683,7 +683,8 @@ def mujoco_lines() -> list[str]:
     for name, columns in reported.items():
         told = "an older one, older scripts" if name == "older" else name
         lines.append(common.markdown_row([f"{told}, reported seeds", *columns]))
-    gaps = [welch(*map(evaluations_of, learning.groups_of_task(task))).told(0) for task in FOUR]
+    pairs = [tuple(map(evaluations_of, learning.groups_of_task(task))) for task in FOUR]
+    gaps = [welch(*pair).told(0) if all(map(len, pair)) else "-" for pair in pairs]
     lines.append(common.markdown_row(["today's minus the older one, reported seeds", *gaps]))
     return [*lines, "", *mujoco_flags()]
 
@@ -731,6 +732,14 @@ CELLS = [
     Cell("minatar", "ours-1core", "sb3-1core", "the same, on one core"),
     Cell("pong", "ours", "", "Pong, 84 x 84 x 4"),
     Cell("pong-recurrent", "ours", "", "Pong, recurrent"),
+    *[
+        Cell(name, "compiled", "ours", f"`--compile` beside ours without it, {told}")
+        for name, told in (
+            ("cheetah-1x2048", "1 HalfCheetah"),
+            ("cheetah-8x256", "8 HalfCheetahs"),
+            ("minatar", "MinAtar Breakout"),
+        )
+    ],
 ]
 
 
@@ -794,7 +803,8 @@ def load_note() -> str:
     return (
         f"* **Load.** The machine was slower for the current rows: the same peers ran at "
         f"{min(shares):.2f} to {max(shares):.2f} of their speed in the older rows. Older "
-        f"ratios, not to be compared with current ones, are {joined(ratios)}."
+        f"ratios, not to be compared with current ones, are {joined(ratios)}. Beside the LSTMs the "
+        f"peer's episodes are shorter ([steps per reset](results/speed.md)), which slows it."
     )
 
 
@@ -852,16 +862,7 @@ def speed_table() -> list[str]:
 
 def speed_notes() -> list[str]:
     """What the table of speed does not say, a line each."""
-    compiled = [
-        pace(Cell(name, "compiled", "ours", "")).told()
-        for name in ("cheetah-1x2048", "cheetah-8x256", "minatar")
-    ]
-    return [
-        load_note(),
-        f"* **`--compile`** makes HalfCheetah-v5 with one and eight environments {compiled[0]} and "
-        f"{compiled[1]} times as fast, and MinAtar's convolutions {compiled[2]} times.",
-        gpu_note(),
-    ]
+    return [load_note(), gpu_note()]
 
 
 def gpu_note() -> str:
@@ -913,11 +914,9 @@ def scaling_line() -> list[str]:
     """What two processes gain."""
     told = gains()
     return [
-        f"`torchrun` shares the environments of one run out over processes (older). Two on two "
-        f"cores are {told['feed-forward Humanoid-v5 64']} times as fast as one with 64 Humanoids "
-        f"and "
-        f"{told['feed-forward CartPole-v1 16']} times with 16 CartPoles "
-        f"([all cells](scaling.md))."
+        f"`torchrun` shares the environments of one run out over processes. With 64 Humanoids two "
+        f"on two cores are {told['feed-forward Humanoid-v5 64']} times as fast as one, and with 16 "
+        f"CartPoles {told['feed-forward CartPole-v1 16']} times (older; [all cells](scaling.md))."
     ]
 
 
@@ -1396,8 +1395,8 @@ def behind_scalar() -> str:
                     continue
                 chance = critics.estimate(critics.improvement, known[name], known[critic.rival])
                 if chance.high < 0.5:
-                    what = f"{title} {name.replace(', ', ' by ')}"
-                    found.append(f"{what} {when} (above it with probability {chance})")
+                    what = f"{when} {title} {name.replace(', ', ' by ')}"
+                    found.append(f"{what} (above it with probability {chance})")
     return f" Below a scalar critic are {joined(found)}." if found else ""
 
 
@@ -1411,8 +1410,9 @@ def worth(verdicts: dict[Contest, Verdict]) -> str:
         f"the default critic ends above one with a scalar critic with probability "
         f"{robots.at_the_end} on "
         f"MuJoCo, {recurrent.at_the_end} on recurrent tasks and {games.at_the_end} on MinAtar, "
-        f"where 0.5 is a tie. V taken from the distribution was tried on the two CartPoles alone; "
-        f"the recurrent one [learnt more slowly](tuning.md#the-two-cartpoles)."
+        f"where 0.5 is a tie. V from the distribution was scored beside the default on the two "
+        f"CartPoles alone; the recurrent one [learnt more slowly](tuning.md#the-two-cartpoles), "
+        f"but not with `--kappa 1`."
         f"{behind_scalar()} [Details](#what-the-distribution-buys)"
     )
 
@@ -1430,11 +1430,10 @@ def calibrated() -> str:
     return (
         f"* **Is the predicted distribution calibrated?** Not by default. On "
         f"three known processes with goals {chain} of {len(chains())} runs with "
-        f"`calibrated` and further tuned flags reach them (with 201 atoms {fine[0]} of {fine[1]}). "
-        f"A rare "
-        f"disaster's depth is underestimated by {disasters()}. On real tasks a run counts as "
-        f"calibrated if the shares of returns below its deciles, over all states, are off by at "
-        f"most 0.05 on average. Presets "
+        f"`calibrated` and further tuned flags reach them (feed-forward with 201 atoms: {fine[0]} "
+        f"of {fine[1]}). A rare disaster's depth is underestimated by {disasters()}. On real "
+        f"tasks a run counts as calibrated if the shares of returns below its deciles, over all "
+        f"states, are off by at most 0.05 on average. Presets "
         f"reach that in {told[0]} of {told[2]} runs, followed by `--preset critics` in {told[1]}, "
         f"and [flags for each task](tuning.md#calibration) in {(runs <= 0.05).sum()} of "
         f"{len(runs)} (older). [Details](#calibration)"
@@ -1532,8 +1531,8 @@ def beside_others() -> list[str]:
     return [
         f"* **How good is the feed-forward script?** Its mean return, divided by that of the zoo's "
         f"one published run, is {zoo.each}; on Swimmer-v5, with `--gamma 0.9999`, {swimmer:.2f}. "
-        f"The zoo used older simulators and one run, so no difference is tested. Beside SB3's PPO "
-        f"with its defaults, which three runs here have, it is {standing(defaults)} of "
+        f"The zoo used older simulators and one run, so no difference is tested. Beside three "
+        f"runs of SB3's PPO with its untuned defaults it is {standing(defaults)} of "
         f"{count_of(len(defaults))} robots and classic tasks. {beside_best()} "
         f"On MinAtar, beside SB3's PPO with equal sizes and rates, the script is "
         f"{standing(games)} of {count_of(len(games))} games. [Details](#tasks)",
@@ -1565,10 +1564,10 @@ def fast() -> str:
     return (
         f"* **How fast are they?** On two cores the recurrent script with an LSTM of 128 is "
         f"{aged(lstm)} times as fast as sb3-contrib, and on one core {aged(one_core)} times; in "
-        f"older rows, with less load, {older.ratio.middle:.1f} times. The "
+        f"older rows (one thread, a faster machine) {older.ratio.middle:.1f} times. The "
         f"feed-forward script is {aged(pole)} times as fast as SB3's PPO on CartPole-v1, "
         f"{aged(plain)} times with eight HalfCheetahs, and {aged(eight)} times with `--compile` as "
-        f"well. [Load and lengths of episodes](#speed) may flatter these ratios."
+        f"well. [A slow machine and short episodes](#speed) of the peer may flatter these ratios."
     )
 
 
@@ -1595,7 +1594,8 @@ def answers(verdicts: dict[Contest, Verdict]) -> list[str]:
         f"`--cvar-weight 1` lifts the mean of the worst tenth of episodes from "
         f"{tail['cvar', 'neutral']} to {tail['cvar', 'weight 1']} and lowers the mean of all from "
         f"{tail['mean', 'neutral']} to {tail['mean', 'weight 1']} (feed-forward, acting by the "
-        f"mode). Acting by samples it rises from {sampled[0]} to {sampled[1]}. On a slippery "
+        f"mode). With sampled actions the worst tenth rises from {sampled[0]} to {sampled[1]}. "
+        f"On a slippery "
         f"cliff {tails_told()}.{worse_elsewhere()} [Details](#risk)",
         calibrated(),
         *([trusted()] if trust.TABLE.rows() else []),
@@ -1685,8 +1685,8 @@ def failed() -> list[str]:
         f"* **MiniGrid-MemoryS7** is learnt by {(grid >= 0.9).sum()} of {len(grid)} runs; the "
         f"worst has {grid.min():.2f}.",
         f"* **LunarLander-v3** has {lander:.1f} by the policy's likeliest action, but "
-        f"{trained:.0f} when it samples. `--ent-coef-final 0` helped three older "
-        f"[tuning runs](tuning.md#other-tasks).",
+        f"{trained:.0f} when it samples. With `--ent-coef-final 0` three older "
+        f"[tuning runs](tuning.md#other-tasks) reached the threshold in training, without it none.",
         averse_robots(),
         "* **We broke five rules of our own** "
         "([tuning](tuning.md#how-advantages-that-hardly-vary-are-kept-small)). The scaled "
@@ -1757,15 +1757,15 @@ def tuning_runs(script: str, preset: str) -> int:
     }
     env_id = common.load_script(script).PRESETS[preset].flags["env_id"]
     tasks = several.get(preset, (env_id.removeprefix("benchmarks."),))
-    scripts = [
-        row["script"]
-        for row in (*tune.TABLE.rows(), *versions.TABLE.rows())
-        if row["task"] in tasks
-    ]
-    scripts += [
-        screen.STUDIES[row["study"]].script for row in screen.rows_told() if row["task"] in tasks
-    ]
-    return scripts.count(script)
+    screened = screen.TABLE.rows()
+    for row in screened:
+        study = screen.STUDIES.get(row["study"], screen.STUDIES["robots"])  # robots_third is gone
+        row["script"] = study.script
+    rows = [*tune.TABLE.rows(), *versions.TABLE.rows(), *screened]
+    return sum(
+        row["task"] in tasks and row["script"] == script and 1000 <= int(row["seed"]) < 8000
+        for row in rows
+    )
 
 
 def preset_table() -> list[str]:

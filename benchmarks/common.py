@@ -146,6 +146,19 @@ def flag_parts(flags: str) -> frozenset[str]:
     return frozenset(given.values())
 
 
+def flag_values(flags: str) -> dict[str, tuple[str | float, ...]]:
+    """Values of flags by name, numbers as numbers, so that 1e-3 equals 0.001."""
+    return {part.split()[0]: (*map(as_number, part.split()[1:]),) for part in flag_parts(flags)}
+
+
+def as_number(word: str) -> str | float:
+    """A word as a number if it is one."""
+    try:
+        return float(word)
+    except ValueError:
+        return word
+
+
 def without(flags: str, name: str) -> str:
     """Flags without one of them, which others leave without effect: scripts refuse such flags."""
     parts = re.split(r" (?=--)", flags.strip())

@@ -432,9 +432,10 @@ def run_one(run: Run) -> Result:
 
 
 def flags_text(cell: Cell) -> str:
-    """Flags with one blank between them. Presets of ours are spelt out, since they may change."""
+    """Flags with one blank between them. Presets are spelt out, since they may change."""
     flags = " ".join(cell.flags.split())
-    return common.spelt_out(cell.script, flags) if cell.script in (LSTM, CATEGORICAL) else flags
+    whose = {CONTRIB: LSTM, SB3: CATEGORICAL}.get(cell.script, cell.script)  # peers have our flags
+    return common.spelt_out(whose, flags)
 
 
 def learnt(cell: Cell, points: list[Point]) -> dict[str, float]:
@@ -472,17 +473,16 @@ def missing(cells: list[Cell], only: list[str], seeds: list[int]) -> list[Run]:
 
 
 def refuse_other_flags(cells: list[Cell]) -> None:
-    """Raise ValueError for a row of today's scripts whose flags are not those of its cell, as where
-    a preset has changed since: it would pass as done."""
+    """Raise ValueError for a row of today's scripts, or of a peer, whose flags are not those of its
+    cell, as where a preset has changed since: it would pass as done."""
     known = common.by_setting(ARCHIVE.table.rows())
     for cell in cells:
-        if cell.script not in (LSTM, CATEGORICAL):
-            continue
-        wanted = common.flag_parts(flags_text(cell))
+        wanted = common.flag_values(flags_text(cell))
         for row in known.get(cell.setting, []):
             seed = int(row["seed"])
-            is_current = seed >= common.RENEWED and seed in cell.seeds
-            if is_current and common.flag_parts(row["flags"]) != wanted:
+            is_current = seed >= common.RENEWED or cell.script in (SB3, CONTRIB)
+            other = common.flag_values(row["flags"]) != wanted
+            if is_current and seed in cell.seeds and other:
                 told = f"{cell.task}, seed {seed}: {row['flags']}, not {flags_text(cell)}"
                 raise ValueError(f"{told}; take such rows out to train anew")
 

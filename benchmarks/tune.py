@@ -72,11 +72,11 @@ def share_lost(episodes: np.ndarray, lengths: np.ndarray, first: float, threshol
 
 def run_missing(cell: Cell, processes: int) -> None:
     """Every seed of the setting without a row."""
-    wanted = (cell.script, cell.task, common.flag_parts(cell.flags))
+    wanted = (cell.script, cell.task, common.flag_values(cell.flags))
     known = {
         row["seed"]
         for row in TABLE.rows()
-        if (row["script"], row["task"], common.flag_parts(row["flags"])) == wanted
+        if (row["script"], row["task"], common.flag_values(row["flags"])) == wanted
     }
     runs = [run for run in common.runs_of([cell]) if str(run.seed) not in known]
     TABLE.record(run_one, runs, processes)

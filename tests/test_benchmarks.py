@@ -309,6 +309,8 @@ def test_flags_in_another_order_are_one_setting():
     assert common.flag_parts("--kappa 1 --gamma 0.9") == {"--gamma 0.9", "--kappa 1"}
     assert common.flag_parts("--kappa 0 --norm-obs --kappa 1") == {"--kappa 1", "--norm-obs"}
     assert common.flag_parts("") == set()
+    assert common.flag_values("--a 1e-3 --b x 2") == {"--a": (0.001,), "--b": ("x", 2)}
+    assert common.flag_values("--a 1e-3") != common.flag_values("--a 1e-4")
 
 
 def test_settings_are_told_by_what_differs(monkeypatch):
