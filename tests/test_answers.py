@@ -480,6 +480,33 @@ def test_a_line_is_renewed_where_its_name_stands(answers):
     ]
 
 
+def test_what_memory_buys_worked_by_hand(answers, monkeypatch):
+    """Robots count where both scripts have all runs. Memory gains 2000 on the first one, undecided
+    on the second, where the worst run ends at 0; the others have not run."""
+    runs = {
+        ("HalfCheetahNoVel-v5", "default"): (2990, 3000, 3010),
+        ("HalfCheetahNoVel-v5", "feed_forward"): (990, 1000, 1010),
+        ("HalfCheetah-v5", "default"): (4000, 5000),
+        ("HalfCheetahNoVel-v5", "same_flags"): (1500, 1500),
+        ("HopperNoVel-v5", "default"): (0, 2000),
+        ("HopperNoVel-v5", "feed_forward"): (500, 600),
+        ("AntNoVel-v5", "default"): (7, 8),
+    }
+    monkeypatch.setattr(
+        answers,
+        "scores",
+        lambda script, task, variant="default": np.array(runs.get((task, variant), ())),
+    )
+    cheetah, hopper = answers.blind_table()[2:-1]
+    assert cheetah.startswith(
+        "| HalfCheetahNoVel-v5* | 3000 ± 25 (3) | 2990 | 1000 ± 25 (3) | +2000 ("
+    )
+    assert cheetah.endswith(" | 4500 ± 6353 (2) | 1500 ± 0 (2) |")
+    assert hopper.startswith("| HopperNoVel-v5* | 1000 ± 12706 (2) | 0 | 550 ± 635 (2) | +450 (-")
+    runs.clear()
+    assert answers.blind_table() == []
+
+
 def test_warnings_worked_by_hand(answers, monkeypatch):
     """Two runs. In one the return falls at the third level, where the decile has warned at the
     second and the twins never; in the other one nothing falls and the twins warn in vain."""
