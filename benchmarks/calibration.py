@@ -33,6 +33,7 @@ seed of a cell.
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
@@ -426,6 +427,7 @@ class Episodes:
     obs: np.ndarray  # (T, N, D), raw
     alive: np.ndarray  # (T, N), whether the episode had not ended before
     returns: np.ndarray  # (T, N), discounted
+    cut: int = 0  # episodes that the task itself cut; their returns end there
 
 
 def lift_limit(env: gym.Env) -> int:
@@ -461,38 +463,41 @@ def play_on(script: ModuleType, agent: Any, args: Any, episodes: int, most: int)
     mode = gym.vector.AutoresetMode.SAME_STEP
     makers = [lambda: script.make_env(args)] * episodes  # the run's own number may be another one
     envs = gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=mode)
-    scored = min(lift_limit(env) for env in envs.envs)
-    scored = min(scored, most)
+    with contextlib.closing(envs):
+        scored = min(lift_limit(env) for env in envs.envs)
+        scored = min(scored, most)
 
-    obs, _ = envs.reset(seed=2_000_000 + 1000 * args.seed)  # runs share none, up to 1,000 episodes
-    torch.manual_seed(args.seed)
-    state = None
-    alive = np.ones(episodes, bool)
-    all_obs = []
-    all_alive = []
-    rewards = []
-    beyond = int(np.log(1e-5) / np.log(args.gamma))
-    for t in range(scored + beyond):
-        if t < scored:
-            all_obs.append(obs.copy())
-            all_alive.append(alive)
-        if common.is_recurrent(agent):
-            action, state = agent.act(obs, state, deterministic=False)
-        else:
-            action = agent.act(obs, deterministic=False)
-        obs, reward, terminated, truncated, _ = envs.step(action)
-        if args.is_atari:
-            reward = reward.clip(-1, 1)
-        rewards.append(reward * alive)
-        alive = alive & ~(terminated | truncated)
-        if not alive.any():
-            break
-    envs.close()
+        seed = (2_000_000 + 1000 * args.seed) % 2**31  # runs share none, up to 1,000 episodes
+        obs, _ = envs.reset(seed=seed)
+        torch.manual_seed(args.seed)
+        state = None
+        alive = np.ones(episodes, bool)
+        all_obs = []
+        all_alive = []
+        rewards = []
+        cut = 0
+        beyond = int(np.log(1e-5) / np.log(args.gamma)) if args.gamma else 0
+        for t in range(scored + beyond):
+            if t < scored:
+                all_obs.append(obs.copy())
+                all_alive.append(alive)
+            if common.is_recurrent(agent):
+                action, state = agent.act(obs, state, deterministic=False)
+            else:
+                action = agent.act(obs, deterministic=False)
+            obs, reward, terminated, truncated, _ = envs.step(action)
+            if args.is_atari:
+                reward = reward.clip(-1, 1)
+            rewards.append(reward * alive)
+            cut += int((alive & truncated & ~terminated).sum())
+            alive = alive & ~(terminated | truncated)
+            if not alive.any():
+                break
 
     returns = np.array(rewards)
     for t in reversed(range(len(returns) - 1)):
         returns[t] += args.gamma * returns[t + 1]
-    return Episodes(np.array(all_obs), np.array(all_alive), returns[:scored])
+    return Episodes(np.array(all_obs), np.array(all_alive), returns[:scored], cut)
 
 
 def measure_real(script: ModuleType, agent: Any, args: Any) -> dict[str, float]:

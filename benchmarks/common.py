@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import csv
-import fcntl
 import gzip
 import importlib
 import importlib.util
@@ -28,6 +27,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, get_type_hints
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 # The scripts set this ahead of NumPy, which reads it when it is imported. Here NumPy comes first.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -351,7 +355,8 @@ class Table:
         with other columns.
         """
         with self.path.open("a+", newline="") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # until all is written and the file closed
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX)  # until all is written and the file closed
             writer = csv.DictWriter(file, self.columns, lineterminator=self.end)
             file.seek(0)
             if header := file.readline():

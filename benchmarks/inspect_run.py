@@ -2,16 +2,20 @@
 
     python benchmarks/inspect_run.py runs/CartPoleNoVel-v1__...
     python benchmarks/inspect_run.py RUN_DIR --episodes 128 --states 0 50 100 150
+    python benchmarks/inspect_run.py RUN_DIR/best.pt
 
 The sampled policy plays fresh episodes, as in training. Along one of them (the one of median
 return) the picture shows the predicted return as a fan of deciles, its value V and the realised
 return-to-go; below, the whole predicted distribution at four of its states; and, over all states of
-all episodes, how often the realised return fell between which deciles: a tenth each where the
-critics are right. Returns are discounted, with rewards of Atari games clipped, as critics learn
-them. Those of an episode that a time limit cut are known because the policy plays on, which needs a
-discount. It works on any run directory of the two scripts, and of copies that kept their functions'
-names: it runs the copy of the source that lies there. All observations are kept in memory, so take
-few --episodes of tasks with large images.
+all episodes (of their first 2,000 steps), how often the realised return fell between which deciles:
+a tenth each where the critics are right. Returns are discounted, with rewards of Atari games
+clipped, as critics learn them. Those of an episode that gymnasium's time limit cut are known, since
+the policy plays on, which needs a discount. Where a task cuts episodes by itself, a line says so.
+
+It works on any run directory of the two scripts, and of copies that kept their functions' names: it
+runs the newest copy of the source that lies there. Each episode has an environment of its own, and
+all observations are kept in memory. So take few --episodes of tasks that are heavy or have large
+images.
 """
 
 from __future__ import annotations
@@ -44,17 +48,22 @@ class Seen(NamedTuple):
     returns: np.ndarray  # (T, N), discounted
     values: np.ndarray  # (T, N), V
     deciles: np.ndarray  # (9, T, N), predicted
+    cut: int = 0  # episodes that the task itself cut; their returns end there
 
 
 def script_of(run_dir: Path) -> ModuleType:
-    """The copy of the script in a run directory, as a module. Raises ValueError without one."""
+    """The newest copy of the script in a run directory, as a module. Raises ValueError without one.
+
+    There are several where the run was resumed by a script of another name.
+    """
     copies = [
         path for path in run_dir.glob("*.py") if "class ValueDistribution" in path.read_text()
     ]
-    if len(copies) != 1 or not (run_dir / "checkpoint.pt").exists():
-        raise ValueError(f"{run_dir}: no run directory: needs checkpoint.pt and the script's copy")
-    name = f"{copies[0].stem}_of_run"
-    spec = importlib.util.spec_from_file_location(name, copies[0])
+    if not copies:
+        raise ValueError(f"{run_dir}: no run directory: the copy of the script is missing")
+    newest = max(copies, key=lambda path: path.stat().st_mtime)
+    name = f"{newest.stem}_of_run"
+    spec = importlib.util.spec_from_file_location(name, newest)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -78,7 +87,7 @@ def look(script: ModuleType, agent: Any, args: Any, episodes: int) -> tuple[Seen
         deciles.append(found)
         values.append(value)
     along = np.moveaxis(np.array(deciles), -1, 0)
-    return Seen(played.alive, played.returns, np.array(values), along), played.obs
+    return Seen(played.alive, played.returns, np.array(values), along, played.cut), played.obs
 
 
 def whole_distributions(agent: Any, obs: np.ndarray, states: list[int]) -> np.ndarray:
@@ -100,7 +109,15 @@ def remarks(seen: Seen, args: Any) -> list[str]:
         )
     starts = seen.returns[0]
     if starts.std() <= 1e-3 * max(abs(starts.mean()), 1e-9):
-        said.append("all episodes have the same return: there is no distribution to be right about")
+        said.append(
+            "returns at the start vary by less than a thousandth of their mean: there is hardly a "
+            "distribution to be right about"
+        )
+    if seen.cut:
+        said.append(
+            f"{seen.cut} of {len(starts)} episodes were cut by the task itself: their returns end "
+            f"there, while critics expect what would have followed"
+        )
     return said
 
 
@@ -227,11 +244,15 @@ def draw(path: Path, title: str, seen: Seen, curves: np.ndarray, states: list[in
     common.save(figure, path)
 
 
-def inspect(run_dir: Path, episodes: int, states: list[int]) -> Path:
-    """Look at a run, draw, tell; the picture's path."""
-    sys.path.append(os.getcwd())  # a task may lie there, as when it was trained
+def inspect(path: Path, episodes: int, states: list[int]) -> Path:
+    """Look at a run, or at one of its checkpoints, tell, draw. Returns the picture's path."""
+    run_dir = path.parent if path.suffix == ".pt" else path
+    sys.path.insert(0, os.getcwd())  # a task may lie there, as when it was trained,
+    sys.path.append(str(common.HERE.parent))  # or beside the scripts
     script = script_of(run_dir)
-    agent, args = script.load_agent(run_dir)
+    if not os.access(run_dir, os.W_OK):
+        raise ValueError(f"{run_dir}: the picture goes there, and it cannot be written to")
+    agent, args = script.load_agent(path)
     if not hasattr(agent, "predict_returns"):
         raise ValueError(f"{run_dir}: its script has no predict_returns; train with this version")
     seen, obs = look(script, agent, args, episodes)
@@ -239,25 +260,28 @@ def inspect(run_dir: Path, episodes: int, states: list[int]) -> Path:
     length = int(seen.alive[:, episode].sum())
     states = states or [i * (length - 1) // 4 for i in range(4)]
     if max(states) >= length:
-        raise ValueError(f"--states {max(states)}: the episode shown has {length} steps")
+        raise ValueError(f"--states {max(states)}: of the episode shown {length} steps are kept")
     curves = whole_distributions(agent, obs[:, episode], states)
-    path = run_dir / "critics.png"
-    name = script.__name__.removesuffix("_of_run")
-    head = f"{args.env_id}, {name}, seed {args.seed}; {episodes} episodes of the sampled policy"
-    title = "\n".join([head, *textwrap.wrap(flags_of(script, args), 140)])
-    draw(path, title, seen, curves, states)
     told = ", ".join(f"{name} {x:.3g}" for name, x in numbers(seen).items())
     print(f"{seen.alive.sum():,} states of {episodes} episodes, discounted returns: {told}")
     for line in remarks(seen, args):
         print(line)
-    return path
+
+    picture = run_dir / ("critics.png" if path is run_dir else f"critics-{path.stem}.png")
+    name = script.__name__.removesuffix("_of_run")
+    head = f"{args.env_id}, {name}, seed {args.seed}; {episodes} episodes of the sampled policy"
+    title = "\n".join([head, *textwrap.wrap(flags_of(script, args), 140)])
+    draw(picture, title, seen, curves, states)
+    return picture
 
 
 def main() -> None:
     """Parse, inspect."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--episodes", type=int, default=64)
+    parser.add_argument("run_dir", type=Path, help="of a run, or a checkpoint such as best.pt")
+    parser.add_argument(
+        "--episodes", type=int, default=64, help="each has an environment; default: 64"
+    )
     parser.add_argument(
         "--states", type=int, nargs=4, default=[], help="steps of the episode shown"
     )
@@ -267,7 +291,7 @@ def main() -> None:
         parser.error("--episodes must be 1 or more, --states 0 or more")
     try:
         print(inspect(args.run_dir, args.episodes, args.states))
-    except ValueError as error:  # the scripts' UsageError is one
+    except (ValueError, OSError) as error:  # the scripts' UsageError is a ValueError
         sys.exit(f"error: {error}")
 
 

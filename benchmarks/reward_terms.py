@@ -4,20 +4,24 @@
     python benchmarks/reward_terms.py --seeds 1 --steps 100000
     python benchmarks/reward_terms.py --report          # the table from what is kept
 
+Runs that have a row in results/reward_terms.csv are skipped. To repeat one, delete its row. In a
+copy of this program change TASK and TABLE as well, or old rows pass for yours.
 The figure is of the agent with terms and seed 1. It is drawn when that has trained for STEPS steps,
 and neither by --report nor by runs of another length.
 
 A robot's reward is a sum: it is paid for running, for not falling, and it pays for the work of its
 motors. Here every term has values, targets and advantages of its own. The policy follows the
-weighted mean of the terms' advantages. With equal weights, as here, and since advantages are
-normalised, that is their sum: what differs is how the critics learn. One more head predicts the
-whole reward, for comparison. Its advantages have the weight 0, but it trains the critics' body as
-the others do. With the terms summed ahead ("one") the program is the script.
+weighted sum of the terms' advantages. With equal weights, as here, and since advantages are
+normalised, that is their sum but for a factor: what differs is how the critics learn. One more head
+predicts the whole reward, for comparison. Its advantages have the weight 0, but it trains the
+critics' body as the others do. With the terms summed ahead ("one") the program is the script with
+one critic.
 
 What is taken from the script as it is: environments, rollout, networks, GAE (which takes the terms
 as a last axis), the value distribution, the policy's loss, minibatches and steps. What is written
 here is what differs: an agent with a head and return statistics for each term, the batch, and the
-critics' loss. There are no checkpoints and no log; those of a run come with the script's `Run`.
+critics' loss. There are no checkpoints and no log. `check` refuses flags that this program does not
+serve.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ from common import CATEGORICAL, RESULTS, Cell, Run, Table
 from torch import Tensor, nn
 
 script = common.load_script(CATEGORICAL)
+TASK = "Hopper-v5"
 TERMS = ("reward_forward", "reward_survive", "reward_ctrl")
 NAMES = {"reward_forward": "running", "reward_survive": "not falling", "reward_ctrl": "motors"}
 FLAGS = {"num_critics": 1, "eval_episodes": 20, "save_envs": "never"}
@@ -57,13 +62,16 @@ class Terms(gym.Wrapper):
     def step(self, action):
         """Step."""
         *facts, info = self.env.step(action)
+        missing = [name for name in TERMS if name not in info]
+        if missing:
+            raise ValueError(f"{TASK}: its info lacks {', '.join(missing)}; change TERMS")
         self.terms = [info[name] for name in TERMS]
         return *facts, info
 
 
 def hopper(**options) -> gym.Env:
     """Hopper-v5 with the terms of its reward."""
-    return Terms(gym.make("Hopper-v5", disable_env_checker=True, **options))
+    return Terms(gym.make(TASK, disable_env_checker=True, **options))
 
 
 gym.register("TermsHopper-v0", hopper, max_episode_steps=1000)
@@ -91,7 +99,11 @@ class WithTerms(gym.vector.VectorWrapper):
 
 # --------------------------------------------------------------------------------------- algorithm
 class TermsAgent(script.Agent):
-    """It has a value head and return statistics for each of R terms."""
+    """It has a value head and return statistics for each of R terms.
+
+    `term_values` gives the values. `value` and `predict_returns` of the script's agent know of one
+    distribution alone, so they are refused.
+    """
 
     def __init__(self, observation_space, action_space, args, num_terms: int) -> None:
         super().__init__(observation_space, action_space, args)
@@ -107,13 +119,48 @@ class TermsAgent(script.Agent):
         """Turn outputs (R, ..., K + 1) into values (..., R) in the task's units."""
         return torch.stack([dist.value(x) for dist, x in zip(self.dists, outputs)], -1)
 
+    def value(self, obs: np.ndarray) -> np.ndarray:
+        """Refuse: see `term_values`."""
+        raise NotImplementedError("each term has values of its own: call term_values")
+
+    def predict_returns(self, obs: np.ndarray, levels: tuple[float, ...]) -> np.ndarray:
+        """Refuse: each term has a distribution of its own."""
+        raise NotImplementedError("each term has a distribution of its own, in `dists`")
+
+
+def check(args: Any) -> None:
+    """Raise the script's `UsageError` for a flag that this program would ignore."""
+    served = {
+        "num_critics": 1,
+        "norm_returns": True,
+        "value_target": "lambda_return",
+        "cvar_weight": 0.0,
+        "cuda": False,
+        "async_envs": False,
+        "init_from": "",
+        "resume": "",
+        "eval_every": 0,
+    }
+    for name, value in served.items():
+        if getattr(args, name) != value:
+            raise script.flag_error(args, name, f"this program serves {value!r} alone")
+    if script.WORLD_SIZE > 1:
+        raise script.UsageError("torchrun: this program has one process")
+
+
+def check_sum(terms: Tensor, rewards: Tensor) -> None:
+    """Raise ValueError unless the terms (T, N, R) of a rollout add up to its rewards (T, N)."""
+    gap = float((terms.sum(-1) - rewards).abs().max())
+    if gap > 1e-4 * max(1.0, float(rewards.abs().max())):
+        raise ValueError(f"the terms {', '.join(TERMS)} are up to {gap:g} off the reward")
+
 
 @torch.no_grad()
 def prepare_batch(agent: TermsAgent, rollout: Any, terms: Tensor, weights: Tensor, args: Any):
     """Turn a rollout and its terms (T, N, R) into a batch, as the script does for one reward.
 
     Targets (B, R, K), returns (B, R) and old values (B, R, 2) have an axis of terms. Advantages are
-    the weighted mean over the terms.
+    the weighted sum over the terms.
     """
     for dist, term in zip(agent.dists, terms.unbind(-1)):
         if dist.moments.count == 0:
@@ -169,7 +216,7 @@ def terms_loss(agent: TermsAgent, mb: Any, args: Any) -> tuple[Tensor, dict]:
 
 
 def update(agent: TermsAgent, optimizers: Any, batch: Any, args: Any, progress: float) -> None:
-    """Train the actor, and then the critics, as the script does."""
+    """Train the actor, and then the critics, as the script does. Raises RuntimeError as it does."""
     learning_rate, critic_learning_rate, ent_coef = script.schedules(args, progress)
     scaled = script.scale_advantages(agent, batch.advantages, args)
     batch = batch._replace(advantages=scaled.float())
@@ -181,19 +228,24 @@ def update(agent: TermsAgent, optimizers: Any, batch: Any, args: Any, progress: 
     tickets = SimpleQueue()
     script.train_actor(agent, optimizers.actor, actor_batches, args, ent_coef, tickets)
     _, parameters = agent.parts()
-    for _, mb in zip(iter(tickets.get, None), critic_batches):
-        gradient, _, _ = script.with_gradient(terms_loss, parameters, agent, mb, args)
+    for i, mb in zip(iter(tickets.get, None), critic_batches):
+        gradient, loss, _ = script.with_gradient(terms_loss, parameters, agent, mb, args)
         norm = float(gradient.norm())
+        name = f"minibatch {i} of the critics' update"
+        script.check_step(float(loss), norm, name, "--critic-learning-rate")
         script.take_step(optimizers.critics, gradient, norm, args.max_grad_norm)
 
 
 def train(args: Any, together: bool) -> TermsAgent:
     """Train on the terms, or on their sum if `together`. Returns the agent.
 
-    The last of several heads predicts the whole reward. Its advantages have no weight.
+    The last of several heads predicts the whole reward. Its advantages have no weight. Raises
+    `UsageError` like `check`, and ValueError like `check_sum`.
     """
+    check(args)
     script.set_up_process(args)
     envs = WithTerms(script.make_envs(args))
+    script.seed_torch(args)  # again: the task may have drawn numbers
     spaces = (envs.single_observation_space, envs.single_action_space)
     num_terms = 1 if together else len(TERMS) + 1
     agent = TermsAgent(*spaces, args, num_terms)
@@ -209,6 +261,7 @@ def train(args: Any, together: bool) -> TermsAgent:
         torch.manual_seed(script.derived_seed(args.seed, "iterations", step))
         rollout, obs = script.collect_rollout(envs, agent, obs, args)
         terms = envs.take()
+        check_sum(terms, rollout.rewards)
         whole = rollout.rewards[..., None]  # it is float32 inside the task: not quite the sum
         terms = whole if together else torch.cat((terms, whole), -1)
         batch = prepare_batch(agent, rollout, terms, weights, args)
@@ -228,13 +281,17 @@ class Episode(NamedTuple):
 
 
 def play(agent: TermsAgent, args: Any, seed: int) -> Episode:
-    """Play an episode by the policy's mode."""
+    """Play an episode by the policy's mode, of 10,000 steps at most.
+
+    The values are of the policy as it samples, so what came may lie a little off for that reason.
+    """
     env = script.make_env(args)
     obs, _ = env.reset(seed=seed)
     seen = []
     terms = []
     ended = False
-    while not ended:
+    terminated = False
+    while not ended and len(seen) < script.LONGEST_EPISODE:
         seen.append(obs)
         obs, _, terminated, truncated, _ = env.step(agent.act(obs))
         terms.append(env.get_wrapper_attr("terms"))
@@ -288,7 +345,7 @@ def done_steps(steps: int) -> int:
 def cells(steps: int) -> Iterator[Cell]:
     """Both ways, with the steps that are done as flags."""
     for variant in ("terms", "one"):
-        yield Cell("Hopper-v5", CATEGORICAL, variant, str(done_steps(steps)), range(1, 4))
+        yield Cell(TASK, CATEGORICAL, variant, str(done_steps(steps)), range(1, 4))
 
 
 def missing(steps: int, seeds: list[int]) -> list[Run]:
@@ -349,16 +406,20 @@ def main() -> None:
     """Parse, run, report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=STEPS, help=f"of a run; default: {STEPS:,}")
-    parser.add_argument("--seeds", nargs="*", type=int, default=[], help="some of the seeds")
+    parser.add_argument(
+        "--seeds", nargs="*", type=int, default=[], choices=(1, 2, 3), help="some of the seeds"
+    )
     parser.add_argument(
         "--report",
         action="store_true",
         help=f"only rebuild the table; the figure is drawn when seed 1 has trained {STEPS:,} steps",
     )
     args = parser.parse_args()
-    common.require("matplotlib")
+    rollout = args_of(1, STEPS).batch_size
+    if args.steps < rollout:
+        parser.error(f"--steps {args.steps}: must be at least one rollout, {rollout}")
     if not args.report:
-        common.require("mujoco")
+        common.require("matplotlib", "mujoco")
         TABLE.record(run_one, missing(args.steps, args.seeds), processes=2)
     report()
 

@@ -7,6 +7,7 @@ import gzip
 import importlib
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -102,6 +103,51 @@ def test_a_picture_tells_the_flags_of_its_run(inspect_run, script):
     assert inspect_run.flags_of(script, script.Args(torch_threads=2)) == "default flags"
 
 
+def test_the_newest_copy_of_the_script_is_inspected(inspect_run, tmp_path):
+    """A run that was resumed by a script of another name has two. A folder without one is none."""
+    with pytest.raises(ValueError, match="no run directory"):
+        inspect_run.script_of(tmp_path)
+    for age, name in ((9, "before"), (1, "after")):
+        copy = tmp_path / f"{name}.py"
+        copy.write_text(f"class ValueDistribution:\n    name = {name!r}\n")
+        os.utime(copy, (1e9 - age, 1e9 - age))
+    (tmp_path / "notes.py").write_text("raise SystemExit\n")
+    assert inspect_run.script_of(tmp_path).ValueDistribution.name == "after"
+
+
+class CutAfter3(gym.Wrapper):
+    """A task that cuts its episodes by itself."""
+
+    def reset(self, **options):
+        self.steps = 0
+        return self.env.reset(**options)
+
+    def step(self, action):
+        obs, reward, terminated, _, info = self.env.step(action)
+        self.steps += 1
+        return obs, reward, terminated, self.steps == 3, info
+
+
+@pytest.mark.parametrize("cuts", [True, False])
+def test_episodes_that_the_task_cuts_are_told(inspect_run, monkeypatch, cuts):
+    """gymnasium's time limit is lifted. A cut of the task's own is not, and a remark says so."""
+    calibration = importlib.import_module("calibration")
+    script = importlib.import_module(NAMES[1])
+    wrap = CutAfter3 if cuts else gym.Wrapper
+    make = lambda: wrap(gym.make("Pendulum-v1"))  # noqa: E731
+    monkeypatch.delitem(gym.registry, "MayCut-v0", raising=False)
+    gym.register("MayCut-v0", make, max_episode_steps=2)
+    args = script.Args(env_id="MayCut-v0", gamma=0.5)
+    env = script.make_env(args)
+    agent = script.Agent(env.observation_space, env.action_space, args)
+    played = calibration.play_on(script, agent, args, 4, 10)
+    assert played.cut == 4 * cuts
+    seen = inspect_run.Seen(played.alive, played.returns, played.returns, None, played.cut)
+    told = " ".join(inspect_run.remarks(seen, args))
+    assert ("4 of 4 episodes were cut by the task itself" in told) == cuts
+    del gym.registry["MayCut-v0"]
+
+
 @pytest.mark.slow
 def test_a_task_of_a_drawn_run_may_lie_in_the_working_directory(inspect_run, tmp_path, monkeypatch):
     """As it does where README's own task is trained."""
@@ -127,7 +173,7 @@ def test_what_cannot_be_drawn_costs_one_line(inspect_run, script, tmp_path, monk
     words = [run_dir if word == "RUN" else word for word in line]
     monkeypatch.setattr(sys, "argv", ["inspect_run.py", *words])
     monkeypatch.setattr(inspect_run.common, "require", lambda *_: None)  # nothing is drawn
-    with pytest.raises(SystemExit, match=r"^error: .*(no run directory|has 1?[0-9]* steps)"):
+    with pytest.raises(SystemExit, match=r"^error: .*(no run directory|1?[0-9]* steps are kept)"):
         inspect_run.main()
 
 

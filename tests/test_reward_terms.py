@@ -52,11 +52,58 @@ def test_with_one_term_it_is_the_script(program, tmp_path):
     assert torch.equal(theirs.value_dist.moments.mean, mine.dists[0].moments.mean)
 
 
-def test_terms_add_up_to_the_reward(prepared):
-    """What the task paid, but for the rounding of a sum; also where an episode ended."""
+def test_terms_add_up_to_the_reward(program, prepared):
+    """What the task paid, but for the rounding of a sum; also where an episode ended. A term that
+    is left out is noticed."""
     _, _, rollout, terms = prepared
     assert terms.shape == (40, 3, 3)
     assert_close(terms.sum(-1), rollout.rewards, rtol=1e-5, atol=1e-5)
+    program.check_sum(terms, rollout.rewards)
+    with pytest.raises(ValueError, match="off the reward"):
+        program.check_sum(terms[..., :2], rollout.rewards)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        {"num_critics": 2},
+        {"norm_returns": False},
+        {"value_target": "sr_lambda"},
+        {"cvar_weight": 0.5, "cvar_alpha": 0.5},
+        {"async_envs": True},
+        {"eval_every": 1},
+    ],
+    ids=str,
+)
+def test_flags_that_it_would_ignore_are_refused(program, flag):
+    """By name, ahead of everything."""
+    args = program.args_of(1, 240, **SMALL, **flag)
+    name = next(iter(flag)).replace("_", "-")
+    with pytest.raises(program.script.UsageError, match=f"^--{name} .*: this program serves"):
+        program.train(args, together=False)
+
+
+def test_one_distribution_is_not_that_of_all_terms(prepared):
+    """What the script's agent says of one distribution is refused here."""
+    _, agent, *_ = prepared
+    for ask in (lambda: agent.value(None), lambda: agent.predict_returns(None, (0.5,))):
+        with pytest.raises(NotImplementedError, match="each term has"):
+            ask()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (["--steps", "9"], "--steps 9: must be at least one rollout, 2048"),
+        (["--seeds", "7"], "invalid choice: 7"),
+    ],
+)
+def test_wrong_flags_of_the_program_cost_one_line(program, monkeypatch, capsys, line, words):
+    """Ahead of any training."""
+    monkeypatch.setattr(sys, "argv", ["reward_terms.py", *line])
+    with pytest.raises(SystemExit):
+        program.main()
+    assert words in capsys.readouterr().err
 
 
 def test_advantages_of_the_sum_are_the_sum_of_advantages(program, prepared):
