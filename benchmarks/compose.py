@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -110,7 +111,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, help="where the two scripts are written")
-    print(*compose(parser.parse_args().folder), sep="\n")
+    folder = parser.parse_args().folder
+    for name in ("ppo_lstm_categorical", "ppo_quantile"):
+        path = folder / f"{name}.py"
+        if path.exists():
+            sys.exit(f"error: {path}: exists, and may have been edited; name another folder")
+    try:
+        print(*compose(folder), sep="\n")
+    except (ValueError, OSError) as error:
+        hint = "the two scripts must have the blocks and sentences that this program exchanges"
+        sys.exit(f"error: {error}" if isinstance(error, OSError) else f"error: {error}; {hint}")
 
 
 if __name__ == "__main__":

@@ -22,8 +22,9 @@ schedule of the entropy bonus begins anew at every report. After --resume a sche
 what it knew of samples that had ended.
 
 FOLDER (--out) holds the runs, samples.csv, a plot, and what Ray needs to go on; runs that were cut
-short go on from their checkpoints. On a cluster all machines need this checkout and FOLDER under
-the same path.
+short, and those that failed, go on from their checkpoints. A task of your own, module:id, lies in
+the directory where the sweep was begun, or on PYTHONPATH. On a cluster all machines need this
+checkout and FOLDER under the same path.
 """
 
 from __future__ import annotations
@@ -53,7 +54,13 @@ import common
 import numpy as np
 from common import CATEGORICAL, LSTM, Row, Table
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # tasks may read files where the sweep began
 
 try:
     import ray
@@ -67,6 +74,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 SECONDS = 2  # between two looks at the runs of a sample
 Config = dict[str, Any]  # value by varied flag
+OURS = ("seed", "run_dir", "resume", "evaluate", "checkpoint_every")  # flags that a sweep sets
+# What members of a population have in common, since they take each other's weights
+COMMON = (
+    "env_id", "masked_obs", "hidden_size", "lstm_hidden_size", "activation", "norm_obs",
+    "num_critics", "value_from", "norm_returns", "num_quantiles", "num_atoms", "v_min", "v_max",
+    "log_std_init",
+)  # fmt: skip
 
 
 # --------------------------------------------------------------------------------- what is searched
@@ -84,6 +98,7 @@ class Sweep:
     asha: bool
     pbt: bool
     out: str
+    begun_in: str = ""  # the working directory, where a task of the user's own may lie
 
     @property
     def folder(self) -> Path:
@@ -178,21 +193,42 @@ def alone(vary: list[str]) -> list[Config]:
 def check(sweep: Sweep) -> None:
     """Every end of a range and every choice, alone, beside the flags of all runs. Raises ValueError
     where one of them would not do."""
-    script = common.load_script(sweep.script)
+    script = script_of(sweep.script, sweep.begun_in)
     names = {field.name for field in fields(script.Args)}
-    args_of(script, sweep.flags)
+    typed = {word.split("=")[0].removeprefix("--").replace("-", "_") for word in sweep.flags}
+    for name in typed.intersection(OURS):
+        raise ValueError(f"--{name.replace('_', '-')}: the sweep sets this flag; leave it out")
+
+    args = args_of(script, sweep.flags)
     for text in sweep.vary:
-        name, *_ = domain(text)
-        if name not in names or name in ("seed", "run_dir", "resume", "evaluate", "init_from"):
+        name, kind, _ = domain(text)
+        if name not in names or name in (*OURS, "init_from", "preset"):
             raise ValueError(f"--vary {text}: {name} is no flag that can be varied")
+        if sweep.pbt and name in COMMON:
+            why = "members take each other's weights, so all must have the same"
+            raise ValueError(f"--vary {text}: {why}")
+        if type(getattr(args, name)) is int and kind in ("uniform", "loguniform"):
+            raise ValueError(f"--vary {text}: takes whole numbers; write randint or choice")
+    varied = [domain(text)[0] for text in sweep.vary]
+    for name in varied:
+        if varied.count(name) > 1:
+            raise ValueError(f"--vary {name}: is given twice")
     for config in alone(sweep.vary):
         share(sweep, config)
+    script.make_env(args).close()  # what is wrong with the task is told ahead of all runs
+
+
+def script_of(name: str, begun_in: str) -> ModuleType:
+    """The script, which finds tasks where the sweep was begun."""
+    if begun_in and begun_in not in sys.path:
+        sys.path.append(begun_in)
+    return common.load_script(name)
 
 
 # ------------------------------------------------------------------------------ one run, one sample
-def train(name: str, line: list[str], folder: Path) -> Config:
+def train(name: str, line: list[str], folder: Path, begun_in: str = "") -> Config:
     """Train in `folder`, or take up the run that stands there."""
-    script = common.load_script(name)
+    script = script_of(name, begun_in)
     kept = [*folder.glob("*/checkpoint.pt")]
     if kept:
         args = script.parse_args(["--resume", str(kept[0].parent)])
@@ -229,7 +265,7 @@ class Progress:
         import torch
 
         for path in self.folder.glob("*/checkpoint.pt"):
-            return torch.load(path, weights_only=True)["global_step"]
+            return torch.load(path, map_location="cpu", weights_only=True)["global_step"]
         return 0
 
     def score(self, until: int) -> float:
@@ -269,7 +305,7 @@ class Sample(tune.Trainable):
             folder = self.folder / f"seed{seed}"
             line = sweep.line(self.config, "--seed", seed, "--checkpoint-every", every)
             self.runs.append(Progress(folder))
-            self.tasks.append(task.remote(sweep.script, line, folder))
+            self.tasks.append(task.remote(sweep.script, line, folder, sweep.begun_in))
 
     def step(self) -> Config:
         """Score at the next report."""
@@ -315,13 +351,10 @@ class Member(tune.Trainable):
         line = self.sweep.line(self.config, "--seed", seed, "--total-timesteps", steps)
         line += ["--no-anneal-lr"]
         if self.weights:
-            while "--log-std-init" in line:  # without effect beside weights
-                at = line.index("--log-std-init")
-                del line[at : at + 2]
-            line += ["--init-from", str(self.weights)]
+            line = [*without_log_std(line), "--init-from", str(self.weights)]
         folder = self.folder / f"interval{self.iteration + 1}"
         shutil.rmtree(folder, ignore_errors=True)  # of a member that was killed
-        metrics = train(self.sweep.script, line, folder)
+        metrics = train(self.sweep.script, line, folder, self.sweep.begun_in)
 
         self.weights = Path(metrics["run_dir"], "checkpoint.pt")
         self.steps += steps
@@ -349,13 +382,27 @@ class Member(tune.Trainable):
         shutil.copy(Path(directory, "checkpoint.pt"), self.weights)
 
 
+def without_log_std(line: list[str]) -> list[str]:
+    """A command line without --log-std-init, which has no effect beside weights."""
+    kept = []
+    skips = False  # the value that stands behind the flag
+    for word in line:
+        flag = word.split("=")[0].replace("_", "-")
+        if not skips and flag != "--log-std-init":
+            kept.append(word)
+        skips = flag == "--log-std-init" and "=" not in word
+    return kept
+
+
 def needs(sweep: Sweep) -> dict[str, float]:
     """What Ray keeps free for a run: a core, or a part of one where there are fewer cores than runs
-    side by side; with --cuda likewise a GPU."""
+    side by side; with --cuda likewise a GPU. A part of a GPU is of one GPU."""
     runs = sweep.samples if sweep.pbt else sweep.seeds
-    kinds = ["CPU", "GPU"] if "--cuda" in sweep.flags else ["CPU"]
     found = ray.cluster_resources()
-    return {kind: min(1, math.floor(1000 * found[kind] / runs) / 1000) for kind in kinds}
+    shares = {"CPU": min(1, math.floor(1000 * found["CPU"] / runs) / 1000)}
+    if "--cuda" in sweep.flags:
+        shares["GPU"] = math.floor(1000 / math.ceil(runs / found["GPU"])) / 1000
+    return shares
 
 
 def number_of(trial_id: str) -> int:
@@ -434,7 +481,9 @@ def run(sweep: Sweep, hours: float) -> bool:
     trainable = tune.with_resources(trainable, tune.PlacementGroupFactory(bundles))
     path = str(sweep.folder / "ray")
     if tune.Tuner.can_restore(path):
-        tuner = tune.Tuner.restore(path, trainable, param_space=space(sweep.vary))
+        tuner = tune.Tuner.restore(
+            path, trainable, param_space=space(sweep.vary), restart_errored=True
+        )
     else:
         tuner = tune.Tuner(
             trainable,
@@ -483,9 +532,16 @@ def record(sweep: Sweep, results: tune.ResultGrid) -> None:
         for report in told(sweep.folder / "runs" / Path(result.path).name):
             rows.append(sample | report)
         if result.error:
-            cause = str(result.error).strip().splitlines()[-1]
+            cause = cause_of(str(result.error))
             config = json.loads(Path(result.path, "params.json").read_text())
             rows.append(sample | config | {"error": cause})
+
+
+def cause_of(traceback: str) -> str:
+    """The line of a traceback that names the error, without its module. Notes may follow it."""
+    lines = traceback.strip().splitlines()
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception|NotFinite)\b", line)]
+    return re.sub(r"^[\w.]*\.(?=\w)", "", (named or lines)[-1])
 
 
 # --------------------------------------------------------------------------------------- the report
@@ -562,6 +618,9 @@ def report(sweep: Sweep) -> None:
         cells += [f"{one.mean:.1f}", f"{one.returns.min():.1f}", interval(one.returns)]
         early = "" if one.reports == sweep.reports else "stopped early"
         print(common.markdown_row([*cells, one.error[:60] or early]))
+    for one in found:
+        if len(one.error) > 60:
+            print(f"sample {one.rows[-1]['sample']} failed: {one.error}")
     if sweep.pbt:
         for one in found:
             print(f"weights of member {one.rows[0]['sample']}: {lineage(one)}")
@@ -571,10 +630,14 @@ def report(sweep: Sweep) -> None:
     plot(sweep, found)
     best = found[0].told[-1]
     config = {name: literal(best[name]) for name in flags}
-    print(f"watch it by tensorboard --logdir {sweep.folder / 'runs'}")
-    print(f"the best again: python {sweep.script}.py {shlex.join(sweep.line(config))}")
+    script = shlex.quote(os.path.relpath(common.HERE.parent / f"{sweep.script}.py"))
+    print(f"watch it by tensorboard --logdir {shlex.quote(str(sweep.folder / 'runs'))}")
     if sweep.pbt:
-        print(f"its agent: python {sweep.script}.py --evaluate {sweep.folder / best['weights']}")
+        weights = shlex.quote(str(sweep.folder / best["weights"]))
+        print(f"the best agent: python {script} --evaluate {weights}")
+        print(f"its flags at the end: {shlex.join(words(config))}")
+    else:
+        print(f"the best again: python {script} {shlex.join(sweep.line(config))}")
 
 
 def lineage(member: Outcome) -> str:
@@ -644,7 +707,7 @@ def parse() -> tuple[Sweep, argparse.Namespace]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
     stem = lambda text: text.removesuffix(".py")  # noqa: E731
     parser.add_argument("script", nargs="?", choices=[LSTM, CATEGORICAL], type=stem)
-    parser.add_argument("--vary", nargs="+", default=[], metavar="FLAG=KIND:...")
+    parser.add_argument("--vary", nargs="+", action="extend", default=[], metavar="FLAG=KIND:...")
     parser.add_argument("--samples", type=int, default=10, help="default: 10")
     parser.add_argument(
         "--seeds",
@@ -669,6 +732,8 @@ def parse() -> tuple[Sweep, argparse.Namespace]:
         path = Path(kept, "sweep.json")
         if not path.exists():
             parser.error(f"{kept}: holds no sweep.json; name the folder of a sweep")
+        if given.script or given.vary or flags:
+            parser.error(f"{kept}: goes on with flags of its own; leave out others")
         return Sweep(**json.loads(path.read_text()), out=str(path.resolve().parent)), given
 
     if not given.script or not given.vary:
@@ -683,7 +748,8 @@ def parse() -> tuple[Sweep, argparse.Namespace]:
     out = given.out or f"runs/sweep__{given.script}__{time.strftime('%Y%m%d-%H%M%S')}"
     names = ("vary", "samples", "seeds", "reports", "search", "asha", "pbt")
     chosen = {name: getattr(given, name) for name in names}
-    return Sweep(given.script, flags, out=str(Path(out).resolve()), **chosen), given
+    places = {"out": str(Path(out).resolve()), "begun_in": str(Path.cwd())}
+    return Sweep(given.script, flags, **places, **chosen), given
 
 
 def usual_reports(name: str, flags: list[str], vary: list[str]) -> int:
@@ -712,9 +778,24 @@ def keep(sweep: Sweep) -> None:
     (sweep.folder / "sweep.json").write_text(json.dumps(kept, indent=1))
 
 
+@contextlib.contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Hold a sweep's folder: two processes would spoil each other's runs."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        sys.exit(f"error: --resume {folder}: this sweep is running already; stop that first")
+    finally:
+        os.close(descriptor)
+
+
 def main() -> None:
     """Check, run or go on, report."""
     sweep, given = parse()
+    common.require("matplotlib", *(["optuna"] if sweep.search == "optuna" else []))
     if not given.report:
         try:
             check(sweep)
@@ -729,12 +810,16 @@ def main() -> None:
             sys.exit(f"error: --address {given.address}: {error}; is `ray start --head` running?")
         if not given.resume:
             keep(sweep)
-        ended = run(sweep, given.max_hours)
+        with lock(sweep.folder):
+            ended = run(sweep, given.max_hours)
     try:
         report(sweep)
     finally:  # also where no sample has told a score yet
         if not given.report and not ended:
-            print(f"go on by python benchmarks/sweep.py --resume {sweep.folder}")
+            program, folder = (
+                shlex.quote(str(x)) for x in (Path(__file__).resolve(), sweep.folder)
+            )
+            print(f"go on by python {program} --resume {folder}")
     if not given.report and not ended and not given.max_hours:
         sys.exit(130)  # Ctrl-C
 

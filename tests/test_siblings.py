@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import io
 import re
+import subprocess
 import sys
 import tokenize
 from pathlib import Path
@@ -230,6 +231,20 @@ def composed(tmp_path_factory) -> list[Path]:
     compose = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(compose)
     return compose.compose(tmp_path_factory.mktemp("composed"))
+
+
+def test_a_composed_script_is_not_written_over(tmp_path):
+    """It may have been edited. A folder that is a file costs one line, too."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "compose.py")]
+    edited = tmp_path / "ppo_quantile.py"
+    edited.write_text("mine")
+    for folder, words in ((tmp_path, "may have been edited"), (edited, "error: ")):
+        asked = subprocess.run([*command, str(folder)], capture_output=True, text=True)
+        assert asked.returncode == 1
+        assert words in asked.stderr
+        assert "Traceback" not in asked.stderr
+    assert edited.read_text() == "mine"
+    assert not (tmp_path / "ppo_lstm_categorical.py").exists()
 
 
 def loaded(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:

@@ -49,6 +49,7 @@ def rows(folder):
         (f"{SCRIPT} --vary gamma=choice:0.9 --num-envs 0", "--num-envs 0"),
         (f"{SCRIPT} --vary gamma=choice:0.9 --pbt --samples 2", "--pbt takes at least 4"),
         ("--resume nowhere", "nowhere: holds no sweep.json"),
+        (f"{SCRIPT} --vary gamma=choice:0.9 --env-id nowhere:Mine-v0", "No module named 'nowhere'"),
     ],
 )
 @pytest.mark.slow
@@ -60,6 +61,71 @@ def test_wrong_flags_end_in_one_line_before_ray_starts(tmp_path, line, told):
     assert told in text
     assert "Traceback" not in text
     assert not (tmp_path / "kept").exists()
+
+
+def a_sweep(program, vary, flags="", **other):
+    """A sweep that has not begun."""
+    given = {"samples": 4, "seeds": 1, "reports": 2, "search": "random", "asha": False}
+    line = [*SMALL.split(), *flags.split()]
+    return program.Sweep(SCRIPT, line, [*vary], out="", **given | {"pbt": False} | other)
+
+
+@pytest.mark.parametrize(
+    ("vary", "flags", "pbt", "told"),
+    [
+        (["hidden_size=uniform:32:128"], "", False, "takes whole numbers; write randint"),
+        (["hidden_size=choice:32:64"], "", True, "members take each other's weights"),
+        (["gamma=choice:0.9"], "--seed 7", False, "--seed: the sweep sets this flag"),
+        (["gamma=choice:0.9"], "--run_dir=here", False, "--run-dir: the sweep sets this flag"),
+        (["gamma=choice:0.9", "gamma=choice:1"], "", False, "--vary gamma: is given twice"),
+        (["preset=choice:pendulum"], "", False, "preset is no flag that can be varied"),
+    ],
+)
+def test_what_would_fail_later_is_refused(vary, flags, pbt, told):
+    """Ahead of all runs: every sample would fail, or a typed flag would have no effect."""
+    program = importlib.import_module("sweep")
+    with pytest.raises(ValueError, match=re.escape(told)):
+        program.check(a_sweep(program, vary, flags, pbt=pbt))
+    program.check(a_sweep(program, ["hidden_size=choice:32:64"]))
+
+
+def test_a_cause_is_the_line_that_names_it():
+    """Notes come last in a traceback. The module goes."""
+    program = importlib.import_module("sweep")
+    text = (
+        "Traceback ...\n  x = 1\ndistributional_ppo_lstm.NotFinite: loss nan\nafter 9 steps; no\n"
+    )
+    assert program.cause_of(text) == "NotFinite: loss nan"
+    assert program.cause_of("a\nValueError: --gamma 2: a.b\n") == "ValueError: --gamma 2: a.b"
+    assert program.cause_of("killed\n") == "killed"
+
+
+def test_the_log_std_goes_from_a_line_however_it_is_spelt():
+    """With a value apart or joined, with dashes or not."""
+    program = importlib.import_module("sweep")
+    line = "--gamma 0.9 --log-std-init -0.5 --log_std_init=1 --seed 3".split()
+    assert program.without_log_std(line) == ["--gamma", "0.9", "--seed", "3"]
+
+
+def test_a_sweep_is_run_by_one_process_at_a_time(tmp_path):
+    """The second one ends in one line."""
+    program = importlib.import_module("sweep")
+    first = program.lock(tmp_path)
+    first.__enter__()
+    with pytest.raises(SystemExit, match="is running already"), program.lock(tmp_path):
+        pass
+    first.__exit__(None, None, None)
+    with program.lock(tmp_path):
+        pass
+
+
+def test_a_part_of_a_gpu_is_of_one_gpu(monkeypatch):
+    """Three runs on two GPUs: two share one. Four runs on two cores have half a core each."""
+    program = importlib.import_module("sweep")
+    monkeypatch.setattr(program.ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": 2.0})
+    for seeds, cpu, gpu in ((1, 1, 1), (2, 1, 1), (3, 0.666, 0.5), (4, 0.5, 0.5), (5, 0.4, 0.333)):
+        found = program.needs(a_sweep(program, ["gamma=choice:0.9"], "--cuda", seeds=seeds))
+        assert found == {"CPU": cpu, "GPU": gpu}
 
 
 def test_samples_are_numbered_with_and_without_numbers_in_their_ids():
@@ -119,7 +185,7 @@ def test_a_failed_sample_is_a_row_and_a_killed_sweep_goes_on(tmp_path):
     folder = tmp_path / "kept"
     vary = "--vary hidden_size=choice:8:99999999 --samples 6 --seeds 2 --reports 2"
     process = sweep(tmp_path, f"{SCRIPT} {SMALL} {vary} --out {folder}")
-    while not [*folder.glob("runs/*/seed1/*/checkpoint.pt")]:
+    while not [*folder.glob("runs/*/seed1000/*/checkpoint.pt")]:
         assert process.poll() is None, (tmp_path / "err").read_text()
         time.sleep(0.5)
     os.killpg(process.pid, signal.SIGKILL)
@@ -314,7 +380,7 @@ def test_a_member_counts_the_steps_of_its_own_rollouts(tmp_path, monkeypatch):
     program, sweep = kept_sweep(tmp_path, ["num_envs=choice:4:12"], flags=[*SHORT, "4"], pbt=True)
     lines = []
 
-    def train(script, line, folder):
+    def train(script, line, folder, begun_in):
         lines.append(line)
         folder.mkdir(parents=True)
         return {"run_dir": str(folder / "run"), "eval/return_mean": 1.0}
