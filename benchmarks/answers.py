@@ -1731,6 +1731,7 @@ def kind_of(script: str) -> str:
 ORIGIN = {  # of the flags of a preset, where it is known
     "pendulum_novel": "search on tuning seeds, tanh by the screening; floor after seeds 1 to 10",
     "mountaincar_novel": "by hand; learning rate on tuning seeds, after seeds 1 to 10",
+    "mujoco_novel": "the better one of two lines, on two tuning seeds of four robots",
     "memory": "the defaults; nothing was tuned",
     "minigrid": "by hand on tuning seeds, after two of seeds 8001 to 8003 had failed",
     "pendulum": "by hand, after two of eight tuning seeds had failed; floor on tuning seeds",
@@ -1753,6 +1754,7 @@ def tuning_runs(script: str, preset: str) -> int:
     """How many runs on tuning seeds have a row, of the tasks of a preset and with its script."""
     several = {
         "mujoco": FOUR,
+        "mujoco_novel": learning.BLIND,
         "minatar": tuple(f"envs:MinAtar/{game}-v1" for game in learning.GAMES),
     }
     env_id = common.load_script(script).PRESETS[preset].flags["env_id"]
@@ -1772,7 +1774,7 @@ def preset_table() -> list[str]:
     """The flags of each task's preset, and of those for a purpose."""
     lines = common.markdown_head("preset | script | flags | origin | tuning runs with a row")
     for script, names in (
-        (LSTM, ("pendulum_novel", "mountaincar_novel", "memory", "minigrid")),
+        (LSTM, ("pendulum_novel", "mountaincar_novel", "mujoco_novel", "memory", "minigrid")),
         (CATEGORICAL, ("pendulum", "acrobot", "lunarlander", "mujoco", "minatar")),
     ):
         for name in names:
@@ -1785,6 +1787,27 @@ def preset_table() -> list[str]:
             flags = " ".join(f"--{flag.replace('_', '-')} {value}" for flag, value in own)
             columns = [f"`{name}`", kind_of(script), f"`{flags}`", origin, "-"]
             lines.append(common.markdown_row(columns))
+    return lines
+
+
+def blind_lines() -> list[str]:
+    """The two lines of flags that were tried on robots without velocities: means over their tuning
+    seeds, and scores, which are over the feed-forward script's return with velocities."""
+    lines = common.markdown_head(f"line | runs | {' | '.join(learning.BLIND)} | score")
+    for name, has_tanh in (("A", False), ("B", True)):
+        means = []
+        ratios = []
+        for task in learning.BLIND:
+            own = [
+                float(row["return_mean"])
+                for row in tune.TABLE.rows()
+                if (row["script"], row["task"]) == (LSTM, task)
+                and ("--activation tanh" in row["flags"]) == has_tanh
+            ]
+            means.append(f"{np.mean(own):.0f}")
+            ratios += (own / scores(CATEGORICAL, task.replace("NoVel", "")).mean()).tolist()
+        score = f"{np.mean(ratios):.2f}"
+        lines.append(common.markdown_row([name, len(ratios), *means, score]))
     return lines
 
 
@@ -1816,6 +1839,7 @@ def pages() -> dict[str, dict[str, list[str]]]:
     return {
         "README.md": sections(),
         "tuning.md": {
+            "Robots without velocities": blind_lines(),
             "Screenings": screenings(),
             "Chosen flags": preset_table(),
             "Calibration": calibrated_table(),
