@@ -62,6 +62,7 @@ LINKS = {
     "sb3-contrib": "https://sb3-contrib.readthedocs.io/en/master/modules/trpo.html",
     "gymnax-blines": "https://github.com/RobertTLange/gymnax-blines",
     "purejaxrl and CleanRL": "https://github.com/luchris429/purejaxrl",
+    "pgx": "https://github.com/sotetsuk/pgx/tree/main/examples/minatar-ppo",
 }
 FOUR = learning.ROBOTS[:4]
 FRESH = critics.FAMILIES["MuJoCo, fresh seeds"].seeds  # they did not choose the single critic
@@ -286,7 +287,25 @@ def tasks_table() -> list[str]:
         lines += common.markdown_head(" | ".join(named.get(head, head) for head in heads))
         lines += [common.markdown_row([row[head] for head in heads]) for row in rows]
         lines.append("")
-    return [*lines, *blind_table(), *memory_table()]
+    return [*lines, *long_table(), *blind_table(), *memory_table()]
+
+
+def long_table() -> list[str]:
+    """MinAtar at ten million steps, of the games whose runs are all there, beside what others have
+    published of ten million steps or more."""
+    sources = ("gymnax-blines", "purejaxrl and CleanRL", "pgx")
+    steps = 10_000_000
+    lines = common.markdown_head(" | ".join(["MinAtar, 10M", "our mean", "our runs", *sources]))
+    heads = len(lines)
+    for game in learning.LONG_GAMES:
+        cell = learning.cell_of(CATEGORICAL, f"envs:MinAtar/{game}-v1", "ten_million")
+        own = scores(cell.script, cell.task, cell.variant)
+        if len(own):
+            name = learning.name_of(cell)
+            mean, *runs = (figure(score, own.max()) for score in (own.mean(), *own))
+            theirs = [known(published(name, source, steps), steps) for source in sources]
+            lines.append(common.markdown_row([f"{name}*", mean, joined(runs), *theirs]))
+    return [*lines, ""] if len(lines) > heads else []
 
 
 def blind_table() -> list[str]:

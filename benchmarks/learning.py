@@ -52,6 +52,8 @@ PENDULUM, ACROBOT, LUNAR = "--preset pendulum", "--preset acrobot", "--preset lu
 MUJOCO = "--preset mujoco --compile"  # compiled: the same but for rounding, 1.4 times as fast
 MINATAR = "--preset minatar"
 GAMES = ("Breakout", "Asterix", "Freeway", "Seaquest", "SpaceInvaders")
+LONG_GAMES = ("Breakout", "Asterix", "SpaceInvaders")  # also trained as long as others have
+TEN_MILLION = MINATAR + " --total-timesteps 10000000"
 # rl-baselines3-zoo, hyperparams/ppo_lstm.yml at 22e3ff2; all with VecNormalize
 NET = {
     "ortho_init": False,
@@ -136,8 +138,8 @@ BLIND = tuple(task.replace("-", "NoVel-") for task in ROBOTS[:4])  # robots with
 MUJOCO_NOVEL = "--preset mujoco_novel"
 # seeds of peers and of older runs, and of runs of today's scripts
 THREE, FIVE, TEN, TWENTY = (range(1, seeds + 1) for seeds in (3, 5, 10, 20))
-NEW_THREE, NEW_FIVE, NEW_TEN, NEW_TWENTY = (
-    range(common.RENEWED, common.RENEWED + seeds) for seeds in (3, 5, 10, 20)
+NEW_TWO, NEW_THREE, NEW_FIVE, NEW_TEN, NEW_TWENTY = (
+    range(common.RENEWED, common.RENEWED + seeds) for seeds in (2, 3, 5, 10, 20)
 )
 # flags: beyond --env-id and --seed
 GRID = [
@@ -165,6 +167,10 @@ GRID = [
     *[
         Cell(f"envs:MinAtar/{game}-v1", CATEGORICAL, "default", MINATAR, NEW_THREE)
         for game in GAMES
+    ],
+    *[
+        Cell(f"envs:MinAtar/{game}-v1", CATEGORICAL, "ten_million", TEN_MILLION, NEW_TWO)
+        for game in LONG_GAMES
     ],
     Cell("CartPoleNoVel-v1", CONTRIB, "zoo", "--total-timesteps 100000", FIVE),
     Cell("PendulumNoVel-v1", CONTRIB, "zoo", "--total-timesteps 100000", FIVE),
@@ -538,16 +544,17 @@ def groups_of_task(task: str) -> tuple[list[Row], list[Row]]:
     return ([] if standing == older else standing), older
 
 
-def published(task: str, source: str) -> Row | None:
-    """What a project has published of its PPO on a task, if anything."""
-    return next(
-        (
-            row
-            for row in PUBLISHED.rows()
-            if (row["task"], row["source"]) == (task, source) and row["kind"] != "TRPO"
-        ),
-        None,
-    )
+def published(task: str, source: str, steps: int = 0) -> Row | None:
+    """What a project has published of its PPO on a task, if anything: of the fewest steps that are
+    not below `steps`."""
+    rows = [
+        row
+        for row in PUBLISHED.rows()
+        if (row["task"], row["source"]) == (task, source)
+        and row["kind"] != "TRPO"
+        and int(row["steps"]) >= steps
+    ]
+    return min(rows, key=lambda row: int(row["steps"]), default=None)
 
 
 def iqm(scores: np.ndarray) -> np.ndarray:

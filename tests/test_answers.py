@@ -345,11 +345,17 @@ def test_rows_of_peers_are_not_ours(answers, monkeypatch):
 
 
 def test_published_values_are_told_once(answers):
-    """A project has one of a method and a task, and none of both kinds of PPO."""
+    """A project has one of a method, a task and a number of steps, and none of both kinds of PPO.
+    The fewest steps that are enough are meant."""
     rows = answers.PUBLISHED.rows()
-    assert len({(row["task"], row["source"], row["kind"]) for row in rows}) == len(rows)
-    own = [(row["task"], row["source"]) for row in rows if row["kind"] != "TRPO"]
+    told = {(row["task"], row["source"], row["kind"], row["steps"]) for row in rows}
+    assert len(told) == len(rows)
+    own = [(row["task"], row["source"], row["steps"]) for row in rows if row["kind"] != "TRPO"]
     assert len(set(own)) == len(own)
+    blines = ("MinAtar-Breakout-v1", "gymnax-blines")
+    assert answers.published(*blines)["value"] == "17"
+    assert answers.published(*blines, 2_000_001)["value"] == "43"
+    assert answers.published(*blines, 10_000_001) is None
     assert answers.published("PendulumNoVel-v1", answers.ZOO)["value"] == "-217.9"
     assert answers.published("Ant-v5", "CleanRL") is None
     assert answers.published("Ant-v5", "sb3-contrib") is None
@@ -444,6 +450,26 @@ def test_the_best_published_value_has_a_name(answers):
     assert answers.best("Acrobot-v1", 500_000) == "-73.5 at 1M, zoo"
     assert answers.best("MinAtar-Breakout-v1", 2_000_000) == "17, gymnax-blines"
     assert answers.best("nothing-v0", 1) == "-"
+
+
+def test_longer_games_stand_beside_longer_games(answers, monkeypatch):
+    """A game has a line once its runs are there; values of two million steps are left out."""
+    known = {("Breakout", "ten_million"): [30.0, 35.0], ("Asterix", "default"): [1.0]}
+
+    def scores_of(cell):
+        return known.get((cell.task.split("/")[-1].split("-")[0], cell.variant), [])
+
+    monkeypatch.setattr(answers.learning, "scores_of", scores_of)
+    found = answers.long_table()
+    assert found[0] == (
+        "| MinAtar, 10M | our mean | our runs | gymnax-blines | purejaxrl and CleanRL | pgx |"
+    )
+    assert found[2:] == [
+        "| MinAtar-Breakout-v1* | 32.5 | 30.0 and 35.0 | 43 | 38 | 50 at 20M |",
+        "",
+    ]
+    monkeypatch.setattr(answers.learning, "scores_of", lambda cell: [])
+    assert answers.long_table() == []
 
 
 def test_older_versions_are_older():
