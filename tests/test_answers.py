@@ -551,7 +551,8 @@ def test_warnings_worked_by_hand(answers, monkeypatch):
     assert "for two runs each of Hopper-v5" in told
     assert "In 1 case the return fell. By then a low predicted decile had" in told
     assert "** Yes. Gravity" in told
-    assert "warned in 1 (ahead of it in 1), and twins far apart in 0 (0). In 1 case" in told
+    assert "warned in 1, and before the fall in 1. Twins far apart had warned in 0, and" in told
+    assert "before the fall in 0. In 1 case" in told
     assert "In 1 case the return held; the decile warned in 0 of these all the same, and" in told
     assert "and the twins in 1 (older preset)." in told
 
@@ -622,7 +623,7 @@ def test_the_score_beside_the_best_is_worked_by_hand(answers, monkeypatch):
     monkeypatch.setattr(answers, "scores", scores)
     told = answers.beside_best()
     assert "our return is 0.93 (" in told or "our return is 0.92 (" in told
-    assert "with 1 of 8 runs below half; by the highest claims of all, 0.46 (" in told
+    assert "with 1 of 8 runs below half. Divided by the highest claims of all it is 0.46 (" in told
     low = answers.low_robots()
     assert {task: own.tolist() for task, own in low.items() if len(own)} == {
         answers.FOUR[0]: [40.0]
