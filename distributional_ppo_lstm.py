@@ -170,7 +170,7 @@ def bounded(kind: Any, *bounds: Any) -> Any:
 class IdleWhile:
     """A flag has no effect while another one, `flag`, has this value. Typing it then is refused.
 
-    With the value None it has no effect while `flag` is given at all.
+    Without a value it has no effect while `flag` is set to anything but "" and 0.
     """
 
     flag: str
@@ -274,7 +274,7 @@ class PPOArgs:
     min_entropy_penalty: Annotated[NonNegative, UNTRAINED] = 0.0
     """Weight of the mean entropy's distance below --min-entropy, per nat."""
     max_grad_norm: Positive = 0.5
-    """Norm to which the gradient of the actor is clipped, and that of the critics by itself."""
+    """The norm of the gradient is clipped to this, for the actor and for the critics separately."""
     target_kl: Annotated[PositiveOrNone, UNTRAINED] = None
     """KL divergence from the policy that acted, in nats. The first minibatch above it ends the
     actor's loop ahead of its step. The critics still step for that minibatch, and then stop. None:
@@ -286,7 +286,7 @@ class CriticArgs:
     """The critics and the value V that they give."""
 
     critic_learning_rate: PositiveOrNone = None
-    """Learning rate of the critics' Adam at the start of the run. None: that of the actor's."""
+    """Learning rate of the critics' Adam at the start of the run. None: the same as the actor's."""
     num_critics: Literal[1, 2] = 2
     """Value heads, each with a hidden layer of its own. They share the layers ahead of it."""
     value_from: Literal["distribution", "mean_head"] = "mean_head"
@@ -300,7 +300,8 @@ class CriticArgs:
     norm_returns_memory: Annotated[Count, IdleWhile("norm_returns", False)] = 10
     """Rollouts over which the return statistics fade."""
     vf_clip_coef: Annotated[Positive, IdleWhile("vf_clip", "none")] = 0.2
-    """Range of value clipping, in normalised returns. Needs --vf-clip."""
+    """How far value clipping lets a prediction move in an update, in normalised returns, or in the
+    task's units with --no-norm-returns. Needs --vf-clip."""
     value_target: Literal["lambda_return", "sr_lambda"] = "lambda_return"
     """What the distribution learns. lambda_return: lambda-returns, which vary less than returns, so
     that the predicted risk is usually too small. sr_lambda: samples of the return."""
@@ -322,9 +323,9 @@ class ValueDistributionArgs:
     kappa: NonNegative = 0.05
     """Huber threshold of the quantile loss, in normalised returns. 0 gives the pinball loss."""
     vf_clip: Literal["none", "per_quantile", "mean_only", "mean_and_variance"] = "none"
-    """What value clipping keeps near its old value. per_quantile: each quantile by itself.
-    mean_only: their mean. mean_and_variance: their mean, and their spread to at most twice the old
-    one. V is clipped, too."""
+    """What value clipping keeps within --vf-clip-coef of what was predicted before the update.
+    per_quantile: each quantile by itself. mean_only: their mean. mean_and_variance: their mean, and
+    their spread below twice the old one. V is clipped, too. none: nothing is."""
 
 
 CALIBRATED = {"kappa": 0.0, "num_quantiles": 51}  # the presets calibrated and averse set these
@@ -366,19 +367,21 @@ class RunArgs:
     best evaluation as well; 0: no others."""
     save_envs: Literal["proven", "always", "never"] = "proven"
     """Save the environments as well, for an exact resume. proven: if another process can read
-    copies back and step them. always: if they can be pickled. never: a resume opens new
-    episodes."""
+    copies back and step them. always: if they can be pickled. never: a resume opens new episodes,
+    as it does with --async-envs in any case."""
     capture_video: Annotated[bool, IdleWhile("eval_episodes", 0)] = False
     """Film the first 3 episodes of every evaluation. Needs moviepy."""
     resume: str = ""
     """Run directory to continue with its own flags. --total-timesteps may grow; schedules then go
-    by the new total, so that a learning rate that had fallen jumps up."""
+    by the new total, so that a learning rate that had fallen jumps up. Flags of checkpoints, films
+    and evaluations may change, too."""
     init_from: str = ""
     """Run directory or checkpoint whose weights and statistics the run starts from. Steps,
     optimizers and what --norm-adv-memory remembers start anew."""
     evaluate: str = ""
     """Run directory, whose last checkpoint counts, or a checkpoint such as best.pt, to evaluate
-    with its own flags. Nothing is trained."""
+    with its own flags. Nothing is trained. --eval-episodes, --eval-sampled, --seed and
+    --capture-video may differ from the run's."""
 
 
 @dataclass
@@ -393,9 +396,11 @@ class MachineArgs:
     repeat exactly in any case."""
     async_envs: bool = False
     """Step environments in other processes, in equal shares and at most one process for each core.
-    It pays for slow simulators. A program of your own has to call train under its main guard."""
+    It pays for slow simulators. A resume opens new episodes. A program of your own has to call
+    train under its main guard."""
     torch_threads: Count = 1
-    """CPU threads of torch. One is the fastest for small networks."""
+    """CPU threads of torch. One is the fastest for small networks. Acting on vectors, in NumPy,
+    takes one in any case."""
 
 
 GROUPS = {  # in the order of --help
@@ -551,6 +556,7 @@ def collect_rollout(
     policy = agent.numpy_policy()
     # All processes draw the noise of all environments, and each takes its own part.
     noise = own(agent.action_dist.noise(T, args.num_envs)).numpy()
+    generator_state = torch.get_rng_state()  # a task may draw from torch's generator, or seed it
     for t in range(T):
         if t % args.sequence_length == 0:
             actor_states.append(state)
@@ -571,6 +577,7 @@ def collect_rollout(
         starts = ended
         check_finite(f"step {t} of the rollout", next_obs[t], current_obs, rewards=rewards[t])
 
+    torch.set_rng_state(generator_state)
     if args.is_atari:
         rewards = rewards.clip(-1, 1)  # the episodes' returns keep what was paid
 
@@ -603,13 +610,13 @@ def run_critics(
     of step 0. Returns the outputs of all critics for both, each (C, T, N, K or K + 1), the states
     (T / L, 2, N, H) ahead of each training sequence, and the state after the last step.
 
-    Inside an episode V(s'_t) is V(s_{t+1}), which the pass gives anyway. Where a time limit cuts an
-    episode, s'_t is another observation, and the LSTM must see it from the state after step t
-    (Pardo et al. 2018). nn.LSTM returns only its last state. So the pass is cut after each time
-    limit. It is also cut at the end of each training sequence, since the next one starts from the
-    state there. At a cut the LSTM takes one extra step, to s'_t, and the state after that is
-    dropped. After a termination the outputs for s'_t may be of the next episode. They have no
-    effect: `gae` and `sr_lambda_targets` multiply them by 0.
+    The pass over time is cut at two kinds of steps, since nn.LSTM returns only its last state:
+    where a time limit cuts an episode, and at the end of each training sequence, whose state the
+    next one starts from. At a cut the LSTM takes one extra step, to s'_t, and the state after that
+    is dropped. Inside an episode V(s'_t) is V(s_{t+1}), which the pass gives anyway. At a time
+    limit s'_t is another observation, which the LSTM sees from the state after step t (Pardo et al.
+    2018). After a termination the outputs for s'_t may be of the next episode. They have no effect:
+    `gae` and `sr_lambda_targets` multiply them by 0.
 
     A state need not be zero where an episode opens; `unroll_lstm` sets it to zero there. All epochs
     of the update start their training sequences from these states, although the weights change
@@ -692,14 +699,14 @@ def prepare_batch(
     """Turn a rollout into a batch. Returns it, the critics' state after the rollout, and metrics.
 
     The order matters (van Hasselt et al. 2016). The return statistics of earlier rollouts decode
-    the values and advantages of this one. The first rollout, which has none before it, sets them,
-    and so counts twice.
-    Then the statistics take in the targets, and the value heads are rescaled in the same moment.
-    The new statistics normalise targets and old values for the update, and decode the next rollout.
+    the values and advantages of this one. Then they take in the targets, and the value heads are
+    rescaled in the same moment. The new statistics normalise targets and old values for the update,
+    and decode the next rollout.
     """
     dist = agent.value_dist
 
-    # 0. Ahead of everything, the first rollout sets the return statistics.
+    # 0. The first rollout has no statistics before it. The sums of its rewards set them, and its
+    #    targets are taken in later as those of any other rollout.
     if args.norm_returns and dist.moments.count == 0:
         dist.moments.merge(*first_return_moments(rollout, args), weight=1)
 
@@ -806,13 +813,15 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
 
         A' = (A - mean) / max(std, running std)
 
-    The code computes (A - mean) / std * min(1, std / running std). The running std is the root of
-    the mean variance of recent rollouts, which `agent.adv_moments` holds. It takes in this rollout
-    first. Where all returns are alike, the std is the noise of rounding and of the critics.
-    Dividing by it would turn that noise into a gradient of full size. Once an earlier rollout has
-    varied, the running std keeps this gradient small. Adam then takes small steps until it has
-    forgotten the larger gradients, after a few thousand of its steps. Before any rollout has varied
-    nothing restrains the noise. The running std is our addition.
+    The running std is the root of the mean variance of recent rollouts, this one included.
+    `agent.adv_moments` holds it.
+
+    Where all returns are alike, the std is the noise of rounding and of the critics. Dividing by it
+    would turn that noise into a gradient of full size. Once an earlier rollout has varied, the
+    running std keeps the gradient small. That lasts for a few thousand steps of Adam, which divides
+    by the size of recent gradients. Before any rollout has varied, nothing restrains the noise.
+
+    The code computes (A - mean) / std * min(1, std / running std). The running std is our addition.
     """
     if not args.norm_adv:
         return advantages
@@ -901,8 +910,8 @@ def value_loss(agent: Agent, mb: Batch, args: Args) -> tuple[Tensor, dict]:
     """Compute the critics' loss on a minibatch: the mean over samples, then over critics.
 
     Returns the loss, a scalar with its graph, and metrics, which are scalars. This is a pure
-    function of the parameters and the minibatch. `args` is not read, since the loss has the flags
-    of `agent.value_dist`; it is here for a loss of your own.
+    function of the parameters and the minibatch. `args` is not read: the flags are those of
+    `agent.value_dist`. It is passed so that a loss of your own can read flags.
     """
     features = agent.critic_body(mb.obs, mb.critic_state, mb.episode_start)
     outputs = agent.value_outputs(features)  # (C, L, M, K or K + 1)
@@ -1309,7 +1318,7 @@ class RunningMoments(nn.Module):
 
     @property
     def at_floor(self) -> bool:
-        """Tell whether the data vary so little that the std is within 100 times its least value."""
+        """Tell whether the std is within 100 times its least value, as where all data are equal."""
         return bool((self.var <= 1e4 * self.floor).all())
 
     @property
@@ -1331,7 +1340,7 @@ class RunningMoments(nn.Module):
     def merge(self, mean: Tensor, var: Tensor, weight: float) -> None:
         """Take in moments that were computed elsewhere.
 
-        `weight` and `max_count` count the same thing: samples, or rollouts.
+        `weight` has the unit of `max_count`: samples for observations, rollouts for others.
         """
         old_count = self.count.clamp(max=self.max_count)  # one that was loaded may exceed it
         past = old_count / (old_count + weight)  # weight of the past in the merged moments
@@ -1564,11 +1573,10 @@ class ValueDistribution(nn.Module):
         super().__init__()
         uses_tail = args.cvar_weight > 0 and args.learning_rate > 0
         if uses_tail and args.cvar_alpha * args.num_quantiles < 1:
-            least = f"at least {math.ceil(1e4 / args.num_quantiles) / 1e4}, or more --num-quantiles"
-            text = (
-                f"the tail of --cvar-weight is smaller than one of {args.num_quantiles} quantiles"
-            )
-            raise flag_error(args, "cvar_alpha", f"{text}; take {least}")
+            K = args.num_quantiles
+            text = f"the tail of --cvar-weight is smaller than one of {K} quantiles"
+            least = f"at least {math.ceil(1e4 / K) / 1e4}, or " if K > 1 else ""
+            raise flag_error(args, "cvar_alpha", f"{text}; take {least}more --num-quantiles")
         self.args = args
         self.moments = RunningMoments((), max_count=args.norm_returns_memory)
         self.register_buffer("support", quantile_midpoints(args.num_quantiles), persistent=False)
@@ -1818,7 +1826,7 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias_const: float = 
 
 
 class Convolutions(nn.Module):
-    """It encodes images (..., channels, height, width) as features, (..., num_features).
+    """It encodes images (N, ..., channels, height, width) as features, (N, ..., num_features).
 
     Pixels are divided by their largest absolute bound, or by 1 if that is larger. Images with sides
     of 36 and more go through the layers of Mnih et al. 2015. Smaller grids go through the layer of
@@ -2419,6 +2427,8 @@ def misfit(space: gym.Space, value: Any, name: str = "observation") -> str:
                 found = f"{name} lacks {key!r}"
             if found:
                 return found
+        if isinstance(space, gym.spaces.Tuple) and len(value) > len(space):
+            return f"{name} has {len(value)} parts, and its space has {len(space)}"
         return ""
     found = misfit_of_one(space, value)
     return f"{name} {found}; its space is {space!s:.200}" if found else ""
@@ -2427,7 +2437,8 @@ def misfit(space: gym.Space, value: Any, name: str = "observation") -> str:
 def misfit_of_one(space: gym.Space, value: Any) -> str:
     """Say how a value does not fit a space without parts. "" means that it fits."""
     if not isinstance(space, Box):
-        return "" if value in space else f"is {value!r:.100}"
+        kind = f" of {value.dtype}" if hasattr(value, "dtype") else ""
+        return "" if value in space else f"is {value!r:.100}{kind}"
     try:
         array = np.asarray(value)
     except (ValueError, RuntimeError, TypeError) as error:  # ragged parts, tensors of a GPU
@@ -2455,8 +2466,8 @@ def holds_numbers(array: np.ndarray) -> bool:
 def as_rows(obs: np.ndarray, space: Box) -> tuple[np.ndarray, bool]:
     """Return observations as rows (N, ...), and whether it was one alone.
 
-    What `make_env` hides, the networks do not see here either: its bounds are 0. Raises ValueError
-    for one that does not fit the space, or is not finite.
+    Entries of vectors that `make_env` hides, the networks do not see here either: their bounds are
+    0. Raises ValueError for one that does not fit the space, or is not finite.
     """
     rows = np.asarray(obs)
     if rows.dtype == object and holds_numbers(rows):
@@ -2470,15 +2481,16 @@ def as_rows(obs: np.ndarray, space: Box) -> tuple[np.ndarray, bool]:
             found = f"observation {row} is not finite"
         if found:
             raise ValueError(found)
-    hidden = (space.low == 0) & (space.high == 0)
-    return np.where(hidden, 0, rows), alone
+    if len(space.shape) == 1:
+        rows = np.where((space.low == 0) & (space.high == 0), 0, rows)
+    return rows, alone
 
 
 def check_levels(levels: tuple[float, ...]) -> None:
     """Raise ValueError unless there are levels of quantiles, all of them numbers in [0.001, 1]."""
     given = np.array(levels) if isinstance(levels, tuple | list | np.ndarray) else np.empty(0)
-    numbers = given.size and given.dtype.kind in "iuf"
-    if not numbers or not np.all((given >= 1e-3) & (given <= 1)):
+    are_numbers = given.ndim == 1 and given.size and given.dtype.kind in "iuf"
+    if not are_numbers or not np.all((given >= 1e-3) & (given <= 1)):
         text = "levels must be a tuple of numbers in [0.001, 1]"
         raise ValueError(f"predict_returns: {text}, and they are {levels!r:.100}")
 
@@ -2920,7 +2932,8 @@ def check_finite(when: str, *observations: np.ndarray, rewards: np.ndarray | Non
     if finite.all():
         return
     i = int(finite.argmin())
-    found = "observation " + ", then ".join(str(x[i]) for x in observations)
+    texts = dict.fromkeys(str(x[i]) for x in observations)  # two where a next episode has opened
+    found = "observation " + ", then ".join(texts)
     if rewards is not None:
         found += f", reward {rewards[i]}"
     raise RuntimeError(f"not finite: {found}, environment {i}, {when}; check the task")
@@ -2949,7 +2962,7 @@ def describe_critics(
         "value/bias": (values - returns).mean(),
         "value/std_target": all_returns.std(correction=0),
         "losses/explained_variance": explained_variance(all_values, all_returns),
-        "cvar/weight": dist.args.cvar_weight,
+        "cvar/weight": dist.args.cvar_weight if dist.args.cvar_alpha < 1 else 0.0,
         "twin/abs_difference": (twins[0] - twins[-1]).abs().mean(),
         "twin/critic1_is_min": (twins[0] <= twins[-1]).float().mean(),
         "data/truncated_fraction": (rollout.truncated & ~rollout.terminated).float().mean(),
@@ -2982,7 +2995,8 @@ def describe_update(
     columns = {}
     for evaluated in (actor_metrics, critic_metrics):
         columns |= {tag: torch.stack([one[tag] for one in evaluated]) for tag in evaluated[0]}
-    ratio = gather(columns.pop("policy/log_ratio").exp())  # (minibatches, B)
+    log_ratio = columns.pop("policy/log_ratio").clamp(-20, 20)  # finite, as in the loss
+    ratio = gather(log_ratio.exp())  # (minibatches, B)
     kl = average(columns["policy/kl_exact"])  # (minibatches,)
     columns |= {
         "policy/kl_max": kl.max(),
@@ -3039,7 +3053,8 @@ DESCRIPTIONS = {
     "losses/value_loss": "Mean loss of the critics.",
     "norm/return_mean": "Mean by which returns are normalised.",
     "norm/return_std": "Scale by which returns are normalised.",
-    "norm/value_shift": "How far predicted values jumped when the return statistics moved.",
+    "norm/value_shift": "How far predicted values jumped when the return statistics moved. "
+    "It is rounding where they are rescaled, as quantiles are after the first rewards.",
     "policy/entropy_coef": "Weight of the entropy bonus.",
     "policy/epochs_done": "Epochs of the actor's steps. Less than update_epochs after a KL stop.",
     "policy/kl_exact": "KL divergence from the policy that acted, in nats, the mean.",
@@ -3057,7 +3072,7 @@ DESCRIPTIONS = {
     "twin/loss_1": "Loss of the first critic.",
     "twin/loss_2": "Loss of the second critic, or of the only one.",
     "value/bias": "Mean of the value minus the lambda-return.",
-    "value/clip_fraction": "Share of predictions that value clipping changed.",
+    "value/clip_fraction": "Share of predictions that value clipping holds back.",
     "value/crossing_fraction": "Share of neighbouring quantiles that are out of order.",
     "value/distribution_gap": "Mean distance of the distribution's mean from the value.",
     "value/outside_support": "Share of the targets' mass beyond the atoms.",
@@ -3218,22 +3233,33 @@ def make_agent(envs: gym.vector.VectorEnv, args: Args, here: Path = Path()) -> A
     agent = Agent(envs.single_observation_space, envs.single_action_space, args)
     if args.init_from and not args.resume:
         take_weights(agent, args, here)
-    largest = largest_entropy(agent)
+    least, largest = entropy_range(agent)
     has_floor = args.min_entropy_penalty > 0 and args.learning_rate > 0 and not args.resume
     if has_floor and args.min_entropy > largest:
         text = f"the entropy of these actions is at most {largest:.3f}; choose a lower floor"
         raise flag_error(args, "min_entropy", text)
+    if has_floor and args.min_entropy <= least:
+        text = f"the entropy of these actions is above {least:.3f}, so this floor has no effect"
+        raise flag_error(args, "min_entropy", f"{text}; choose a higher one")
     return agent
 
 
 @torch.no_grad()
-def largest_entropy(agent: Agent) -> float:
-    """Return the entropy of equal probabilities, or of the largest standard deviations, in nats."""
+def entropy_range(agent: Agent) -> tuple[float, float]:
+    """Return the least and the largest entropy of a policy over these actions, in nats.
+
+    Discrete actions have one that is certain, or equal probabilities. Others have the smallest or
+    the largest standard deviations.
+    """
     dist = agent.action_dist
     params = dist(torch.zeros(dist.num_outputs, device=agent.device))
-    if isinstance(dist, GaussianActions):
-        params[1] = LOG_STD_RANGE[1]
-    return float(dist.entropy(params))
+    if not isinstance(dist, GaussianActions):
+        return 0.0, float(dist.entropy(params))
+    ends = []
+    for log_std in LOG_STD_RANGE:
+        params[1] = log_std
+        ends.append(float(dist.entropy(params)))
+    return ends[0], ends[1]
 
 
 def take_weights(agent: Agent, args: Args, here: Path) -> None:
@@ -3288,10 +3314,17 @@ def run_both(first: Callable, second: Callable, agent: Agent) -> tuple:
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Return the number of cores that this process, or its container, may use."""
+    cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit
+        microseconds, of = CPU_LIMIT.read_text().split()
+        cores = min(cores, max(1, int(microseconds) // int(of)))
+    return cores
+
+
+CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container under Linux
 
 
 class VectorAdam(optim.Adam):
@@ -3412,7 +3445,9 @@ class Run:
         self.envs = envs
         self.eval_env = eval_env  # None in all processes but the first, and without evaluations
         self.unused_envs: list[gym.Env] = []  # others were read back in their place
-        self.untouched: dict[str, Any] = {}  # what a resume found, until this run takes a step
+        # What a resumed checkpoint holds of episodes and generators. Until this run has taken a
+        # step, it is saved again as it is.
+        self.untouched: dict[str, Any] = {}
         self.proof: ReadBack | None = None  # that environments can be read back
 
         self.sources = task_sources(envs, args.env_id)
@@ -3579,7 +3614,7 @@ class Run:
             self.evaluate()
             self.save()
         elif finished_before:
-            text = "a larger --total-timesteps continues it"
+            text = "a larger --total-timesteps continues it, and --evaluate plays more episodes"
             self.say(f"the run has taken all of its {self.step:,} steps; {text}")
             return
         self.say_what_next()
@@ -3815,6 +3850,7 @@ class Run:
         fault = gather_objects(fault)[0]  # the first process proves it for all
         if not fault and self.args.save_envs != "never":
             pickled, fault = pickle_envs(self.envs)
+        fault = next(filter(None, gather_objects(fault)), "")  # of any process
         if fault and RANK == 0:
             text = f"environments are not saved, since {fault:.200}"
             self.status.notice(f"{text}; a resume would open new episodes")
@@ -3857,6 +3893,9 @@ class Run:
             text = "was run with --cuda, and torch sees no GPU; start anew with --init-from"
             raise flag_error(args, "resume", text)
         load_weights(self.agent, content["agent"], args.env_id)
+        if "run" not in content:
+            text = "its checkpoint.pt has no more than weights, as best.pt; start anew"
+            raise flag_error(args, "resume", f"{text} with --init-from")
 
         try:
             kept = pickle.loads(content["run"])
@@ -3875,12 +3914,13 @@ class Run:
         lost = f"{len(parts)} processes wrote the checkpoint, not {WORLD_SIZE}"
         if len(parts) == WORLD_SIZE:
             part = parts[RANK]
-            python_rng, numpy_rng = part["rngs"]
-            random.setstate(python_rng)
-            np.random.set_state(numpy_rng)
             lost = self.read_envs(part["envs"], self.untouched["versions"])
             if not lost:
                 self.carried = part["carried"]
+            python_rng, numpy_rng = part["rngs"]  # now: reading a task back may draw numbers
+            random.setstate(python_rng)
+            np.random.set_state(numpy_rng)
+        lost = next(filter(None, gather_objects(lost)), "")  # of any process
         if lost and self.step < self.total_steps:
             self.say(f"episodes start afresh: {lost:.200}")
 
@@ -4205,7 +4245,8 @@ def load_weights(agent: Agent, held: dict[str, Tensor], env_id: str) -> None:
 def not_of_this_script(path: str | Path, error: Exception) -> UsageError:
     """Return the error for a file that this script did not write."""
     reason = str(error).split(". ")[0]
-    return UsageError(f"{path}: no run or checkpoint of this script: {reason:.200}")
+    text = "damaged, or no run or checkpoint of this script"
+    return UsageError(f"{path}: {text}: {reason:.200}")
 
 
 def check_version(flags: dict[str, Any], path: Path) -> None:
@@ -4305,7 +4346,8 @@ def run_episode(
             share = f"episode {episode + 1} of {args.eval_episodes}"
             status.show(f"evaluation: step {len(rewards):,} of {share}")
     if not ended:
-        status.notice(f"evaluations cut this task, which has no time limit, at {limit:,} steps")
+        text = "evaluations cut this task, whose registration names no time limit"
+        status.notice(f"{text}, at {limit:,} steps")
     return rewards
 
 
@@ -4386,7 +4428,7 @@ LOCAL_RANK = int(os.environ.get("LOCAL_RANK") or 0) if WORLD_SIZE > 1 else 0  # 
 
 def processes_here() -> int:
     """Return the number of the run's processes on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or WORLD_SIZE)
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or WORLD_SIZE) if WORLD_SIZE > 1 else 1
 
 
 class OtherProcessEnded(RuntimeError):
@@ -4505,8 +4547,8 @@ def check_presets(args: Args) -> None:
     for name in args.preset:
         flags = PRESETS[name].flags.keys() - {"env_id"}
         if flags and all(getattr(args, flag) == defaults[flag] for flag in flags):
-            text = f"none of its flags is set; in Python use preset_args({name!r})"
-            raise UsageError(f"--preset {name}: {text}")
+            text = "none of its flags is set, or others undo all of them; leave it out"
+            raise UsageError(f"--preset {name}: {text}, or in Python use preset_args({name!r})")
     if "critics" in args.preset and not args.init_from:
         raise UsageError("--preset critics: needs --init-from, the run whose policy acts")
 
@@ -4675,7 +4717,8 @@ def parse_args(argv: list[str]) -> Args:
     apart = [word.split("=", 1) if word.startswith("--preset=") else [word] for word in argv]
     given, _ = finder.parse_known_args([part for parts in apart for part in parts])
     if len(given.preset) > 1:
-        raise UsageError(f"--preset {given.preset[1]}: is given twice; name all after one --preset")
+        second = " ".join(given.preset[1])
+        raise UsageError(f"--preset {second}: is a second --preset; name all presets after one")
     names = [name for names in given.preset for name in names]
     path = given.evaluate if given.resume is None else given.resume
     if path is None:
@@ -4693,9 +4736,9 @@ def parse_args(argv: list[str]) -> Args:
 
 def require_stored_flags(args: Args, stored: Args, path: str) -> None:
     """Raise `UsageError` where a flag differs from that of a stored run, and may not."""
-    free = "eval_episodes capture_video torch_threads"
-    if args.evaluate or not stored.eval_every:  # else best.pt compares samples with the mode
-        free += " eval_sampled"
+    free = "capture_video torch_threads"
+    if args.evaluate or not stored.eval_every:  # best.pt compares evaluations of one kind
+        free += " eval_episodes eval_sampled"
     if args.evaluate:  # other episodes: those that chose best.pt flatter it
         free += " seed"
     if not args.evaluate:

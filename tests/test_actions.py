@@ -272,3 +272,18 @@ def test_a_box_of_whole_numbers_is_refused(script):
     """Samples of a Gaussian are none."""
     with pytest.raises(script.UsageError, match="its actions are Box"):
         script.make_action_dist(gym.spaces.Box(0, 9, (2,), np.int64), script.Args())
+
+
+def test_actions_of_two_axes(script):
+    """A table of 2 x 3 floats or switches has six of them, and its shape in the environment."""
+    for space in (gym.spaces.Box(-1, 1, (2, 3)), gym.spaces.MultiBinary((2, 3))):
+        actions = script.make_action_dist(space, SimpleNamespace(log_std_init=0.0, env_id=""))
+        switches = isinstance(space, gym.spaces.MultiBinary)
+        assert actions.num_outputs == (12 if switches else 6)
+        outputs = torch.randn(5, actions.num_outputs)
+        sampled = actions.sample(outputs.numpy(), actions.noise(5).numpy())
+        assert sampled.shape == (5, 6)
+        for action in actions.to_env(sampled):
+            assert action.shape == (2, 3)
+            assert space.contains(action)
+        assert actions.log_prob(actions(outputs), torch.as_tensor(sampled)).shape == (5,)

@@ -58,6 +58,13 @@ BAD = [
     ("--env-id CartPole-v1 --min-entropy 0.7 --min-entropy-penalty 1", "min-entropy 0.7", "0.693"),
     # a Gaussian of one float and the std e^2: 0.5 ln(2 pi e) + 2 = 3.4189
     ("--env-id Pendulum-v1 --min-entropy 3.5 --min-entropy-penalty 1", "min-entropy 3.5", "3.419"),
+    # nothing is below the entropy of a certain choice, 0, or of the std e^-5: 1.4189 - 5
+    (
+        "--env-id CartPole-v1 --min-entropy-penalty 1",
+        "min-entropy 0.0",
+        "above 0.000, so this floor",
+    ),
+    ("--env-id Pendulum-v1 --min-entropy -3.6 --min-entropy-penalty 1", "has no effect", "-3.581"),
     ("--log-std-init 3", "log-std-init 3", "[-5, 2]"),
     ("--num-envs 1 --num-steps 1", "num-steps 1", "needs 2 steps"),
     ("--total-timesteps 100", "total-timesteps 100", "rollout"),
@@ -93,6 +100,11 @@ BAD_LSTM = [
     # 1 / 32 = 0.03125, and 1 / 51 = 0.01961, rounded up
     ("--cvar-weight 0.5 --cvar-alpha 0.03", "cvar-alpha 0.03", "take at least 0.0313"),
     ("--preset averse --cvar-alpha 0.01", "cvar-alpha 0.01", "take at least 0.0197"),
+    (
+        "--num-quantiles 1 --cvar-weight 0.5",
+        "cvar-alpha 0.05",
+        "one of 1 quantiles; take more --num",
+    ),
     ("--vf-clip hard", "vf-clip", "mean_only"),
 ]
 
@@ -397,7 +409,7 @@ def test_the_defaults_are_those_that_were_tuned(script):
         "target_kl": None, "critic_learning_rate": None, "num_critics": 2,
         "value_from": "mean_head", "twin_reduce": "min", "norm_returns": True,
         "norm_returns_memory": 10 if recurrent else 100, "vf_clip": "none", "vf_clip_coef": 0.2,
-        "value_target": "lambda_return", "cvar_alpha": 0.05, "cvar_weight": 0.0,
+        "min_entropy": 0.0, "value_target": "lambda_return", "cvar_alpha": 0.05, "cvar_weight": 0.0,
         "eval_episodes": 50,
     }  # fmt: skip
     if recurrent:
@@ -589,6 +601,10 @@ def test_processes_of_a_machine_need_a_gpu_each(script, monkeypatch, capsys, tmp
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert script.processes_here() == 1  # left over from a launcher; there is one process
+    monkeypatch.setattr(script, "WORLD_SIZE", 2)
+    monkeypatch.setenv("MASTER_ADDR", "here")
+    monkeypatch.setenv("LOCAL_RANK", "0")
     parts = ["error: --cuda True", "2 processes", "torch sees 1", "fewer processes"]
     check_bad(script, capsys, tmp_path, ["--cuda"], parts)
     script.parse_args([])
@@ -977,7 +993,10 @@ def test_a_preset_trains_like_its_long_line(script, tmp_path, name):
         ("--preset nonsense", "--preset nonsense: is unknown; known are "),
         ("--preset averse averse", "--preset averse: is given twice"),
         ("--preset critics atari", "--preset atari: stands behind critics, whose flags it would"),
-        ("--preset averse --preset calibrated", "is given twice; name all after one --preset"),
+        (
+            "--preset averse --preset calibrated",
+            "--preset calibrated: is a second --preset; name all",
+        ),
         (
             "--preset critics",
             "error: --preset critics: needs --init-from, the run whose policy acts",
@@ -1116,3 +1135,45 @@ def test_atoms_lie_apart():
     for low, high in ((5.0, -5.0), (1.0, 1.0), (1e8, 1e8 + 1)):
         with pytest.raises(script.UsageError, match="v_min < v_max"):
             script.ValueDistribution(script.Args(v_min=low, v_max=high))
+
+
+@with_both_scripts
+def test_presets_for_a_purpose_set_what_they_say(script):
+    """Their flags by hand."""
+    recurrent = "lstm" in script.__name__
+    own = {"kappa": 0.0, "num_quantiles": 51} if recurrent else {"target_encoding": "two_hot"}
+    sampled = {"value_target": "sr_lambda", "twin_reduce": "mean"} | own
+    assert script.PRESETS["calibrated"].flags == sampled
+    assert script.PRESETS["averse"].flags == sampled | {"cvar_alpha": 0.1, "cvar_weight": 1.0}
+    assert script.PRESETS["critics"].flags == {
+        "total_timesteps": 200_000,
+        "learning_rate": 0.0,
+        "critic_learning_rate": 1e-3,
+        "update_epochs": 2,
+    }
+
+
+def test_the_presets_for_memory_evaluate_samples():
+    """Those of popgym and of MiniGrid alone. A game's LSTM has as many units as its other layer."""
+    presets = importlib.import_module("distributional_ppo_lstm").PRESETS
+    sampled = {name for name in presets if presets[name].flags.get("eval_sampled")}
+    assert sampled == {"memory", "minigrid"}
+    assert presets["atari"].flags["lstm_hidden_size"] == 128
+
+
+@with_both_scripts
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("gae_lambda", 1.01),
+        ("learning_rate", -1e-3),
+        ("num_minibatches", 0),
+        ("total_timesteps", 0),
+        ("hidden_size", 0),
+        ("norm_returns_memory", 0),
+    ],
+)
+def test_flags_with_other_defaults_have_the_same_ranges(script, name, value):
+    """Ranges of the other flags are the same text in both scripts."""
+    with pytest.raises(script.UsageError, match=f"^--{name.replace('_', '-')} {value}: must be"):
+        script.Args(**{name: value})

@@ -791,6 +791,8 @@ def test_the_risk_term_reaches_the_policy_and_not_the_critics(script):
         torch.manual_seed(1)
         batches[weight], _, metrics = prepare_rollout(run)
         assert metrics["cvar/weight"] == weight
+    run.args.cvar_alpha = 1.0  # the mean of all: the term is left out
+    assert prepare_rollout(run)[2]["cvar/weight"] == 0
     neutral, mixed, careful = (batch.advantages for batch in batches.values())
     assert_close(mixed, 0.6 * neutral + 0.4 * careful, rtol=1e-4, atol=1e-3)
     assert (neutral - careful).abs().max() > 1
@@ -823,3 +825,71 @@ def test_the_share_outside_is_that_of_what_the_critics_train_on():
     run.agent.value_dist.moments.count.zero_()  # the first update replaces these statistics
     prepare(run)
     assert run.metrics["value/outside_support"] < 0.1
+
+
+def test_every_part_of_a_batch_is_cut_alike():
+    """Four sequences of 3 steps for each environment hold what one sequence of 12 holds: sequence
+    i of environment n is number 4 i + n, and has the steps 3 i to 3 i + 2."""
+    script = distributional_ppo_lstm
+    whole, cut = (prepare(make_run(script, "VectorBox", seq_len=length)) for length in (0, 3))
+    states = {"actor_state", "critic_state"}
+    for name in set(whole._fields) - states:
+        one, other = getattr(whole, name), getattr(cut, name)
+        assert one.shape[:2] == (12, 4)
+        assert other.shape[:2] == (3, 16)
+        for i in range(4):
+            for n in range(4):
+                part = one[3 * i : 3 * i + 3, n]
+                assert_close(other[:, 4 * i + n], part, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_a_batch_is_of_float32(script):
+    """Advantages are float64, since they are in the task's units."""
+    batch = prepare(make_run(script, "VectorBox"))
+    floats = {name for name, x in batch._asdict().items() if x.is_floating_point()}
+    assert floats > {"obs", "log_probs", "returns", "targets", "old_predictions"}
+    for name in floats:
+        wanted = torch.float64 if name == "advantages" else torch.float32
+        assert getattr(batch, name).dtype == wanted, name
+
+
+def test_minibatches_are_drawn_where_the_batch_lies(script, monkeypatch):
+    """A batch on another device is indexed there; the order is drawn on the CPU."""
+    run = make_run(script, "Walk")
+    batch = prepare(run)
+    elsewhere = type(batch)(*(x.to("meta") for x in batch))
+    calls = spy(monkeypatch, script, "some_sequences" if is_recurrent(script) else "some_rows")
+    list(script.minibatches(elsewhere, run.args))
+    assert {indices.device.type for _, indices in calls} == {"meta"}
+
+
+@pytest.mark.parametrize("shift", [0.0, 1e9])
+def test_the_spread_of_returns_far_from_zero(script, shift):
+    """Mean 1e9 and +-1: the squares, 1e18, leave no digit for a variance of 1."""
+    returns = torch.tensor([shift - 1, shift + 1], dtype=torch.float64)
+    mean, var = script.batch_moments(returns)
+    assert (float(mean), float(var)) == (shift, 1.0)
+    run = make_run(script, "Walk")
+    forget_returns(run)
+    dist = run.agent.value_dist
+    outputs = torch.zeros(2, 1, 2, dist.num_outputs)
+    dist.moments.merge(mean, var, weight=1)  # as the first rollout does
+    dist.move_statistics(torch.nn.ModuleList(), outputs, dist.point_targets(returns[None]))
+    assert float(dist.moments.mean) == pytest.approx(shift)
+    assert float(dist.moments.var) == pytest.approx(1, rel=0.2)
+
+
+def test_the_shift_of_a_value_is_told_where_heads_stay(script, value_from):
+    """Heads do not move with the statistics when these leave their floor, so what they predict
+    does: from 0 +- 1e-15 to about the size of the first returns."""
+    run = make_run(script, "Staggered", value_from=value_from)
+    forget_returns(run)
+    shifts = []
+    for rewarded in (False, True):
+        rollout = roll(run)
+        if not rewarded:
+            run.rollout = rollout._replace(rewards=0 * rollout.rewards)
+        _, run.critic_state, metrics = prepare_rollout(run)
+        shifts.append(float(metrics["norm/value_shift"]))
+    assert shifts[0] == pytest.approx(0, abs=1e-12)
+    assert shifts[1] > 0.1

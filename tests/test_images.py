@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import SCRIPTS
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary
-from helpers import act, make_run, prepare, roll, small_args
+from helpers import act, make_agent, make_run, prepare, roll, small_args
 from probes import Pixels
 from test_probes import learn
 
@@ -243,3 +243,48 @@ def test_only_memory_solves_a_flickering_image(script, tmp_path):
         assert metrics["eval/return_mean"] > 3.8
     else:
         assert metrics["eval/return_mean"] < 2
+
+
+def test_convolutions_have_the_activation_of_the_flags(script):
+    """No ReLU is left where tanh is asked for."""
+    for env in ("QuadrantUint8First", "LargeQuadrantUint8First"):
+        agent = make_agent(script, small_args(script, env, activation="tanh"))
+        kinds = [type(module).__name__ for module in agent.actor_body.modules()]
+        assert "ReLU" not in kinds
+        assert kinds.count("Tanh") == kinds.count("Conv2d") + kinds.count("Linear")
+
+
+@pytest.mark.parametrize(("side", "layers"), [(35, 1), (36, 3)])
+def test_the_size_that_divides_grids_from_screens(script, side, layers):
+    """Young & Tian 2019 below 36 rows, Mnih et al. 2015 from there."""
+    body = script.Convolutions(Box(shape=(3, side, side), **BYTES), torch.nn.Tanh)
+    assert sum(isinstance(layer, torch.nn.Conv2d) for layer in body.layers) == layers
+
+
+@pytest.mark.parametrize(("high", "scale"), [(0.5, 1), (1, 1), (4, 0.25)])
+def test_pixels_are_divided_by_their_bound_or_by_one(script, high, scale):
+    """Small bounds are no reason to magnify."""
+    space = Box(0, high, (2, 5, 5), np.float32)
+    assert script.Convolutions(space, torch.nn.Tanh).scale == scale
+
+
+def test_few_images_at_a_time_are_held_as_floats(script):
+    """600 images go through in parts of 256 at most, and come out in their order."""
+    body = script.Convolutions(Box(shape=(2, 5, 5), **BYTES), torch.nn.Tanh)
+    sizes = []
+    body.layers.register_forward_hook(lambda _, inputs, __: sizes.append(len(inputs[0])))
+    images = torch.randint(0, 255, (3, 200, 2, 5, 5), dtype=torch.uint8)
+    features = body(images)
+    assert sizes == [256, 256, 88]
+    torch.testing.assert_close(features[2, 7], body(images[2:, 7])[0])
+
+
+def test_no_pixel_is_hidden(script):
+    """Entries of a vector with the bounds 0 and 0 are those that `--masked-obs` hides. Pixels with
+    such bounds are seen, as in training, which compares no bounds."""
+    image = Box(np.zeros((2, 5, 5)), np.zeros((2, 5, 5)), dtype=np.uint8)
+    rows, alone = script.as_rows(np.full((2, 5, 5), 9, np.uint8), image)
+    assert alone
+    assert (rows == 9).all()
+    vector = Box(np.array([-1.0, 0]), np.array([1.0, 0]), dtype=np.float64)
+    assert script.as_rows(np.array([0.5, 0.5]), vector)[0].tolist() == [[0.5, 0]]

@@ -407,3 +407,11 @@ def test_rescale_head_changes_the_layer_in_place():
         assert p.is_leaf
         assert p.requires_grad
         assert not p.equal(old)
+
+
+@pytest.mark.parametrize(("times", "at_floor"), [(99, True), (101, False)])
+def test_a_std_within_a_hundred_times_its_least_value_is_at_the_floor(script, times, at_floor):
+    """Ours: the least variance is (1e-7 of the mean)^2, so of a mean of 7 the least std is 7e-7."""
+    moments = script.RunningMoments()
+    moments.merge(tensor(7.0), tensor((times * 7e-7) ** 2), weight=1)
+    assert moments.at_floor == at_floor

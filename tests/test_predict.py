@@ -132,7 +132,9 @@ def test_views_of_any_kind_are_taken(script):
     assert predict(run.agent, np.flip(rows, 1), LEVELS)[0].shape == (4, 4)
 
 
-@pytest.mark.parametrize("levels", [(0.5, 1.2), (0.0,), (-0.1,), (), ("a",), (None,)])
+@pytest.mark.parametrize(
+    "levels", [(0.5, 1.2), (0.0,), (-0.1,), (), ("a",), (None,), ((0.1, 0.5),)]
+)
 def test_levels_are_shares(script, levels):
     """A level beyond [0.001, 1] is refused, and so are none at all and what is no number; so is an
     observation of another shape."""

@@ -767,6 +767,62 @@ def test_what_may_change_in_a_resume(script, tmp_path):
     assert (found.checkpoint_every, found.torch_threads) == (3, 2)
     with pytest.raises(script.UsageError, match="seed: not as in"):
         script.parse_args([*line, "--seed", "7"])
+    assert script.parse_args([*line, "--eval-episodes", "2"]).eval_episodes == 2
+    args = flags_for(script, tmp_path, 1, env_id="probes:Walk-v0", eval_episodes=1, eval_every=1)
+    line = ["--resume", script.train(args)["run_dir"]]
+    with pytest.raises(script.UsageError, match="eval_episodes: not as in"):  # best.pt compares
+        script.parse_args([*line, "--eval-episodes", "2"])
+
+
+def test_a_file_of_weights_alone_is_not_resumed(script, tmp_path, capsys):
+    """As where best.pt was copied to checkpoint.pt."""
+    args = flags_for(script, tmp_path, 1, env_id="probes:Walk-v0", eval_episodes=1, eval_every=1)
+    directory = Path(script.train(args)["run_dir"])
+    (directory / "checkpoint.pt").write_bytes((directory / "best.pt").read_bytes())
+    line = ["--resume", str(directory), "--total-timesteps", "999"]
+    code, _, err = run_main(script, capsys, line)
+    assert code == 2
+    assert "its checkpoint.pt has no more than weights, as best.pt; start anew with --init" in err
+
+
+def test_what_another_process_has_lost_is_told(script, tmp_path, monkeypatch, capsys):
+    """The first process speaks for all of them."""
+    args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0")
+    directory = stopped(script, monkeypatch, args, 1)
+    gathered = script.gather_objects
+
+    def gather_objects(thing):
+        return [thing, "its disk is gone"] if thing == "" else gathered(thing)
+
+    monkeypatch.setattr(script, "gather_objects", gather_objects)
+    capsys.readouterr()
+    run, *_ = script.start(replace(args, resume=str(directory)))
+    with undisturbed(), run:
+        assert "episodes start afresh: its disk is gone" in capsys.readouterr().out
+        run.args.save_envs = "always"
+        run.pickled_envs()
+        assert "environments are not saved, since its disk is gone" in capsys.readouterr().out
+
+
+def test_generators_are_taken_up_after_tasks_were_read(script, tmp_path, monkeypatch):
+    """A task that is read back may draw numbers to rebuild itself."""
+    args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0")
+    directory = stopped(script, monkeypatch, args, 1)
+    read = script.Run.read_envs
+
+    def draw(self, *rest):
+        random.random()
+        np.random.random()
+        return read(self, *rest)
+
+    found = []
+    for drawing in (False, True):
+        if drawing:
+            monkeypatch.setattr(script.Run, "read_envs", draw)
+        run, *_ = script.start(replace(args, resume=str(directory)))
+        with undisturbed(), run:
+            found.append((random.random(), np.random.random()))
+    assert found[0] == found[1]
 
 
 def test_bytes_that_are_no_checkpoint_cost_one_line(script, tmp_path, capsys):

@@ -385,3 +385,23 @@ def test_what_acts_is_clipped_as_what_is_trained(script):
     with torch.no_grad():
         expected, _ = stepwise(run.agent, rows, state)
     assert_close(torch.as_tensor(found), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("seeds", [False, True])
+def test_a_task_leaves_torchs_generator_to_the_run(script, seeds):
+    """It may draw from it, or seed it in each step: what the update draws is the run's own."""
+    drawn = []
+    for rude in (False, True):
+        run = make_run(script, "Walk")
+        step = run.envs.step
+
+        def draw(actions, step=step):
+            torch.manual_seed(7) if seeds else torch.rand(3)
+            return step(actions)
+
+        if rude:
+            run.envs.step = draw
+        torch.manual_seed(5)
+        roll(run)
+        drawn.append(torch.rand(4))
+    assert torch.equal(*drawn)

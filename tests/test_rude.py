@@ -234,6 +234,17 @@ def test_a_part_that_is_no_array_is_not_lacking(script):
     assert found.startswith("observation['place'] is no array (can't convert cuda:0")
 
 
+def test_parts_and_types_that_do_not_fit_are_named(script):
+    """A part too many, which `flatten` would not expect, and integers of another type."""
+    box = gym.spaces.Box(-1, 1, (2,))
+    found = script.misfit(gym.spaces.Tuple([box, box]), (np.zeros(2),) * 3)
+    assert found == "observation has 3 parts, and its space has 2"
+    choices = gym.spaces.MultiDiscrete([3, 3], dtype=np.int32)
+    found = script.misfit(choices, np.array([1, 2], np.int64))
+    assert found.startswith("observation is array([1, 2]) of int64; its space is MultiDiscrete")
+    assert script.misfit(choices, np.array([1, 2], np.int32)) == ""
+
+
 @pytest.mark.parametrize(("call", "kind"), [("reset", TypeError), ("step", ValueError)])
 def test_a_fault_of_the_task_is_none_of_its_interface(script, monkeypatch, call, kind):
     """Only what unpacking and old signatures raise is told in other words."""
@@ -570,16 +581,18 @@ def test_what_defines_a_task_is_told_by_its_module(script, monkeypatch):
 
 
 def test_a_resumed_run_compares_evaluations_of_one_kind(script, somewhere, monkeypatch, capsys):
-    """Another number of episodes keeps the record. Samples and the mode do not compare, so a resume
-    may not change that; an evaluation alone may."""
+    """Samples and the mode do not compare, nor does a mean of three with one of fifty, which luck
+    lifts less. So a resume may not change that; an evaluation alone may."""
     flags = {"eval_every": 1, "eval_episodes": 2, "env_id": "probes:Walk-v0"}
     args = flags_for(script, somewhere, 3, **flags)
     directory = stopped(script, monkeypatch, args, 2)
     change_run(directory / "checkpoint.pt", lambda run: run | {"best_return": 1e9})
     before = (directory / "best.pt").read_bytes()
-    code, _, err = run_main(script, capsys, ["--resume", str(directory), "--eval-sampled"])
-    assert (code, "eval_sampled: not as in" in err) == (2, True)
-    resumed(script, monkeypatch, directory, "--eval-episodes", "3")
+    for more in (["--eval-sampled"], ["--eval-episodes", "3"]):
+        code, _, err = run_main(script, capsys, ["--resume", str(directory), *more])
+        name = more[0].removeprefix("--").replace("-", "_")
+        assert (code, f"{name}: not as in" in err) == (2, True)
+    resumed(script, monkeypatch, directory)
     assert (directory / "best.pt").read_bytes() == before
     code, _, err = run_main(script, capsys, ["--evaluate", str(directory), "--eval-sampled"])
     assert code == 0, err
@@ -914,7 +927,10 @@ def test_a_signal_ends_the_last_evaluation(script, somewhere, monkeypatch, capsy
     assert "evaluation of 3 episodes" in out
     assert_same(contents(directory)["agent"], before["agent"])
     code, out, _ = run_main(script, capsys, ["--resume", str(directory)])
-    assert "the run has taken all of its 96 steps; a larger --total-timesteps continues it" in out
+    assert (
+        "the run has taken all of its 96 steps; a larger --total-timesteps continues it, and --eval"
+        in out
+    )
 
 
 @with_both_scripts
@@ -928,7 +944,7 @@ def test_a_task_without_end_is_evaluated_with_words(script, monkeypatch, capsys)
     out = capsys.readouterr().out
     assert "evaluation: step 17 of episode 1 of 2\n" in out
     assert "evaluation: step 1,001 of episode 2 of 2\n" in out
-    cut = "evaluations cut this task, which has no time limit, at 1,001 steps"
+    cut = "evaluations cut this task, whose registration names no time limit, at 1,001 steps"
     assert out.count(cut) == 1
 
 
@@ -946,7 +962,7 @@ def test_a_run_says_once_that_it_cuts_evaluations(script, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "evaluation: step" not in out
     assert out.count("evaluation of 1 episodes") > 1
-    assert out.count("has no time limit, at 6 steps") == 2  # the run, and then `play` by itself
+    assert out.count("names no time limit, at 6 steps") == 2  # the run, and then `play` by itself
 
 
 def test_a_resume_is_written_down(script, somewhere):

@@ -75,6 +75,14 @@ def test_schedules_fall_linearly_where_they_are_asked_to(script):
     assert script.schedules(args, 0.25) == (0.004, 0.016, 0.08)
 
 
+def test_a_bonus_that_falls_to_nothing(script):
+    """0 is a coefficient like others, and the bonus falls where the learning rate stays."""
+    flags = {"learning_rate": 0.004, "ent_coef": 0.08, "anneal_lr": False}
+    for final, found in ((0.0, 0.06), (0.04, 0.07)):
+        args = small_args(script, "Walk", ent_coef_final=final, **flags)
+        assert script.schedules(args, 0.25) == pytest.approx((0.004, 0.004, found))
+
+
 def test_no_seed_is_used_twice():
     """All streams of 25 seeds, 300 iterations and 64 of everything else; environments, which take
     31 bits, among themselves. A key of one number would collide with one that ends in 0."""
@@ -374,6 +382,15 @@ def test_a_step_that_is_not_finite_is_named(script, monkeypatch, fault):
     spoil(script, monkeypatch, seed=2, step=6, **fault)
     run = make_run(script, "Walk")
     with pytest.raises(RuntimeError, match="environment 1, step 5 of the rollout; check the task"):
+        roll(run)
+
+
+@with_both_scripts
+def test_a_last_observation_that_is_not_finite_is_named(script, monkeypatch):
+    """An episode of nine steps ends with it, and the next one has opened already."""
+    spoil(script, monkeypatch, seed=2, step=9, obs=np.nan)
+    run = make_run(script, "Walk")
+    with pytest.raises(RuntimeError, match="environment 1, step 8 of the rollout; check the task"):
         roll(run)
 
 

@@ -789,3 +789,17 @@ def test_the_environment_that_is_tried_out_is_closed(script, monkeypatch):
     instead_of_processes(monkeypatch, lambda makers, **options: None)
     script.make_envs(small_args(script, "Walk", async_envs=True, num_envs=2))
     assert len(closed) == 1
+
+
+@with_one_script
+@pytest.mark.parametrize(
+    ("limit", "cores"), [("max 100000", 64), ("250000 100000", 2), ("50000 100000", 1), (None, 64)]
+)
+def test_a_container_may_use_fewer_cores(script, monkeypatch, tmp_path, limit, cores):
+    """Time of cores in a period: two and a half of them are two, a half is one."""
+    file = tmp_path / "cpu.max"
+    if limit:
+        file.write_text(f"{limit}\n")
+    monkeypatch.setattr(script, "CPU_LIMIT", file)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64), raising=False)
+    assert script.usable_cores() == cores

@@ -111,6 +111,48 @@ def test_what_both_define_is_identical_but_for_the_seams():
     assert len(shared) > 60
 
 
+DIFFERENT = {  # members of classes that are seams, other than what one script has alone
+    "TaskArgs": {"env_id", "total_timesteps"},
+    "NetworkArgs": {"hidden_size", "activation"},
+    "PPOArgs": {"learning_rate", "gae_lambda", "num_minibatches"},
+    "CriticArgs": {"value_from", "norm_returns", "norm_returns_memory"},
+    "ValueDistributionArgs": {"vf_clip"},
+    "RunArgs": {"exp_name"},
+    "MachineArgs": set(),
+    "Args": set(),
+    "Rollout": set(),
+    "Agent": {
+        *("__init__", "second_thread_pays", "policy_params", "numpy_policy", "value_outputs"),
+        *("act", "predict_returns", "value"),
+    },
+}  # Batch and ValueDistribution differ throughout
+
+
+def members(text: str, name: str) -> dict[str, str]:
+    """Flags with their docstrings, methods and fields of a class, as text by name."""
+    lines = text.splitlines()
+    body = next(node for node in ast.parse(text).body if getattr(node, "name", None) == name).body
+    found = {}
+    for node, after in zip(body, [*body[1:], None]):
+        target = getattr(node, "target", None)
+        label = target.id if target is not None else getattr(node, "name", None)
+        if label is None:
+            continue
+        last = after if isinstance(after, ast.Expr) else node  # a flag's docstring stands below it
+        start = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", []))])
+        found[label] = "\n".join(lines[start - 1 : last.end_lineno])
+    return found
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_members_of_a_seam_are_identical_but_for_these(name):
+    """Ranges, help and properties as well: tests of one script count for both."""
+    one, two = members(source(LSTM), name), members(source(CATEGORICAL), name)
+    shared = [label for label in one if label in two]
+    assert {label for label in shared if one[label] != two[label]} == DIFFERENT[name]
+    assert shared
+
+
 def test_sections_are_the_same_in_the_same_order():
     """Who knows one script finds the way in the other."""
     marks = re.compile(r"^# -{4,} (?:value distribution: \w+ )?(.*?)[ -]*$", re.MULTILINE)
@@ -214,6 +256,28 @@ def test_papers_that_are_cited_are_in_the_bibliography():
     by_others = {"Agarwal et al. 2021", "Dabney et al. 2018b"}  # of benchmarks; named by its year
     assert cited == keys - by_others
     assert len(re.findall(r"\| (?:arXiv|doi):[\w./]+ \|$", table, re.MULTILINE)) == len(keys)
+
+
+def test_the_table_of_formulas_names_what_there_is():
+    """Each row has a formula, functions of the scripts that it marks, a source and files."""
+    text = (ROOT / "tests" / "README.md").read_text().split("## Papers")[0]
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 20
+    names = {mark: known_names(source(name)) for mark, name in (("1", LSTM), ("2", CATEGORICAL))}
+    for row in rows:
+        formula, functions, _, files = row
+        for label, mark in re.findall(r"`([\w.]+)`(?:\(([12])\))?", functions):
+            for number in mark or "12":
+                assert label.split(".")[-1] in names[number], (formula, label)
+        for file in re.findall(r"`(\w+)`", files):
+            assert (ROOT / "tests" / f"{file}.py").exists(), (formula, file)
+        assert "test_" in files, formula
+
+
+def known_names(text: str) -> set[str]:
+    """Of all functions and classes of a script, methods too."""
+    kinds = ast.FunctionDef | ast.ClassDef
+    return {node.name for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)}
 
 
 def test_sizes(capsys):

@@ -305,3 +305,15 @@ def test_variance_grows_by_one_projection_and_not_by_one_per_step():
     mean = float(out @ ATOMS)
     assert mean == pytest.approx(7.5)
     assert float(out @ (ATOMS - mean).square()) == pytest.approx(DZ**2 / 4)
+
+
+def test_a_draw_of_zero_is_a_draw():
+    """Nam et al. 2021 (GMAC), SR(lambda): with lambda 0 every n is 1, also where log u is -inf."""
+    data = (REWARDS, next_probs(), ATOMS, TERMINATED, TRUNCATED, GAMMA, 0.0)
+    shape = REWARDS.shape
+    zeros, ones = (
+        categorical.sr_lambda_atoms(*data, draws=torch.full(shape, u, dtype=torch.float64))
+        for u in (0.0, 0.5)
+    )
+    for one, other in zip(zeros, ones):
+        assert_close(one, other)

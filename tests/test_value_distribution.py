@@ -984,3 +984,44 @@ def test_default_flags_learn_quantiles_and_not_expectiles(value_from):
     cvar = describe(dist, q.detach())["cvar"]
     assert float(cvar) == pytest.approx(-2.0627, rel=0.05)  # phi(1.6449) / 0.05
     assert float(dist.value(q.detach())) == pytest.approx(0, abs=0.02)
+
+
+def test_equal_values_are_the_first_critic_s():
+    """Fujimoto et al. 2018 (TD3): a tie of the twins goes to critic 1 (ours). Both have the mean 0;
+    the second has its mass at the ends."""
+    dist = of(categorical, num_atoms=3, value_from="distribution")
+    outputs = torch.tensor([[[0.0, 5.0, 0.0]], [[5.0, 0.0, 5.0]]])
+    assert torch.equal(dist.reduce_twins(outputs), outputs[0])
+
+
+def test_the_mean_of_twins_keeps_small_probabilities():
+    """Half of a mass of e^-40, 4e-18, is still there, and far below a millionth."""
+    dist = of(categorical, num_atoms=3, value_from="distribution", twin_reduce="mean")
+    outputs = torch.tensor([[[0.0, 0.0, -40.0]], [[0.0, 0.0, -40.0]]])
+    probs = dist.probs(dist.reduce_twins(outputs))[0]
+    assert_close(probs[:2], torch.full((2,), 0.5))
+    assert 0 < float(probs[2]) < 1e-16
+
+
+@pytest.mark.parametrize("beyond", [-1e-5, 1e-4])
+def test_clipping_by_a_little_is_counted(script, beyond):
+    """V is a little more or less than 0.2 above the old one, and 0.2 is the range."""
+    number = {"num_quantiles": 3} if script is lstm else {"num_atoms": 3, "v_min": -5, "v_max": 5}
+    flags = {"vf_clip": "mean_only", "vf_clip_coef": 0.2, "num_critics": 1}
+    dist = of(script, value_from="mean_head", **flags, **number)
+    outputs = torch.zeros(1, 1, dist.num_outputs)
+    outputs[..., -1] = (0.2 + beyond) / (0.1 if script is categorical else 1)
+    old = torch.zeros(1, 1, 2 if script is categorical else dist.num_outputs)
+    targets = dist.encode_targets(dist.point_targets(torch.zeros(1, 1, dtype=torch.float64)))
+    _, clipped = dist.loss(outputs, targets.view(1, -1), torch.zeros(1), old)
+    assert float(clipped) == (beyond > 0)
+
+
+def test_a_tail_of_one_quantile_is_enough():
+    """20 quantiles have one in the worst twentieth. A policy that is not trained needs no tail."""
+    flags = {"num_quantiles": 20, "cvar_weight": 1.0}
+    lstm.ValueDistribution(lstm.Args(cvar_alpha=0.05, **flags))
+    with pytest.raises(lstm.UsageError, match=r"cvar-alpha 0\.049"):
+        lstm.ValueDistribution(lstm.Args(cvar_alpha=0.049, **flags))
+    frozen = {"learning_rate": 0.0, "critic_learning_rate": 1e-3}
+    lstm.ValueDistribution(lstm.Args(cvar_alpha=0.01, **flags, **frozen))
