@@ -542,7 +542,7 @@ def collect_rollout(
     policy = agent.numpy_policy()
     # All processes draw the noise of all environments, and each takes its own part.
     noise = own(agent.action_dist.noise(T, args.num_envs)).numpy()
-    generator_state = torch.get_rng_state()  # a task may draw from torch's generator, or seed it
+    torch_rng = torch.get_rng_state()  # a task may draw from torch's generator, or seed it
     for t in range(T):
         obs[t] = current_obs
         outputs.append(policy(obs[t]))
@@ -557,7 +557,7 @@ def collect_rollout(
             episodes += finished_episodes(info, ended, t)
         check_finite(f"step {t} of the rollout", next_obs[t], current_obs, rewards=rewards[t])
 
-    torch.set_rng_state(generator_state)
+    torch.set_rng_state(torch_rng)
     if args.is_atari:
         rewards = rewards.clip(-1, 1)  # the episodes' returns keep what was paid
 
@@ -647,10 +647,11 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     """Turn a rollout into a batch. Returns it and metrics.
 
     The order matters (van Hasselt et al. 2016). The return statistics of earlier rollouts decode
-    (std * z + mean) the values and advantages of this one. Then they take in the targets, and the
-    value heads are rescaled as far as they can be. The new statistics normalise targets and old
-    values for the update, and decode the next rollout. So from the second rollout on, the critics
-    have been trained on a scale before it decodes what they predict.
+    (std * z + mean) the values and advantages of this one. Then the statistics take in the targets,
+    and the value heads are rescaled as far as they can be.
+    The new statistics normalise targets and old values for the update, and decode the next rollout.
+    So from the second rollout on, the critics have been trained on a scale before it decodes what
+    they predict.
     """
     dist = agent.value_dist
 

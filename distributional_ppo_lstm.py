@@ -556,7 +556,7 @@ def collect_rollout(
     policy = agent.numpy_policy()
     # All processes draw the noise of all environments, and each takes its own part.
     noise = own(agent.action_dist.noise(T, args.num_envs)).numpy()
-    generator_state = torch.get_rng_state()  # a task may draw from torch's generator, or seed it
+    torch_rng = torch.get_rng_state()  # a task may draw from torch's generator, or seed it
     for t in range(T):
         if t % args.sequence_length == 0:
             actor_states.append(state)
@@ -577,7 +577,7 @@ def collect_rollout(
         starts = ended
         check_finite(f"step {t} of the rollout", next_obs[t], current_obs, rewards=rewards[t])
 
-    torch.set_rng_state(generator_state)
+    torch.set_rng_state(torch_rng)
     if args.is_atari:
         rewards = rewards.clip(-1, 1)  # the episodes' returns keep what was paid
 
@@ -699,9 +699,9 @@ def prepare_batch(
     """Turn a rollout into a batch. Returns it, the critics' state after the rollout, and metrics.
 
     The order matters (van Hasselt et al. 2016). The return statistics of earlier rollouts decode
-    the values and advantages of this one. Then they take in the targets, and the value heads are
-    rescaled in the same moment. The new statistics normalise targets and old values for the update,
-    and decode the next rollout.
+    the values and advantages of this one. Then the statistics take in the targets,
+    and the value heads are rescaled in the same moment.
+    The new statistics normalise targets and old values for the update, and decode the next rollout.
     """
     dist = agent.value_dist
 

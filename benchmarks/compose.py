@@ -48,8 +48,9 @@ ATOMS = {
                          the value that advantages use, is the mean of the predicted distribution
                          plus a correction, the mean output (`--value-from`). With `--cvar-weight`
                          the policy learns from the tail of the distribution.""",
-    "value": """mean_head: that and a correction, the mean
-    output. Squared error fits the correction, so V learns rare rewards, too.""",
+    "value": """mean_head: that
+    mean plus a correction, the mean output. Squared error fits the correction, so V learns rare
+    rewards, too.""",
     "K": "K   atoms of a predicted distribution",
     "J": "J   weighted returns of a target distribution",
     "normalised": '"""Critics predict (return - running mean) / running std."""',

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ONE_SCRIPT, each_of
+from conftest import ONE_SCRIPT, each_of, with_both_scripts
 from helpers import make_run
 from torch import Tensor
 from torch.testing import assert_close
@@ -213,6 +213,7 @@ def test_advantages_are_divided_by_no_less_than_is_usual(script):
     assert divisors(run, 3, 4, 1) == pytest.approx([3, 4, (26 / 3) ** 0.5])
 
 
+@with_both_scripts
 def test_the_memory_of_advantages_is_of_ten_rollouts(script):
     """Ours: std 100, then 1: after ten in all (100^2 + 9) / 10, then a tenth beside ten fades."""
     run = make_run(script, "Walk", norm_adv_memory=10)

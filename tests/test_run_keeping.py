@@ -323,9 +323,10 @@ class Spoilt(gym.Wrapper):
 
     def reset(self, *, seed=None, options=None):
         """Open an episode; one with a seed starts the count."""
-        if seed is not None:
-            self.steps, self.mine = 0, seed == self.expected
         obs, info = self.env.reset(seed=seed, options=options)
+        if seed is None:
+            return obs, info
+        self.steps, self.mine = 0, seed == self.expected
         return self.look(obs), info
 
     def step(self, action):
