@@ -989,8 +989,9 @@ def test_default_flags_learn_quantiles_and_not_expectiles(value_from):
 def test_equal_values_are_the_first_critic_s():
     """Fujimoto et al. 2018 (TD3): a tie of the twins goes to critic 1 (ours). Both have the mean 0;
     the second has its mass at the ends."""
-    dist = of(categorical, num_atoms=3, value_from="distribution")
+    dist = of(categorical, num_atoms=3, v_min=-5, v_max=5, value_from="distribution")
     outputs = torch.tensor([[[0.0, 5.0, 0.0]], [[5.0, 0.0, 5.0]]])
+    assert dist.value(outputs).tolist() == [[0], [0]]
     assert torch.equal(dist.reduce_twins(outputs), outputs[0])
 
 
