@@ -822,8 +822,17 @@ def load_note() -> str:
         f"* **Load.** The machine was slower for the current rows: the same peers ran at "
         f"{min(shares):.2f} to {max(shares):.2f} of their speed in the older rows. Older "
         f"ratios, not to be compared with current ones, are {joined(ratios)}. Beside the LSTMs the "
-        f"peer's episodes are shorter ([steps per reset](results/speed.md)), which slows it."
+        f"peer's policy has episodes of [another length](results/speed.md); {equal_lengths()}."
     )
+
+
+def equal_lengths() -> str:
+    """How far ahead the recurrent script is where episodes of both are equally long."""
+    ratios = [
+        f"{pace(Cell(f'recurrent-episodes{steps}', 'ours', '', '')).ratio.middle:.1f} at {steps}"
+        for steps in (20, 60, 500)
+    ]
+    return f"with equal ones the ratio is {joined(ratios)} steps (older)"
 
 
 def with_less_load() -> tuple[list[float], list[str]]:
@@ -853,11 +862,15 @@ def pace(cell: Cell, rows: speed.Programs | None = None) -> Pace:
     peer = peer_of(cell, rows)
     mine = rows[cell.mine]
     two = cell.mine == "ours" and speed.trains_in_two_threads(cell.name, mine)
+    if peer == "ours":  # without --compile
+        peers = 1 + speed.trains_in_two_threads(cell.name, rows[peer])
+    else:
+        peers = 1 + peer.endswith("-2threads")
     return Pace(
         speed.middle(mine),
         speed.middle(rows[peer]),
         speed.ratio(rows, peer, cell.mine),
-        (1 + two, 1 + peer.endswith("-2threads")),
+        (1 + two, peers),
         len(pairs_of(cell, rows)),
         {row["commit"] for row in mine},
     )
@@ -1586,11 +1599,11 @@ def fast() -> list[str]:
     older = pace(cell, before_speed_up(cell))
     pole = named["cartpole", "ours", ""]
     return [
-        "* **How fast are they?** A slow machine and short episodes of the peer may flatter these "
-        "ratios. [Details](#speed)",
+        "* **How fast are they?** A slow machine may flatter these ratios. [Details](#speed)",
         f"  * **The recurrent script** with an LSTM of 128 is {aged(lstm)} times as fast as "
         f"sb3-contrib on two cores, and {aged(one_core)} times on one. In older rows (one thread, "
-        f"a faster machine) it is {older.ratio.middle:.1f} times as fast.",
+        f"a faster machine) it is {older.ratio.middle:.1f} times as fast. Where all episodes have "
+        f"20 steps, it is {named['recurrent-episodes20', 'ours', ''].ratio.middle:.1f} times.",
         f"  * **The feed-forward script** is {aged(pole)} times as fast as SB3's PPO on "
         f"CartPole-v1, {aged(plain)} times with eight HalfCheetahs, and {aged(eight)} times with "
         f"`--compile` as well.",

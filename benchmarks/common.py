@@ -383,6 +383,30 @@ class Table:
         return [run for run in runs if (run.cell.setting, str(run.seed)) not in known]
 
 
+def refuse_other_flags(
+    rows: Iterable[Row], cells: Iterable[Cell], spell: Callable[[Cell], str] | None = None
+) -> None:
+    """Raise ValueError for a row of a cell's seeds whose flags are not those of the cell, as where
+    a preset has changed since: it would pass as done. Rows that tell no flags pass.
+
+    `spell` gives the flags of a cell with those of presets spelt out.
+    """
+    known = by_setting(rows)
+    for cell in cells:
+        wanted = (spell or spelt_flags)(cell)
+        for row in known.get(cell.setting, []):
+            if int(row["seed"]) not in cell.seeds or not row["flags"]:
+                continue
+            if flag_values(row["flags"]) != flag_values(wanted):
+                told = f"{cell.task}, seed {row['seed']}: {row['flags']}, not {wanted}"
+                raise ValueError(f"{told}; take such rows out to train anew")
+
+
+def spelt_flags(cell: Cell) -> str:
+    """The flags of a cell, those of presets spelt out, since they may change."""
+    return spelt_out(cell.script, " ".join(cell.flags.split()))
+
+
 def setting_of(row: Row) -> Setting:
     """What the row was measured on."""
     return Setting(row["task"], row["script"], row["variant"])

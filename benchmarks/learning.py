@@ -480,17 +480,13 @@ def missing(cells: list[Cell], only: list[str], seeds: list[int]) -> list[Run]:
 
 def refuse_other_flags(cells: list[Cell]) -> None:
     """Raise ValueError for a row of today's scripts, or of a peer, whose flags are not those of its
-    cell, as where a preset has changed since: it would pass as done."""
-    known = common.by_setting(ARCHIVE.table.rows())
-    for cell in cells:
-        wanted = common.flag_values(flags_text(cell))
-        for row in known.get(cell.setting, []):
-            seed = int(row["seed"])
-            is_current = seed >= common.RENEWED or cell.script in (SB3, CONTRIB)
-            other = common.flag_values(row["flags"]) != wanted
-            if is_current and seed in cell.seeds and other:
-                told = f"{cell.task}, seed {seed}: {row['flags']}, not {flags_text(cell)}"
-                raise ValueError(f"{told}; take such rows out to train anew")
+    cell, as `common.refuse_other_flags` tells."""
+    current = [
+        row
+        for row in ARCHIVE.table.rows()
+        if int(row["seed"]) >= common.RENEWED or row["script"] in (SB3, CONTRIB)
+    ]
+    common.refuse_other_flags(current, cells, flags_text)
 
 
 def run_missing(runs: list[Run], processes: int) -> None:

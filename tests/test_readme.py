@@ -231,6 +231,13 @@ def test_the_speed_beside_the_recurrent_peer():
     page = (ROOT / "benchmarks" / "README.md").read_text()
     older = re.search(r"compared with current ones, are ([\d.]+) \(recurrent\)", page)[1]
     assert f"an earlier version of ours was {older} times as fast as the peer" in README
+    short, long, longest = re.search(
+        r"is ([\d.]+) at 20, ([\d.]+) at 60 and ([\d.]+) at", page
+    ).groups()
+    assert long == longest
+    assert (
+        f"20 steps it was {short} times as fast, and where they have 60 or more, {long}" in README
+    )
 
 
 def test_what_a_gpu_gains():

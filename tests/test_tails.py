@@ -213,7 +213,7 @@ def rows_of_a_pilot(tails, safe, **better):
     """The table with a row for each variant, where the worst tenth has this without hits. `better`
     has the mean and the tail of one aversion."""
     for cell in tails.cells(pilot=True):
-        row = dict.fromkeys(tails.COLUMNS, 1) | cell.setting._asdict()
+        row = dict.fromkeys(tails.COLUMNS, 1) | cell.setting._asdict() | {"flags": ""}
         numbers = {"seed": 1000, "mean": 100, "cvar_10": 40, "safe_cvar_10": safe}
         tails.TABLE.append(row | numbers | (better if cell.variant == "averse 0.25" else {}))
 
