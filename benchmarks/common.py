@@ -569,7 +569,8 @@ class Archive:
         """
         rows, curve_rows = list(rows), list(curve_rows)
         with (self.folder / "runs.lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+            if fcntl is not None:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
             curves = csv_bytes(CURVE_COLUMNS, merged(self.curve_rows(), curve_rows))
             exchange(self.curves, gzip.compress(curves, mtime=0))
             runs = csv_bytes(RUN_COLUMNS, merged(self.table.rows(), rows))
@@ -714,7 +715,7 @@ def require(*packages: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------ figures
-# Okabe and Ito's colours, which the colour-blind tell apart; each means the same in every figure
+# Okabe and Ito's colours, which the colour-blind tell apart
 OURS, PEER, FLOOR = "#0072B2", "#D55E00", "#7F7F7F"
 SKY, GREEN, GOLD, PINK = "#56B4E9", "#009E73", "#E69F00", "#CC79A7"
 INK = "#222222"  # text, medians, references

@@ -307,7 +307,7 @@ POLICIES = {  # variants with their colours and words
 }
 MARKERS = {  # with their sizes: one is seen around the other where both are at the same place
     CATEGORICAL: ("o", 7, "feed-forward, atoms"),
-    LSTM: ("s", 4, "recurrent, quantiles"),
+    LSTM: ("s", 4, "recurrent, quantiles (older version)"),
 }
 
 
@@ -352,8 +352,8 @@ def draw(groups: dict[Setting, list[Row]], optimum: Optimum) -> None:
     best = "(c): best mean and best CVaR possible"
     handles.append(plt.Line2D([], [], marker="*", ls="", color=common.INK, ms=8, label=best))
     title = (
-        "Means over five seeds with 95 % intervals; arrows from the neutral policy. CVaR at 0.1: "
-        "mean of the worst tenth of the episodes"
+        "Means over five seeds with 95 % intervals; arrows from the neutral policy. CVaR: mean of "
+        "the worst fifth (a) or tenth (b, c) of the episodes"
     )
     figure.legend(
         handles=handles, loc="outside lower center", ncols=2, title=title, title_fontsize=7.5

@@ -901,9 +901,10 @@ def report(table: Table) -> None:
     for threads in everyone:
         lines += tables(threads, rows)
     lines += [
-        "Training to a mean return of 475 (CartPoleNoVel-v1) or 3,000 (HalfCheetah-v5), with the "
-        "flags of the learning report, from its rows: two runs at a time on two cores. Seconds are "
-        "those of a run, with start-up and evaluation, times the share of its steps.",
+        "Training to a mean return of 475 (CartPoleNoVel-v1) or 3,000 (HalfCheetah-v5), from older "
+        "rows of the learning report, with flags of their time: two runs or more at a time on two "
+        "cores. Seconds are those of a run, with start-up and evaluation, times the share of its "
+        "steps.",
         "",
         *markdown(WAITING_HEAD, waiting_lines()),
     ]

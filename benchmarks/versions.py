@@ -92,8 +92,12 @@ TABLE = Table(RESULTS / "versions.csv", COLUMNS, end="\n")
 
 # --------------------------------------------------------------------------------------------- runs
 def short(version: str) -> str:
-    """The first seven digits of a commit."""
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short=7", f"{version}^{{commit}}"]
+    """The first seven digits of a commit; for HEAD of the last one that has changed the scripts."""
+    git = ["git", "-C", str(ROOT)]
+    command = [*git, "rev-parse", "--short=7", f"{version}^{{commit}}"]
+    if version == "HEAD":
+        scripts = [f"{name}.py" for name in (LSTM, CATEGORICAL)]
+        command = [*git, "log", "-1", "--abbrev=7", "--format=%h", "--", *scripts]
     return subprocess.check_output(command, text=True).strip()
 
 
