@@ -17,6 +17,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 common = importlib.import_module("common")
+learning = importlib.import_module("learning")
 README = (ROOT / "README.md").read_text()
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [Path("README.md"), Path("tests/README.md")]
@@ -34,30 +35,21 @@ def rows_of(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def standing(runs: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Runs of today's scripts, with seeds from 8001 up, if there are as many as older ones."""
-    newer = [row for row in runs if int(row["seed"]) > 8000]
-    older = [row for row in runs if int(row["seed"]) <= 8000]
-    return newer if len(newer) >= len(older) else older
-
-
 def tasks_of_today() -> list[str]:
     """Tasks whose default runs are of today's scripts, in the order of the alphabet."""
-    runs: dict[str, list[dict[str, str]]] = {}
-    for row in rows_of("runs.csv"):
-        if row["script"] in SCRIPTS and row["variant"] == "default":
-            runs.setdefault(row["task"].split(":")[-1], []).append(row)
-    return sorted(task for task, rows in runs.items() if int(standing(rows)[0]["seed"]) > 8000)
+    return sorted(
+        cell.task.split(":")[-1]
+        for cell in learning.GRID
+        if cell.script in SCRIPTS
+        and cell.variant == "default"
+        and learning.rows_of(cell)
+        and learning.version_of(cell) == "today's"
+    )
 
 
 def default_runs(script: str, task: str) -> list[dict[str, str]]:
     """Runs of a preset, as the learning benchmark made them."""
-    name = task.removeprefix("benchmarks.")
-    found = []
-    for row in rows_of("runs.csv"):
-        if (row["script"], row["task"], row["variant"]) == (script, name, "default"):
-            found.append(row)
-    return standing(found)
+    return learning.rows_of(learning.cell_of(script, task.removeprefix("benchmarks."), "default"))
 
 
 # ---------------------------------------------------------------------------------- what scripts do
@@ -386,14 +378,11 @@ PEERS = ("sb3_contrib_recurrent_ppo", "stable_baselines3_ppo")
 
 def scores_of(scripts: tuple[str, ...], task: str) -> list[float]:
     """Evaluations of the one of these programs that ran the task, by the first variant it has."""
-    for variant in ("default", "first", "zoo", "same_flags"):
-        found = []
-        for row in rows_of("runs.csv"):
-            name = row["task"].split(":")[-1].replace("/", "-")
-            if row["script"] in scripts and (name, row["variant"]) == (task, variant):
-                found.append(row)
-        if found:
-            return [float(row["return_mean"]) for row in standing(found)]
+    for variant in ("default", "zoo", "same_flags"):
+        for cell in learning.GRID:
+            is_meant = (learning.name_of(cell), cell.variant) == (task, variant)
+            if cell.script in scripts and is_meant:
+                return learning.scores_of(cell)
     raise LookupError(task)
 
 
