@@ -218,7 +218,8 @@ def test_a_finite_update_raises_nothing(script):
     """No false alarm."""
     run = make_run(script, "VectorBox")
     batch = prepare(run)
-    script.update(run.agent, run.optimizers, batch, run.args, 0.5)
+    metrics = script.update(run.agent, run.optimizers, batch, run.args, 0.5)
+    assert all(np.isfinite(float(torch.as_tensor(x).sum())) for x in metrics.values())
 
 
 def test_an_infinite_divergence_is_no_fault(script):

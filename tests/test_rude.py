@@ -884,10 +884,13 @@ def test_a_signal_ends_an_evaluation_on_the_way(script, somewhere, monkeypatch, 
 
 
 def test_output_may_be_missing_or_closed(script, monkeypatch, tmp_path):
-    """Then there is nothing to flush, and no fault."""
+    """Then there is nothing to flush, and no fault. An open one is flushed."""
     monkeypatch.setattr(sys, "stderr", None)
     with open(tmp_path / "out", "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
+        print("it")
+        script.flush_output()
+        assert (tmp_path / "out").read_text() == "it\n"
     script.flush_output()
 
 

@@ -20,6 +20,7 @@ import torch
 from command import undisturbed
 from conftest import ONE_SCRIPT, each_of, with_both_scripts
 from helpers import forget_returns, make_agent, make_run, prepare, roll, small_args
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import distributional_ppo_categorical
 
@@ -192,6 +193,9 @@ def test_histograms_hold_what_lies_beyond_their_bins(begin):
     for sign in (-1, 1):
         values = sign * torch.tensor([1e21, 1e30], dtype=torch.float64)
         run.log({"returns": values}, 7)
+    run.writer.flush()
+    events = EventAccumulator(str(run.directory), {"histograms": 0}).Reload()
+    assert [event.histogram_value.num for event in events.Histograms("returns")] == [2, 2]
 
 
 def test_scalars_are_written_and_remembered_tensors_with_axes_are_histograms(begin):
@@ -278,10 +282,12 @@ def test_progress_on_a_terminal_is_rewritten_in_place(script, begin, capsys, mon
     """Five times a second; the last line stays."""
     run = begin_quarter(begin, capsys)
     monkeypatch.setattr(script.sys.stdout, "isatty", lambda: True)
-    run.status.shown_at = time.time() - 0.1
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+    run.status.shown_at = now - 0.1
     run.show_progress()
     assert capsys.readouterr().out == ""
-    run.status.shown_at = time.time() - 0.3
+    run.status.shown_at = now - 0.3
     run.show_progress()
     assert capsys.readouterr().out.endswith("s left   \r")
     run.total_steps = 250
