@@ -1348,9 +1348,8 @@ def current() -> str:
     )
     most = "Most" if 2 * old > rows else "Some"
     return (
-        f"**{most} returns are of an older version.** Today's scripts may score differently "
-        f"there. {old} of {rows} runs of ours, called *older* below, were trained {what}{also}."
-        f"{told} {effect}"
+        f"**{most} returns are of an older version.** {old} of {rows} runs of ours, called *older* "
+        f"below, were trained {what}{also}.{told} {effect}"
     )
 
 
@@ -1575,11 +1574,22 @@ def beside_others() -> list[str]:
         "* **How good is the recurrent script?** [Details](#tasks)",
         f"  * **Velocities hidden:** its difference from sb3-contrib's tuned PPO is {told} "
         f"({verdict}).",
+        *memory_told(),
         f"  * **On POPGym** (older), with equal flags and equal wall time, sb3-contrib makes "
         f"{shares[0]:.0f} to {shares[1]:.0f} % of our steps. Ours is {standing(quiz)} of "
         f"{count_of(len(quiz))} tasks (by the rule below clearly better on "
         f"{count_of(clearly_better(quiz))} only). Equal steps were not compared.",
     ]
+
+
+def memory_told() -> list[str]:
+    """What memory buys on robots without velocities, of those whose runs are all there."""
+    gaps = []
+    for task in learning.BLIND:
+        own, control = scores(LSTM, task), scores(CATEGORICAL, task, "feed_forward")
+        if len(own) and len(control):
+            gaps.append(f"{welch(own, control).told(0)} on {task}")
+    return [f"  * **Memory buys** {joined(gaps)}, beside the feed-forward script."] if gaps else []
 
 
 def aged(found: Pace) -> str:

@@ -224,8 +224,8 @@ def test_age_is_told_from_the_rows(answers, monkeypatch):
     """All rows old, some, none."""
     for old, begin in (
         (9, "**The returns on this page are of an older version.** All 9"),
-        (5, "**Most returns are of an older version.** Today's scripts may score differently"),
-        (4, "**Some returns are of an older version.** Today's scripts may score differently"),
+        (5, "**Most returns are of an older version.** "),
+        (4, "**Some returns are of an older version.** "),
         (0, "**The returns are of today's update.** None of 9"),
     ):
         counts = {"runs": (old, 9), "risk": (0, 9)}

@@ -69,7 +69,7 @@ def test_the_table_of_tags_is_that_of_tensorboard():
 def test_every_command_is_one_that_the_script_takes(monkeypatch, tmp_path):
     """Recipes parse, name tasks of presets, and the example of a task runs under the script."""
     commands = RECIPE.findall(README)
-    assert len(commands) == 12
+    assert len(commands) == 13
     for _, name, flags, *_ in commands:
         script = importlib.import_module(name)
         words = [word for word in shlex.split(flags) if word != "--compile"]
@@ -409,6 +409,22 @@ def test_results_are_those_of_the_runs(row):
             if (line["task"], line["source"], line["kind"]) == (task, source, "PPO")
         ]
         assert told == (f"{found[0]:.{told.count('.')}f}" if found else "-")
+
+
+def test_what_memory_buys_on_a_robot():
+    """Ours with and without memory where velocities are hidden, and where they are seen."""
+    told = []
+    for script, task, variant in (
+        (SCRIPTS[0], "HalfCheetahNoVel-v5", "default"),
+        (SCRIPTS[1], "HalfCheetahNoVel-v5", "feed_forward"),
+        (SCRIPTS[1], "HalfCheetah-v5", "default"),
+    ):
+        own = np.array(learning.scores_of(learning.cell_of(script, task, variant)))
+        told.append((f"{own.mean():.0f}", f"{common.half_width(own):.0f}", len(own)))
+    (memory, width, runs), (none, other, others), (seen, *_) = told
+    assert f"the recurrent script has {memory} ± {width} ({runs} runs) after 1M steps" in README
+    assert f"and the feed-forward one {none} ± {other} ({others} runs)" in README
+    assert f"With velocities that one has {seen}." in README
 
 
 def test_every_row_of_results_is_read():
