@@ -542,7 +542,10 @@ def collect_rollout(
     policy = agent.numpy_policy()
     # All processes draw the noise of all environments, and each takes its own part.
     noise = own(agent.action_dist.noise(T, args.num_envs)).numpy()
-    torch_rng = torch.get_rng_state()  # a task may draw from torch's generator, or seed it
+    # A task may draw from torch's generator, or seed it. It gets a stream of its own.
+    generator = torch.default_generator
+    own_stream = generator.get_state()
+    generator.manual_seed(seed_of_tasks())
     for t in range(T):
         obs[t] = current_obs
         outputs.append(policy(obs[t]))
@@ -557,7 +560,7 @@ def collect_rollout(
             episodes += finished_episodes(info, ended, t)
         check_finite(f"step {t} of the rollout", next_obs[t], current_obs, rewards=rewards[t])
 
-    torch.set_rng_state(torch_rng)
+    generator.set_state(own_stream)
     if args.is_atari:
         rewards = rewards.clip(-1, 1)  # the episodes' returns keep what was paid
 
@@ -3038,6 +3041,14 @@ def derived_seed(seed: int, stream: str, index: int, bits: int = 63) -> int:
     return int(mixed.generate_state(1, np.uint64)[0]) >> (64 - bits)
 
 
+def seed_of_tasks() -> int:
+    """Return a seed for what tasks draw from torch's generator in a rollout.
+
+    It is another one in each iteration, whose own seed torch knows, and in each process.
+    """
+    return derived_seed(torch.initial_seed(), "tasks", RANK)
+
+
 def start(args: Args) -> tuple[Run, Agent, Optimizers, gym.vector.VectorEnv]:
     """Make what a run consists of: anew, resumed, or with the weights of another run."""
     check_flags(args)  # again: a flag may have changed since
@@ -3821,6 +3832,11 @@ class Run:
             raise UsageError(
                 f"--resume {args.resume}: {text} with --init-from ({error!r})"
             ) from error
+        for name in ("eval_episodes", "eval_sampled"):
+            before = content["args"][name]
+            if self.best_step and getattr(args, name) != before:
+                text = f"must be {before}, as in the run, since best.pt compares evaluations"
+                raise flag_error(args, name, text)
 
         parts = self.untouched["parts"]
         lost = f"{len(parts)} processes wrote the checkpoint, not {WORLD_SIZE}"
@@ -4317,6 +4333,10 @@ def check_frames(env: gym.Env) -> None:
         raise ValueError("the task forgets its render_mode")
     if frame.dtype != np.uint8:
         raise ValueError(f"the task's frames are of {frame.dtype}, and films take bytes")
+    if frame.ndim != 3 or frame.shape[2] != 3:
+        raise ValueError(f"the task's frames have the shape {frame.shape}, not (height, width, 3)")
+    if not env.metadata.get("render_fps", 30):
+        raise ValueError("the task's metadata has no frames per second (render_fps)")
 
 
 def follow_robot(env: gym.Env) -> None:
@@ -4493,7 +4513,7 @@ def check_range(args: Args, name: str, extras: list) -> None:
 
 def check_machine(args: Args) -> None:
     """Require the launcher and the GPUs that the flags need."""
-    if WORLD_SIZE > 1 and "MASTER_ADDR" not in os.environ:
+    if WORLD_SIZE > 1 and not {"MASTER_ADDR", "RANK"} <= os.environ.keys():
         text = "is set without a launcher; start by torchrun, or unset it"
         raise UsageError(f"WORLD_SIZE={WORLD_SIZE}: {text}")
     if args.cuda and not torch.cuda.is_available():
@@ -4632,6 +4652,8 @@ def parse_args(argv: list[str]) -> Args:
     path = given.evaluate if given.resume is None else given.resume
     if path is None:
         return parse_flags(argv, preset_flags(names))
+    if not path:
+        raise UsageError("--resume or --evaluate: is empty; it takes a run directory")
     if names:
         raise UsageError(f"--preset {' '.join(names)}: a stored run has flags of its own")
 
@@ -4645,9 +4667,7 @@ def parse_args(argv: list[str]) -> Args:
 
 def require_stored_flags(args: Args, stored: Args, path: str) -> None:
     """Raise `UsageError` where a flag differs from that of a stored run, and may not."""
-    free = "capture_video torch_threads"
-    if args.evaluate or not stored.eval_every:  # best.pt compares evaluations of one kind
-        free += " eval_episodes eval_sampled"
+    free = "eval_episodes eval_sampled capture_video torch_threads"  # `take_up` has more to say
     if args.evaluate:  # other episodes: those that chose best.pt flatter it
         free += " seed"
     if not args.evaluate:
@@ -4730,8 +4750,8 @@ def main(argv: list[str]) -> None:
     signal while a run trains ends it with a checkpoint and exit code 130.
 
     Of many processes the first one prints. A mistake is printed once on each machine, since
-    machines differ. A mistake of the task while it runs and a fault are printed by each process
-    that meets them.
+    machines differ. One that the first process does not meet, a mistake of the task while it runs,
+    and a fault are printed by each process that meets them.
     """
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -4745,8 +4765,12 @@ def main(argv: list[str]) -> None:
             return
         train(args)
     except (UsageError, KeyboardInterrupt, OtherProcessEnded) as error:
-        # A mistake of a task while it runs has a note, and may be of this process alone.
+        # A mistake of a task while it runs has a note, and may be of this process alone. So may one
+        # that the first process does not meet: else the launcher ends the others within a second.
         mistake = isinstance(error, UsageError)
+        if mistake and WORLD_SIZE > 1 and LOCAL_RANK > 0 and not hasattr(error, "__notes__"):
+            time.sleep(2)
+            of_this_process(error)
         tells_mistake = mistake and (LOCAL_RANK == 0 or hasattr(error, "__notes__"))
         if RANK == 0 or tells_mistake:
             lines = [str(error) or "interrupted", *getattr(error, "__notes__", ())]

@@ -603,8 +603,8 @@ def test_processes_of_a_machine_need_a_gpu_each(script, monkeypatch, capsys, tmp
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert script.processes_here() == 1  # left over from a launcher; there is one process
     monkeypatch.setattr(script, "WORLD_SIZE", 2)
-    monkeypatch.setenv("MASTER_ADDR", "here")
-    monkeypatch.setenv("LOCAL_RANK", "0")
+    for name, value in (("MASTER_ADDR", "here"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
     parts = ["error: --cuda True", "2 processes", "torch sees 1", "fewer processes"]
     check_bad(script, capsys, tmp_path, ["--cuda"], parts)
     script.parse_args([])
@@ -775,7 +775,8 @@ BAD_MORE = [
     ("--env-id a,b", "env-id", "a,b"),
     ("--env-id probes:FaultyConstruction-v0", "FaultyConstruction", "the simulator broke"),
     ("--env-id probes:Wordless-v0", "Wordless", "NotImplementedError"),
-    ("--resume=", "no run or checkpoint", "No such file"),
+    ("--resume=", "--resume or --evaluate: is empty", "it takes a run directory"),
+    ("--evaluate=", "--resume or --evaluate: is empty", "it takes a run directory"),
     ("--resume no/such/run", "no/such/run", "No such file"),
     ("--evaluate no/such/checkpoint.pt", "no/such/checkpoint.pt", "No such file"),
     ("--no-such-flag", "no-such-flag", "help"),
@@ -1090,6 +1091,7 @@ def test_each_process_takes_the_gpu_of_its_own_number(script, monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(script, "WORLD_SIZE", 4)
     monkeypatch.setenv("MASTER_ADDR", "here")
+    monkeypatch.setenv("RANK", "3")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     flags = {"cuda": True, "num_envs": 8, "num_minibatches": 1}
     with pytest.raises(script.UsageError, match="LOCAL_RANK is not set"):

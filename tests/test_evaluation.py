@@ -104,6 +104,8 @@ def raise_nothing_but_the_kind(env):
         ("Filmed", "moviepy", "moviepy"),
         ("Walk", None, "render_mode"),
         ("Filmed", "picture", "frames are of"),
+        ("Filmed", "colour", "the shape (4, 6), not (height, width, 3)"),
+        ("Filmed", "fps", "render_fps"),
         ("Filmed", "mode", "render_mode"),
         ("Filmed", "renderer", "RuntimeError()"),
     ],
@@ -118,6 +120,10 @@ def test_what_cannot_be_filmed_is_said_first(
         pytest.importorskip("moviepy", reason="the other reasons come after it")
     if missing == "picture":
         monkeypatch.setattr(Filmed, "render", lambda env: None)
+    elif missing == "colour":
+        monkeypatch.setattr(Filmed, "render", lambda env: np.zeros((4, 6), np.uint8))
+    elif missing == "fps":
+        monkeypatch.setitem(Filmed.metadata, "render_fps", None)
     elif missing == "mode":
         monkeypatch.setattr(Filmed, "__init__", lambda env, render_mode=None: None)
     elif missing == "renderer":

@@ -408,6 +408,24 @@ def test_a_mistake_in_one_process_alone_is_told_by_it(
     assert err.count("\n") == lines
 
 
+def test_a_mistake_that_the_first_process_does_not_meet_is_told(script, monkeypatch, capsys):
+    """As where a task can be open once. The launcher has two seconds to end this process where the
+    first one meets the mistake, too."""
+
+    def fail(args):
+        raise script.UsageError("--env-id mine: the port is taken")
+
+    waited = []
+    for name, value in (("WORLD_SIZE", 2), ("RANK", 1), ("LOCAL_RANK", 1), ("train", fail)):
+        monkeypatch.setattr(script, name, value)
+    monkeypatch.setattr(script, "parse_args", lambda argv: SimpleNamespace(evaluate=""))
+    monkeypatch.setattr(script.time, "sleep", waited.append)
+    code, _, err = run_main(script, capsys, [])
+    assert code == 2
+    assert waited == [2]
+    assert err == "error: --env-id mine: the port is taken; in process 1\n"
+
+
 def test_runs_of_the_same_second_do_not_share_a_directory(script, monkeypatch, tmp_path):
     """The same flags at once: as many directories; one that exists already is never taken."""
     args = flags_for(script, tmp_path, "VectorBox")

@@ -388,15 +388,16 @@ def test_what_acts_is_clipped_as_what_is_trained(script):
 
 
 @pytest.mark.parametrize("seeds", [False, True])
-def test_a_task_leaves_torchs_generator_to_the_run(script, seeds):
-    """It may draw from it, or seed it in each step: what the update draws is the run's own."""
-    drawn = []
+def test_a_task_leaves_torchs_generator_to_the_run(script, monkeypatch, seeds):
+    """It may draw from it, or seed it in each step: what the update draws is the run's own. What
+    the task draws is nothing that the update draws, and other numbers in each process."""
+    drawn, of_tasks = [], []
     for rude in (False, True):
         run = make_run(script, "Walk")
         step = run.envs.step
 
         def draw(actions, step=step):
-            torch.manual_seed(7) if seeds else torch.rand(3)
+            torch.manual_seed(7) if seeds else of_tasks.append(torch.rand(4))
             return step(actions)
 
         if rude:
@@ -405,3 +406,9 @@ def test_a_task_leaves_torchs_generator_to_the_run(script, seeds):
         roll(run)
         drawn.append(torch.rand(4))
     assert torch.equal(*drawn)
+    assert not any(torch.equal(one, drawn[0]) for one in of_tasks)
+    seeds_of_processes = []
+    for rank in range(2):
+        monkeypatch.setattr(script, "RANK", rank)
+        seeds_of_processes.append(script.seed_of_tasks())
+    assert len({*seeds_of_processes}) == 2
