@@ -4422,7 +4422,7 @@ def check_frames(env: gym.Env) -> None:
         raise ValueError("the task forgets its render_mode")
     if frame.dtype != np.uint8:
         raise ValueError(f"the task's frames are of {frame.dtype}, and films take bytes")
-    if frame.ndim != 3 or frame.shape[2] != 3:
+    if frame.ndim != 3 or frame.shape[2] not in (3, 4):
         raise ValueError(f"the task's frames have the shape {frame.shape}, not (height, width, 3)")
     if not env.metadata.get("render_fps", 30):
         raise ValueError("the task's metadata has no frames per second (render_fps)")
