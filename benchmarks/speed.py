@@ -42,7 +42,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -589,13 +589,27 @@ def load(table: Table) -> list[Row]:
 Programs = dict[str, list[Row]]  # rows of a cell by program
 
 
+ENOUGH = 3  # repeats of both programs with which a newer version replaces an older one
+
+
 def pick(rows: list[Row], threads: str, newest: bool = True) -> dict[str, Programs]:
-    """Rows by cell and program, of one number of threads and each cell's newest commit. Those of an
-    edited tree, with "+", count where there are no others."""
+    """Rows by cell and program, of one number of threads and each cell's newest commit. A commit
+    with fewer than ENOUGH repeats of ours or of the peer counts where there are no others, and so
+    does an edited tree, with "+"."""
     rows = [row for row in rows if row["threads"] == threads]
     edited = {row["cell"]: row["commit"] for row in rows}
-    clean = {row["cell"]: row["commit"] for row in rows if not row["commit"].endswith("+")}
-    commit = edited | clean
+    clean = [row for row in rows if not row["commit"].endswith("+")]
+    begun = {row["cell"]: row["commit"] for row in clean}
+    made = Counter((row["cell"], row["commit"], row["program"]) for row in clean)
+    known = {(cell, program) for cell, _, program in made if program in ("ours", "sb3")}
+
+    def is_whole(cell: str, commit: str) -> bool:
+        programs = [program for name, program in known if name == cell]
+        return all(made[cell, commit, program] >= ENOUGH for program in programs)
+
+    commits = dict.fromkeys((row["cell"], row["commit"]) for row in clean)
+    whole = {cell: commit for cell, commit in commits if is_whole(cell, commit)}
+    commit = edited | begun | whole
     picked = defaultdict(lambda: defaultdict(list))
     for row in rows:
         if not newest or row["commit"] == commit[row["cell"]]:

@@ -1092,6 +1092,24 @@ def test_a_share_of_the_floor_is_that_of_one_thread():
         assert speed.share_of_floor(cell, rows) == share
 
 
+def test_a_measurement_that_has_begun_replaces_none():
+    """Three repeats of ours and of the peer do. Where there is nothing else, one counts."""
+    speed = importlib.import_module("speed")
+    same = {"threads": "1", "cell": "cartpole"}
+    old, new = ([same | {"commit": commit}] for commit in ("old", "new"))
+    both = ("ours", "sb3")
+    rows = [one | {"program": program} for program in both for one in 5 * old]
+    rows += [one | {"program": "ours"} for one in 3 * new]
+
+    def commit_of(rows):
+        return {row["commit"] for row in speed.pick(rows, "1")["cartpole"]["ours"]}
+
+    assert commit_of(rows) == {"old"}
+    rows += [one | {"program": "sb3"} for one in 3 * new]
+    assert commit_of(rows) == {"new"}
+    assert commit_of(rows[-6:-5]) == {"new"}
+
+
 @pytest.mark.slow
 def test_cells_that_lack_rows_are_drawn(tmp_path):
     """Ours alone of one cell; and nothing at all."""
