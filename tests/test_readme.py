@@ -335,6 +335,19 @@ def test_runs_on_known_distributions():
     assert f"On three of them, with tuned flags, all {total} runs have" in README
 
 
+def test_the_chance_that_a_distribution_helps():
+    """The report computes it, with intervals."""
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    told = re.search(
+        r"ends higher with probability ([\d.]+) \(.*?\) on MuJoCo, ([\d.]+) \(.*?\) on recurrent "
+        r"tasks and ([\d.]+) \(.*?\) on MinAtar",
+        page,
+    )
+    robots, recurrent, games = told.groups()
+    expected = f"{robots} on MuJoCo, {recurrent} on recurrent tasks and {games} on MinAtar, in"
+    assert expected in README
+
+
 def test_how_good_tuned_flags_for_calibration_are():
     """Mean errors of the coverage of deciles with each task's own flags, over its three runs."""
     errors: dict[tuple[str, str], list[float]] = {}
