@@ -4766,10 +4766,10 @@ def main(argv: list[str]) -> None:
         train(args)
     except (UsageError, KeyboardInterrupt, OtherProcessEnded) as error:
         # A mistake of a task while it runs has a note, and may be of this process alone. So may one
-        # that the first process does not meet: else the launcher ends the others within a second.
+        # that the first process does not meet: else the launcher ends the others meanwhile.
         mistake = isinstance(error, UsageError)
         if mistake and WORLD_SIZE > 1 and LOCAL_RANK > 0 and not hasattr(error, "__notes__"):
-            time.sleep(2)
+            time.sleep(5)
             of_this_process(error)
         tells_mistake = mistake and (LOCAL_RANK == 0 or hasattr(error, "__notes__"))
         if RANK == 0 or tells_mistake:

@@ -409,7 +409,7 @@ def test_a_mistake_in_one_process_alone_is_told_by_it(
 
 
 def test_a_mistake_that_the_first_process_does_not_meet_is_told(script, monkeypatch, capsys):
-    """As where a task can be open once. The launcher has two seconds to end this process where the
+    """As where a task can be open once. The launcher has five seconds to end this process where the
     first one meets the mistake, too."""
 
     def fail(args):
@@ -422,7 +422,7 @@ def test_a_mistake_that_the_first_process_does_not_meet_is_told(script, monkeypa
     monkeypatch.setattr(script.time, "sleep", waited.append)
     code, _, err = run_main(script, capsys, [])
     assert code == 2
-    assert waited == [2]
+    assert waited == [5]
     assert err == "error: --env-id mine: the port is taken; in process 1\n"
 
 
