@@ -599,3 +599,16 @@ def test_nothing_is_filmed_without_a_folder(script):
     args = replace(run.args, eval_episodes=1)
     args.capture_video = True
     assert script.evaluate(run.agent, args)["eval/length_mean"] > 0
+
+
+def test_no_checkpoint_knows_of_a_best_agent_that_is_not_written(
+    script, tmp_path, monkeypatch, capsys
+):
+    """The disk is full in the middle of the second best.pt."""
+    args = flags_for(script, tmp_path, 4, env_id="probes:Walk-v0", eval_every=1)
+    scripted(script, monkeypatch, (1, 2, 3, 4))
+    with monkeypatch.context() as patch:
+        fill_the_disk(patch, 2, "best.tmp")
+        assert run_main(script, capsys, words(args))[0] == 1
+    [path] = (tmp_path / "runs").glob("*/checkpoint.pt")
+    assert contents(path.parent)["run"]["best_step"] == args.batch_size

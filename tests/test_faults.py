@@ -536,3 +536,43 @@ def test_one_process_evaluates_for_all(script, monkeypatch, tmp_path):
     monkeypatch.setattr(script, "RANK", 1)
     monkeypatch.setattr(script, "evaluate_stored", None)
     script.main(["--evaluate", directory])
+
+
+def test_what_is_trained_is_saved_ahead_of_the_last_evaluation(script, capsys, tmp_path):
+    """Also where it is one of those that come every so often."""
+    flags = {"checkpoint_every": 0, "eval_every": 5}
+    args = flags_for(script, tmp_path, "FaultyEvaluation", **flags)
+    parts = ["the simulator broke", "after 240 steps"]
+    check_fault(script, capsys, tmp_path, words(args), parts, iterations=5)
+
+
+def test_output_is_flushed_whatever_happened(script):
+    """The last statement of the script, run as a program."""
+
+    def end(argv):
+        done.append("main")
+        raise SystemExit(3)
+
+    done, last = [], ast.parse(Path(script.__file__).read_text()).body[-1]
+    scope = {"__name__": "__main__", "sys": sys, "main": end}
+    scope["flush_output"] = lambda: done.append("flush")
+    with pytest.raises(SystemExit, match="3"):
+        exec(compile(ast.Module([last], []), "", "exec"), scope)
+    assert done == ["main", "flush"]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_first_process_of_a_machine_tells_at_once(script, monkeypatch, capsys, rank):
+    """Of either of two machines, and without its number."""
+
+    def fail(args):
+        raise script.UsageError("--env-id mine: the port is taken")
+
+    waited = []
+    for name, value in (("WORLD_SIZE", 4), ("RANK", rank), ("LOCAL_RANK", 0), ("train", fail)):
+        monkeypatch.setattr(script, name, value)
+    monkeypatch.setattr(script, "parse_args", lambda argv: SimpleNamespace(evaluate=""))
+    monkeypatch.setattr(script.time, "sleep", waited.append)
+    code, _, err = run_main(script, capsys, [])
+    assert (code, waited) == (2, [])
+    assert err == "error: --env-id mine: the port is taken\n"

@@ -288,3 +288,17 @@ def test_no_pixel_is_hidden(script):
     assert (rows == 9).all()
     vector = Box(np.array([-1.0, 0]), np.array([1.0, 0]), dtype=np.float64)
     assert script.as_rows(np.array([0.5, 0.5]), vector)[0].tolist() == [[0.5, 0]]
+
+
+@pytest.mark.parametrize(
+    ("space", "size"),
+    [(gym.spaces.MultiDiscrete([2, 3]), 5), (Box(-1, 1, (4, 6)), 24), (MultiBinary((2, 3)), 6)],
+)
+def test_what_is_no_image_becomes_a_flat_vector(script, space, size):
+    """Choices one-hot, tables row by row."""
+    see, seen = script.vector_view(space, script.Args(), ())
+    space.seed(0)
+    shown = space.sample()
+    found = see(shown)
+    assert found.shape == seen.shape == (size,)
+    assert found.tolist() == gym.spaces.flatten(space, shown).tolist()

@@ -332,18 +332,20 @@ def test_two_nodes_train_cartpole(tmp_path):
     assert run["logged"]["eval/return_mean"] >= 475
 
 
-def test_the_others_wait_for_days(script, monkeypatch):
-    """The first process may evaluate for longer than torch's 30 minutes, which stay the limit of
-    everything that is not done on the CPU, and of the processes' first meeting."""
-    begun, asked = [], []
+@pytest.mark.parametrize(("gpu", "backend"), [(False, "gloo"), (True, "cpu:gloo,cuda:nccl")])
+def test_the_others_wait_for_days(script, monkeypatch, gpu, backend):
+    """On the CPU alone. A GPU counts where it is used. The group ends ahead of a pause."""
+    begun, asked, at_exit = [], [], []
     gloo = SimpleNamespace(_set_default_timeout=asked.append)
     world = SimpleNamespace(_get_backend={torch.device("cpu"): gloo}.get)
-    monkeypatch.setattr(script.distributed, "is_initialized", lambda: False)
-    monkeypatch.setattr(
-        script.distributed, "init_process_group", lambda *given: begun.append(given)
-    )
-    monkeypatch.setattr(script.distributed, "group", SimpleNamespace(WORLD=world))
-    monkeypatch.setattr(script.atexit, "register", lambda *given: None)
+    own = script.distributed
+    monkeypatch.setattr(own, "is_initialized", lambda: False)
+    monkeypatch.setattr(own, "init_process_group", lambda *given: begun.append(given))
+    monkeypatch.setattr(own, "group", SimpleNamespace(WORLD=world))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(script.atexit, "register", lambda *given: at_exit.append(given[0]))
     script.exchange(lambda: None)
-    assert begun == [("gloo",)]
+    assert begun == [(backend,)]
     assert asked[0] >= timedelta(days=1)
+    assert at_exit == [time.sleep, own.destroy_process_group]  # they are called in reverse

@@ -836,3 +836,34 @@ def test_bytes_that_are_no_checkpoint_cost_one_line(script, tmp_path, capsys):
     assert code == 2
     assert "is of another version of this script" in err
     assert "Traceback" not in err
+
+
+def test_each_process_takes_up_its_own_part(script, tmp_path, monkeypatch):
+    """The second of two: what it carries on is not the first one's."""
+    args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0")
+    directory = stopped(script, monkeypatch, args, 1)
+
+    def double(kept):
+        [part] = kept["parts"]
+        return kept | {"parts": [part | {"carried": (name,)} for name in ("first", "second")]}
+
+    change_run(directory / "checkpoint.pt", double)
+    run, *_ = script.start(replace(args, resume=str(directory)))
+    facts = {"WORLD_SIZE": 2, "RANK": 1, "gather_objects": lambda thing: [thing] * 2}
+    with run, monkeypatch.context() as patch:
+        for name, value in facts.items():
+            patch.setattr(script, name, value)
+        run.take_up()
+    assert run.carried == ("second",)
+
+
+def test_optimizers_that_are_missing_are_told(script, tmp_path, monkeypatch, capsys):
+    """As in a checkpoint of a version that had one."""
+    args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0")
+    directory = stopped(script, monkeypatch, args, 1)
+    change_run(
+        directory / "checkpoint.pt", lambda kept: kept | {"optimizers": kept["optimizers"][:1]}
+    )
+    code, _, err = run_main(script, capsys, ["--resume", str(directory)])
+    assert code == 2
+    assert "is of another version of this script" in err

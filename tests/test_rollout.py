@@ -412,3 +412,13 @@ def test_a_task_leaves_torchs_generator_to_the_run(script, monkeypatch, seeds):
         monkeypatch.setattr(script, "RANK", rank)
         seeds_of_processes.append(script.seed_of_tasks())
     assert len({*seeds_of_processes}) == 2
+
+
+def test_a_task_draws_other_numbers_in_each_iteration(script):
+    """From torch's generator, which `Run.iterations` seeds. A resume repeats them."""
+    found = []
+    for seed in (5, 6, 5):
+        torch.manual_seed(seed)
+        found.append(script.seed_of_tasks())
+    assert found[0] == found[2]
+    assert found[0] != found[1]

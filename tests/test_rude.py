@@ -24,7 +24,7 @@ from command import await_end, await_file, run_main, start, undisturbed, words
 from conftest import ONE_SCRIPT, each_of, with_both_scripts
 from helpers import act, make_agent, make_run, roll, small_args
 from probes import Walk
-from rude import MISFITS, Display, Single
+from rude import MISFITS, Display, Single, Spaceless
 from test_resume import (
     AFRESH,
     assert_same,
@@ -237,6 +237,10 @@ def test_a_part_that_is_no_array_is_not_lacking(script):
 def test_parts_and_types_that_do_not_fit_are_named(script):
     """A part too many, which `flatten` would not expect, and integers of another type."""
     box = gym.spaces.Box(-1, 1, (2,))
+    found = script.misfit(gym.spaces.Tuple([box, box]), (np.zeros(2),))
+    assert found == "observation lacks 1"
+    found = script.misfit(gym.spaces.Dict(place=box), None)
+    assert found == "observation lacks 'place'"
     found = script.misfit(gym.spaces.Tuple([box, box]), (np.zeros(2),) * 3)
     assert found == "observation has 3 parts, and its space has 2"
     choices = gym.spaces.MultiDiscrete([3, 3], dtype=np.int32)
@@ -1192,3 +1196,73 @@ def test_a_run_in_the_home_directory_is_found(script, monkeypatch, tmp_path, cap
     for line in lines:
         code, _, err = run_main(script, capsys, line)
         assert code == 0, err
+
+
+def test_a_machine_may_have_no_git(script, monkeypatch, tmp_path):
+    """Then no commit is told, and the run goes on."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert script.commit_of(tmp_path) == ""
+    args = small_args(script, "Walk", run_dir=str(tmp_path / "runs"))
+    assert '"commit": ""' in (script.make_run_dir(args) / "args.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("end", "told"), [("os.kill(os.getpid(), 9)", "exit -9"), ("os._exit(3)", "exit 3")]
+)
+def test_a_proof_that_ends_without_a_word_is_none(script, monkeypatch, end, told):
+    """As where a simulator in C crashes."""
+    monkeypatch.setattr(script.ReadBack, "PROGRAM", f"import os; {end}")
+    proof = script.ReadBack(SimpleNamespace(envs=()))
+    assert proof.fault() == f"another process could not read them back: {told}"
+
+
+@pytest.mark.parametrize("kind", [EOFError, BrokenPipeError, ConnectionResetError])
+def test_broken_pipes_are_processes_that_ended(script, monkeypatch, kind):
+    """In every call. Where a task itself raises one, it is no such end."""
+
+    def gone(*_, **options):
+        raise kind("it")
+
+    envs = object.__new__(script.EnvsInProcesses)
+    envs.size = 1
+    envs.groups = SimpleNamespace(reset=gone, step=gone, close=gone, processes=[])
+    for call in (partial(envs.reset, seed=[1]), partial(envs.step, np.zeros((1, 1)))):
+        with pytest.raises(RuntimeError, match="a process of --async-envs ended"):
+            call()
+    envs.close_extras()
+    with pytest.raises(RuntimeError, match=kind.__name__), script.faults_that_travel():
+        gone()
+    monkeypatch.setattr(script, "EnvsInProcesses", gone)
+    with pytest.raises(script.UsageError, match="a process that makes the task ended"):
+        script.make_envs(small_args(script, "Walk", async_envs=True))
+
+
+def test_a_refusal_in_another_process_is_one_that_can_travel(script, monkeypatch):
+    """A class of the program itself could not."""
+    layer = script.make_env(small_args(script, "Walk")).env
+    assert type(layer.refusal("it")) is script.UsageError
+    monkeypatch.setattr(script.multiprocessing, "parent_process", object)
+    assert type(layer.refusal("it")) is ValueError
+
+
+def test_processes_end_where_nothing_can_be_evaluated(script, monkeypatch):
+    """They were started first. Another remedy than that of the fault is not named."""
+
+    def fail(args):
+        raise script.UsageError("--capture-video: no screen")
+
+    closed = []
+    monkeypatch.setattr(script, "make_envs", lambda args: "processes")
+    monkeypatch.setattr(script, "make_eval_env", fail)
+    monkeypatch.setattr(script, "close_quietly", closed.append)
+    with pytest.raises(script.UsageError, match=r"^--capture-video: no screen$"):
+        script.open_environments(task(script, "Display", async_envs=True))
+    assert closed == ["processes"]
+
+
+def test_a_task_without_actions_is_told_so(script, monkeypatch):
+    """Its observations are in order."""
+    seen = gym.spaces.Box(0, 1, (1,))
+    monkeypatch.setattr(Spaceless, "observation_space", seen, raising=False)
+    with pytest.raises(script.UsageError, match="its action_space is None of builtins; it must"):
+        script.make_env(task(script, "Spaceless"))

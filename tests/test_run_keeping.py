@@ -756,3 +756,63 @@ def test_handlers_that_python_does_not_know_are_put_back(script, begin, monkeypa
     monkeypatch.setattr(signal, "signal", restored.__setitem__)
     run.__exit__(None, None, None)
     assert restored == {signal.SIGTERM: signal.SIG_DFL}
+
+
+# ----------------------------------------------------------------------------------- many processes
+def test_under_a_launcher_further_signals_are_ignored(script, begin, monkeypatch, capsys):
+    """A batch system's SIGTERM comes twice, and the second one may come after the end."""
+    numbers, hang_up = (signal.SIGINT, signal.SIGTERM), signal.getsignal(signal.SIGHUP)
+    run = begin()
+    capsys.readouterr()
+    monkeypatch.setattr(script, "WORLD_SIZE", 2)
+    try:
+        with undisturbed():
+            with run:
+                signal.raise_signal(signal.SIGTERM)
+                assert [signal.getsignal(number) for number in numbers] == [signal.SIG_IGN] * 2
+            assert [signal.getsignal(number) for number in numbers] == [signal.SIG_IGN] * 2
+    finally:
+        signal.signal(signal.SIGHUP, hang_up)
+    assert run.signals == [signal.SIGTERM]
+    assert capsys.readouterr().err.strip() == "stopping after this iteration"
+
+
+def test_a_signal_to_one_process_stops_all(script, begin, monkeypatch):
+    """The three others have received none."""
+    run = begin()
+    monkeypatch.setattr(script, "average", lambda x: x / 4)
+    assert run.stops() is False
+    run.signals.append(signal.SIGTERM)
+    assert run.stops() is True
+
+
+def test_other_processes_write_and_say_nothing(script, monkeypatch, capsys, tmp_path):
+    """They have the directory of the first one, which writes and speaks for all."""
+
+    def gather_objects(thing):
+        return [tmp_path if thing is None else thing]
+
+    monkeypatch.setattr(script, "RANK", 1)
+    monkeypatch.setattr(script, "gather_objects", gather_objects)
+    flags = {"run_dir": str(tmp_path / "runs"), "save_envs": "never"}
+    run, *_ = script.start(small_args(script, "Walk", **flags))
+    with undisturbed(), run:
+        run.step, run.seconds = run.total_steps, 1.0
+        run.show_progress()
+        run.save()
+    assert (run.directory, run.writer) == (tmp_path, None)
+    assert not list(tmp_path.iterdir())
+    assert capsys.readouterr().out == ""
+
+
+def test_settings_of_a_program_are_not_those_of_a_run(script):
+    """Products of low precision, and no gradients."""
+    torch.set_float32_matmul_precision("medium")
+    torch.set_grad_enabled(False)
+    try:
+        script.set_up_process(small_args(script, "Walk"))
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.is_grad_enabled()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.set_grad_enabled(True)

@@ -793,7 +793,14 @@ def test_the_environment_that_is_tried_out_is_closed(script, monkeypatch):
 
 @with_one_script
 @pytest.mark.parametrize(
-    ("limit", "cores"), [("max 100000", 64), ("250000 100000", 2), ("50000 100000", 1), (None, 64)]
+    ("limit", "cores"),
+    [
+        ("max 100000", 64),
+        ("250000 100000", 2),
+        ("50000 100000", 1),
+        ("6600000 100000", 64),
+        (None, 64),
+    ],
 )
 def test_a_container_may_use_fewer_cores(script, monkeypatch, tmp_path, limit, cores):
     """Time of cores in a period: two and a half of them are two, a half is one."""
@@ -803,3 +810,36 @@ def test_a_container_may_use_fewer_cores(script, monkeypatch, tmp_path, limit, c
     monkeypatch.setattr(script, "CPU_LIMIT", file)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64), raising=False)
     assert script.usable_cores() == cores
+
+
+@with_one_script
+def test_a_group_has_one_thread_and_no_numbers_of_a_run_process(script, monkeypatch):
+    """There are as many groups as cores. The run has two processes, 0 and 1; this is group 1."""
+    args, asked = small_args(script, "Walk"), []
+    monkeypatch.setattr(signal, "signal", lambda *given: None)
+    monkeypatch.setattr(os, "setpgrp", lambda: None)
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setattr(script, "WORLD_SIZE", 2)
+    with torch.random.fork_rng():
+        script.Group(args, os.getpid(), 1, 1).close()
+        assert asked == []
+        script.Group(args, -1, 1, 1).close()
+        assert asked == [1]
+        drawn = [random.random()]
+        for rank in (0, 1):
+            script.seed_generators(args, rank)
+            drawn.append(random.random())
+    assert len({*drawn}) == 3
+
+
+@with_one_script
+def test_every_process_has_a_group(script, monkeypatch):
+    """Also where two share one core."""
+    made = []
+    instead_of_processes(monkeypatch, lambda makers, **options: made.extend(makers))
+    monkeypatch.setattr(script, "usable_cores", lambda: 1)
+    args = small_args(script, "Counter", async_envs=True, num_envs=4, num_minibatches=1)
+    monkeypatch.setattr(script, "WORLD_SIZE", 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert script.make_envs(args).num_envs == 2
+    assert len(made) == 1
