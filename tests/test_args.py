@@ -660,6 +660,8 @@ def test_help_explains_every_flag(script, capsys):
     assert "--anneal-lr, --no-anneal-lr" in text
     for field in dataclasses.fields(script.Args):
         assert (f"--{field.name.replace('_', '-')}" in text) == field.init, field.name
+    for name in script.PRESETS:
+        assert f"{name} " in text
 
 
 def test_an_explanation_is_one_paragraph(script, capsys, monkeypatch):
@@ -948,7 +950,7 @@ def test_presets_may_stand_behind_an_equals_sign(script):
 def test_every_preset_makes_a_run(script):
     """Its flags are the script's, differ from the defaults, and are none of the machine's."""
     machine = {*script.MachineArgs.__dataclass_fields__, *script.RunArgs.__dataclass_fields__}
-    for name, preset in script.PRESETS.items():
+    for name in script.PRESETS:
         needed = {"init_from": "a run"} if name == "critics" else {}
         args = script.preset_args(name, **needed)
         assert preset.about.endswith(".")

@@ -133,6 +133,15 @@ def test_views_of_any_kind_are_taken(script):
     assert predict(run.agent, np.flip(rows, 1), LEVELS)[0].shape == (4, 4)
 
 
+@pytest.mark.parametrize("levels", [(0.001, 1.0), [0.5, 1], np.array([0.1])])
+def test_levels_may_be_at_the_ends_and_in_any_array(script, levels):
+    """0.001 and 1 are levels. A list and an array are as good as a tuple."""
+    agent = make_run(script, "VectorBox").agent
+    found, _ = predict(agent, np.zeros(4), levels)
+    assert found.shape == (len(levels),)
+    assert np.isfinite(found).all()
+
+
 @pytest.mark.parametrize(
     "levels", [(0.5, 1.2), (0.0,), (-0.1,), (), ("a",), (None,), ((0.1, 0.5),)]
 )

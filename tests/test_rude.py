@@ -874,6 +874,7 @@ def test_a_signal_ends_an_evaluation_on_the_way(script, somewhere, monkeypatch, 
         patch.setattr(script, "run_episode", interrupt)
         code, _, err = run_main(script, capsys, words(args))
     assert (code, len(episodes)) == (130, 1)
+    assert "stopping after this episode" in err
     assert "stopped after 48 steps; continue with --resume" in err
     [directory] = (somewhere / "here").iterdir()
     assert contents(directory)["step"] == 48
@@ -1196,6 +1197,23 @@ def test_a_run_in_the_home_directory_is_found(script, monkeypatch, tmp_path, cap
     for line in lines:
         code, _, err = run_main(script, capsys, line)
         assert code == 0, err
+
+
+def test_settings_of_a_task_that_fails_are_not_the_programs(script, monkeypatch):
+    """It sets another default dtype and raises."""
+
+    def fail():
+        torch.set_default_dtype(torch.float64)
+        raise ValueError("it")
+
+    monkeypatch.setattr(script.Checked, "tasks_settings", {})
+    try:
+        with pytest.raises(ValueError, match="it"):
+            script.Checked.ask("mine", fail)
+        assert torch.get_default_dtype() == torch.float32
+        assert script.Checked.tasks_settings["mine"][0] == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_a_machine_may_have_no_git(script, monkeypatch, tmp_path):
