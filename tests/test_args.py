@@ -950,7 +950,7 @@ def test_presets_may_stand_behind_an_equals_sign(script):
 def test_every_preset_makes_a_run(script):
     """Its flags are the script's, differ from the defaults, and are none of the machine's."""
     machine = {*script.MachineArgs.__dataclass_fields__, *script.RunArgs.__dataclass_fields__}
-    for name in script.PRESETS:
+    for name, preset in script.PRESETS.items():
         needed = {"init_from": "a run"} if name == "critics" else {}
         args = script.preset_args(name, **needed)
         assert preset.about.endswith(".")
