@@ -3920,6 +3920,7 @@ class Run:
             raise UsageError(
                 f"--resume {args.resume}: {text} with --init-from ({error!r})"
             ) from error
+
         for name in ("eval_episodes", "eval_sampled"):
             before = content["args"][name]
             if self.best_step and getattr(args, name) != before:

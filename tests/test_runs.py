@@ -357,16 +357,18 @@ def test_there_are_no_more_processes_than_cores(script, monkeypatch, cores, size
 
 
 @with_one_script
-def test_processes_of_other_machines_take_no_cores(script, monkeypatch):
-    """Four processes on two machines of four cores: two of them share these, so each has two."""
+@pytest.mark.parametrize(("cores", "groups"), [(4, 2), (1, 1)])
+def test_processes_of_other_machines_take_no_cores(script, monkeypatch, cores, groups):
+    """Four processes on two machines of four cores: two of them share these, so each has two. Where
+    they share one core, each has one group all the same."""
     made = []
     instead_of_processes(monkeypatch, lambda makers, **options: made.extend(makers))
-    monkeypatch.setattr(script, "usable_cores", lambda: 4)
+    monkeypatch.setattr(script, "usable_cores", lambda: cores)
     args = small_args(script, "Counter", async_envs=True, num_envs=8, num_minibatches=1)
     monkeypatch.setattr(script, "WORLD_SIZE", 4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    script.make_envs(args)
-    assert len(made) == 2
+    assert script.make_envs(args).num_envs == 2
+    assert len(made) == groups
 
 
 @with_one_script
@@ -830,16 +832,3 @@ def test_a_group_has_one_thread_and_no_numbers_of_a_run_process(script, monkeypa
             script.seed_generators(args, rank)
             drawn.append(random.random())
     assert len({*drawn}) == 3
-
-
-@with_one_script
-def test_every_process_has_a_group(script, monkeypatch):
-    """Also where two share one core."""
-    made = []
-    instead_of_processes(monkeypatch, lambda makers, **options: made.extend(makers))
-    monkeypatch.setattr(script, "usable_cores", lambda: 1)
-    args = small_args(script, "Counter", async_envs=True, num_envs=4, num_minibatches=1)
-    monkeypatch.setattr(script, "WORLD_SIZE", 2)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert script.make_envs(args).num_envs == 2
-    assert len(made) == 1
