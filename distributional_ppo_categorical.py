@@ -9,7 +9,7 @@ One iteration of `train` has four parts:
     prepare_batch        The critics run over the whole rollout. What they predict gives advantages
                          and targets. Then the return statistics move.
     update               Adam takes a step on each minibatch of shuffled rows, epoch after epoch.
-                         With `target_kl` it stops early if the policy has moved that far.
+                         With `target_kl` it stops early, once the policy has moved far enough.
     update_obs_moments   The observation statistics take in the rollout.
 
 These things differ most from other PPO scripts:
@@ -167,7 +167,7 @@ def bounded(kind: Any, *bounds: Any) -> Any:
 class IdleWhile:
     """A flag has no effect while another one, `flag`, has this value. Typing it then is refused.
 
-    Without a value it has no effect while `flag` is set to anything but "" and 0.
+    With the value None it has no effect while `flag` is true: not "", 0 or False.
     """
 
     flag: str
@@ -270,8 +270,8 @@ class PPOArgs:
     """The norm of the gradient is clipped to this, for the actor and for the critics separately."""
     target_kl: Annotated[PositiveOrNone, UNTRAINED] = None
     """KL divergence from the policy that acted, in nats. The first minibatch above it ends the
-    actor's loop ahead of its step. The critics still step for that minibatch, and then stop. None:
-    no limit."""
+    actor's loop ahead of its step. The critics take as many steps as the actor has evaluated
+    minibatches, that one included. None: no limit."""
 
 
 @dataclass
@@ -363,8 +363,8 @@ class RunArgs:
     eval_episodes: CountOrZero = 50
     """Episodes of an evaluation. 0 evaluates nothing, and opens no environment for it."""
     eval_every: Annotated[CountOrZero, IdleWhile("eval_episodes", 0)] = 0
-    """Iterations (rollouts) between evaluations. The best agent is then kept in best.pt. 0
-    evaluates only at the end."""
+    """Iterations (rollouts) between evaluations. The agent with the highest mean return is then
+    kept in best.pt. 0 evaluates only at the end."""
     eval_sampled: Annotated[bool, IdleWhile("eval_episodes", 0)] = False
     """Evaluate actions that the policy samples. The default evaluates the policy's mode."""
     checkpoint_every: CountOrZero = 100
@@ -378,15 +378,17 @@ class RunArgs:
     """Film the first 3 episodes of every evaluation. Needs moviepy."""
     resume: str = ""
     """Run directory to continue with its own flags. --total-timesteps may grow; schedules then go
-    by the new total, so that a learning rate that had fallen jumps up. Flags of checkpoints, films
-    and evaluations may change, too."""
+    by the new total, so that a learning rate that had fallen jumps up. Flags of checkpoints and
+    films, --torch-threads and --eval-every may change, too, and until there is a best.pt
+    --eval-episodes and --eval-sampled."""
     init_from: str = ""
     """Run directory or checkpoint whose weights and statistics the run starts from. Steps,
     optimizers and what --norm-adv-memory remembers start anew."""
     evaluate: str = ""
     """Run directory, whose last checkpoint counts, or a checkpoint such as best.pt, to evaluate
-    with its own flags. Nothing is trained. --eval-episodes, --eval-sampled, --seed and
-    --capture-video may differ from the run's."""
+    with its own flags. Nothing is trained. --eval-episodes, --eval-sampled, --seed, --capture-video
+    and --torch-threads may differ from the run's. Another --seed plays other episodes than those
+    that chose best.pt, which flatter it."""
 
 
 @dataclass
@@ -542,25 +544,21 @@ def collect_rollout(
     policy = agent.numpy_policy()
     # All processes draw the noise of all environments, and each takes its own part.
     noise = own(agent.action_dist.noise(T, args.num_envs)).numpy()
-    # A task may draw from torch's generator, or seed it. It gets a stream of its own.
-    generator = torch.default_generator
-    own_stream = generator.get_state()
-    generator.manual_seed(seed_of_tasks())
-    for t in range(T):
-        obs[t] = current_obs
-        outputs.append(policy(obs[t]))
-        actions.append(agent.action_dist.sample(outputs[t], noise[t]))
+    with tasks_draw_apart():
+        for t in range(T):
+            obs[t] = current_obs
+            outputs.append(policy(obs[t]))
+            actions.append(agent.action_dist.sample(outputs[t], noise[t]))
 
-        result = envs.step(agent.action_dist.to_env(actions[t]))
-        current_obs, rewards[t], terminated[t], truncated[t], info = result
-        next_obs[t] = current_obs  # replaced below where an episode ended
-        ended = terminated[t] | truncated[t]
-        if ended.any():  # `make_envs` asks for SAME_STEP: the next episode is open already
-            next_obs[t, ended] = np.stack(info["final_obs"][ended])
-            episodes += finished_episodes(info, ended, t)
-        check_finite(f"step {t} of the rollout", next_obs[t], current_obs, rewards=rewards[t])
+            result = envs.step(agent.action_dist.to_env(actions[t]))
+            current_obs, rewards[t], terminated[t], truncated[t], info = result
+            next_obs[t] = current_obs  # replaced below where an episode ended
+            ended = terminated[t] | truncated[t]
+            if ended.any():  # `make_envs` asks for SAME_STEP: the next episode is open already
+                next_obs[t, ended] = np.stack(info["final_obs"][ended])
+                episodes += finished_episodes(info, ended, t)
+            check_finite(f"step {t} of the rollout", next_obs[t], current_obs, rewards=rewards[t])
 
-    generator.set_state(own_stream)
     if args.is_atari:
         rewards = rewards.clip(-1, 1)  # the episodes' returns keep what was paid
 
@@ -614,17 +612,20 @@ def gae(
         delta_t = r_t + gamma * (1 - terminated_t) * V(s'_t) - V(s_t)
         A_t     = delta_t + gamma * lambda * (1 - (terminated_t or truncated_t)) * A_{t+1}
 
-    All tensors are (T, N). s'_t is the true successor: the final observation where an episode
-    ended. A step that is terminated and truncated counts as terminated. A + V is the lambda-return
-    where next_values[t] is values[t + 1] inside episodes. Rewards of several terms have one more
-    axis, (T, N, terms), and so have values; the masks stay (T, N).
+    All tensors are (T, N), and terminated and truncated are bool. s'_t is the true successor: the
+    final observation where an episode ended. A step that is terminated and truncated counts as
+    terminated. A + V is the lambda-return where next_values[t] is values[t + 1] inside episodes.
+    Rewards of several terms have one more axis, (T, N, terms), and so have values; the masks stay
+    (T, N). The results keep the graph of values, if they have one.
 
     The two masks differ. Termination cuts the bootstrap, since nothing follows. Either end cuts the
     recursion, since the rewards of the next episode must not leak into this one.
 
-    Raises ValueError for entries that are not finite.
+    Raises ValueError for entries that are not finite, and TypeError for other masks.
     Source: Schulman et al. 2016, eq. 16; time limits: Pardo et al. 2018.
     """
+    if terminated.dtype != torch.bool or truncated.dtype != torch.bool:  # ~1 would be -2
+        raise TypeError("gae: terminated and truncated must be bool")
     for name, x in (("rewards", rewards), ("values", values), ("next_values", next_values)):
         bad = int((~torch.isfinite(x)).sum())
         if bad:
@@ -652,14 +653,15 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     The order matters (van Hasselt et al. 2016). The return statistics of earlier rollouts decode
     (std * z + mean) the values and advantages of this one. Then the statistics take in the targets,
     and the value heads are rescaled as far as they can be.
+
     The new statistics normalise targets and old values for the update, and decode the next rollout.
-    So from the second rollout on, the critics have been trained on a scale before it decodes what
-    they predict.
+    So a rollout is decoded on the scale that its critics were last trained on. Only the first one
+    is not: see step 0.
     """
     dist = agent.value_dist
 
-    # 0. The first rollout has no statistics before it. The sums of its rewards set them, and its
-    #    targets are taken in later as those of any other rollout.
+    # 0. The first rollout has no statistics before it. The sums of its rewards set them. Its
+    #    targets are taken in as well, in step 3, so it counts twice.
     if args.norm_returns and dist.moments.count == 0:
         dist.moments.merge(*first_return_moments(rollout, args), weight=1)
 
@@ -724,7 +726,10 @@ def advantages_and_targets(
 
 
 def batch_moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and population variance over the first axis, over the rows of all processes."""
+    """Return mean and population variance over the first axis, over the rows of all processes.
+
+    All processes have equally many rows.
+    """
     mean = average(x.mean(0))
     return mean, average((x - mean).square().mean(0))
 
@@ -747,16 +752,19 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
     """Normalise the advantages of a rollout, but divide by no less than their usual std.
 
         A' = (A - mean) / max(std, running std)
+           = (A - mean) / std * min(1, std / running std), as the code computes it
 
-    The running std is the root of the mean variance of recent rollouts, this one included.
-    `agent.adv_moments` holds it.
+    Advantages and result are (T, N). The running std is the root of the mean variance of recent
+    rollouts. `agent.adv_moments` holds it, and each call takes one rollout into it.
 
     Where all returns are alike, the std is the noise of rounding and of the critics. Dividing by it
     would turn that noise into a gradient of full size. Once an earlier rollout has varied, the
-    running std keeps the gradient small. That lasts for a few thousand steps of Adam, which divides
-    by the size of recent gradients. Before any rollout has varied, nothing restrains the noise.
+    running std keeps the gradient small. But Adam divides by the size of recent gradients, so after
+    a few thousand small ones the noise has its full effect again. Before any rollout has varied,
+    nothing restrains it.
 
-    The code computes (A - mean) / std * min(1, std / running std). The running std is our addition.
+    The running std is our addition. `norm_adv_memory` 0 leaves it out, and without `norm_adv` the
+    advantages stay as they are.
     """
     if not args.norm_adv:
         return advantages
@@ -778,7 +786,7 @@ def normalize_advantages(
     The formula has no branch on the size of std, which would make it discontinuous. With one
     process constant input gives exact zeros, because one entry is subtracted from all first.
     `across` gives the mean of a number over several processes that hold equal parts of the
-    advantages.
+    advantages. There is at least one entry, and each counts: leave out those of padding.
     """
     shifted = advantages - across(advantages.flatten()[0])
     centered = shifted - across(shifted.mean())
@@ -1195,8 +1203,9 @@ def clipped_policy_loss(
         approx_kl = mean((r - 1) - log r)            in nats, >= 0 (Schulman's k3 estimator)
         clip fraction = mean(|r - 1| > eps)
 
-    Both inputs are (B,). The clamp only keeps exp finite. A tight one would remove the gradient
-    where r is far above 1 and A is negative, where PPO needs it most.
+    Both inputs are (B,), and each entry counts. The clamp keeps exp finite. Beyond it there is no
+    gradient, so it is wide: a tight one would remove the gradient where r is far above 1 and A is
+    negative, where PPO needs it most.
     Source: Schulman et al. 2017, eq. 7.
     """
     log_ratio = log_ratio.clamp(-20, 20)
@@ -1237,7 +1246,8 @@ class RunningMoments(nn.Module):
 
     `count` starts at 0, so the first update gives exactly the moments of its batch. A count above
     `max_count` is capped, so that old data fade. Moments are merged as in Chan et al. 1983; the
-    difference E[x^2] - E[x]^2 would lose all digits where the mean is large.
+    difference E[x^2] - E[x]^2 would lose all digits where the mean is large. Do not cast a module
+    that has these: in float32 `floor` would be 0.
     """
 
     def __init__(self, shape: tuple[int, ...] = (), max_count: float | None = None) -> None:
@@ -1270,9 +1280,11 @@ class RunningMoments(nn.Module):
     def update(self, x: Tensor) -> None:
         """Take in a batch. Training does not call this; it uses `merge`.
 
-        All axes ahead of the shape of the moments are samples.
+        All axes ahead of the shape of the moments are samples. Without any, nothing changes.
         """
         x = x.double().reshape(-1, *self.mean.shape)
+        if len(x) == 0:
+            return
         mean = x.mean(0)
         self.merge(mean, (x - mean).square().mean(0), len(x))
 
@@ -1291,11 +1303,14 @@ class RunningMoments(nn.Module):
         self.count = (old_count + weight).clamp(max=self.max_count)
 
     def normalize(self, x: Tensor) -> Tensor:
-        """Compute (x - mean) / std, in the dtype of x."""
+        """Compute (x - mean) / std, in the dtype of x, which is a float."""
         return ((x - self.mean) / self.std).to(x.dtype)
 
     def denormalize(self, z: Tensor) -> Tensor:
-        """Compute std * z + mean, the inverse of `normalize`."""
+        """Compute std * z + mean, the inverse of `normalize`.
+
+        It has the dtype of z. float32 loses the spread of data whose mean is large.
+        """
         return (z * self.std + self.mean).to(z.dtype)
 
 
@@ -1333,10 +1348,11 @@ def two_hot(targets: Tensor, atoms: Tensor) -> Tensor:
 def hl_gauss(targets: Tensor, atoms: Tensor, sigma: float) -> Tensor:
     """Give each atom's bin its share of the mass of N(target, sigma^2), (...) -> (..., K).
 
-    Atoms ascend in equal steps and are the centres of the bins. sigma is in their units. Masses are
-    divided by the mass inside all bins. Targets are clamped to [atoms[0], atoms[-1]] first: far
-    outside, no bin holds any mass in floating point. The mean is kept if sigma is half a bin or
-    more. Near the ends of the support it is pulled inwards, since no mass goes beyond the bins.
+    Atoms ascend in equal steps and are the centres of the bins. sigma > 0 is in their units. Masses
+    are divided by the mass inside all bins. Targets are clamped to [atoms[0], atoms[-1]] first: far
+    outside, no bin holds any mass in floating point. The mean is kept to 0.003 bins if sigma is
+    half a bin or more. Near the ends of the support it is pulled inwards, since no mass goes beyond
+    the bins.
     Source: Imani & White 2018; Farebrother et al. 2024.
     """
     half = (atoms[-1] - atoms[0]) / (len(atoms) - 1) / 2
@@ -1377,7 +1393,10 @@ def squared_error(values: Tensor, returns: Tensor) -> Tensor:
 
 
 def clip_values(values: Tensor, old_values: Tensor, clip_delta: float) -> Tensor:
-    """Compute V_old + clamp(V - V_old, -d, d), as the reference code of Schulman et al. 2017."""
+    """Compute V_old + clamp(V - V_old, -d, d), as the reference code of Schulman et al. 2017.
+
+    Old values have no graph.
+    """
     return old_values + (values - old_values).clamp(-clip_delta, clip_delta)
 
 
@@ -1392,13 +1411,13 @@ def cvar_categorical(probs: Tensor, atoms: Tensor, alpha: float) -> Tensor:
         CVaR_alpha = (1 / alpha) * sum_k z_k min(p_k, max(0, alpha - sum_{i<k} p_i))
 
     This is exact for masses at points. `categorical_quantile` spreads each over its bin, so the
-    mean of its quantiles below alpha may differ by up to half a bin. Atoms ascend. Raises
-    ValueError for alpha outside [1e-3, 1].
-    Source: Rockafellar & Uryasev 2000.
+    mean of its quantiles below alpha may differ by up to half a bin. Atoms ascend, and the sum of
+    the probabilities is 1. Raises ValueError for alpha outside [1e-3, 1].
+    Source: Rockafellar & Uryasev 2000, who have losses, -z, and the level 1 - alpha.
     """
     if not 1e-3 <= alpha <= 1:
         raise ValueError(f"cvar: alpha {alpha} is outside [1e-3, 1]")
-    below = probs.cumsum(-1) - probs  # mass of the atoms below
+    below = nn.functional.pad(probs.cumsum(-1)[..., :-1], (1, 0))  # mass of the atoms below
     taken = torch.minimum(probs, (alpha - below).clamp(min=0))
     return (taken * atoms).sum(-1) / alpha
 
@@ -1408,8 +1427,10 @@ def categorical_quantile(probs: Tensor, atoms: Tensor, level: float) -> Tensor:
 
     Atoms ascend in equal steps, so the result is within half a step of them. It is float64, and the
     sum of the probabilities is made 1. Otherwise rounding would decide which bin has a level near
-    1.
+    1. Raises ValueError for a level outside [1e-3, 1].
     """
+    if not 1e-3 <= level <= 1:
+        raise ValueError(f"categorical_quantile: level {level} is outside [1e-3, 1]")
     dz = (atoms[-1] - atoms[0]) / (len(atoms) - 1)
     probs = probs.double()
     cdf = probs.cumsum(-1)
@@ -1463,7 +1484,8 @@ def sr_lambda_atoms(
     geometric distribution of parameter 1 - lambda; n is cut where the episode or the rollout ends.
     All mass is at R^(n) if the episode terminates there. rewards, terminated and truncated are
     (T, N); next_probs (T, N, K) are of true successors; atoms (K,) are in the units of the rewards.
-    `draws` are uniform numbers (T, N) to use in place of new ones.
+    `draws` are uniform numbers (T, N) to use in place of new ones. Raises ValueError for rewards
+    that are not finite.
 
     After Nam et al. 2021 (GMAC), where each sample draws an n. One n for a distribution is ours.
     """
@@ -1482,13 +1504,13 @@ def sr_lambda_atoms(
     last = torch.minimum(step + more_steps, episode_end)  # step t + n - 1
 
     # R^(n) is the sum of rewards to the end, without those after step t + n - 1. GAE of a critic
-    # that says 0 gives these sums.
-    zero = torch.zeros_like(rewards)
-    to_end, _ = gae(rewards, zero, zero, ended, ended, gamma, 1.0)
-    discount = gamma ** (last - step + 1).to(rewards.dtype)  # gamma^n
+    # that says 0 gives these sums. They are float64, since their difference may be small.
+    zero = torch.zeros_like(rewards.double())
+    to_end, _ = gae(rewards.double(), zero, zero, ended, ended, gamma, 1.0)
+    discount = gamma ** (last - step + 1).double()  # gamma^n
     after = torch.where(last < episode_end, to_end.gather(0, (last + 1).clamp(max=T - 1)), 0)
     bootstrap = (discount * ~terminated.gather(0, last))[..., None] * atoms
-    returns = (to_end - discount * after)[..., None] + bootstrap
+    returns = ((to_end - discount * after)[..., None] + bootstrap).to(rewards.dtype)
     return returns, next_probs.gather(0, last[..., None].expand_as(next_probs))
 
 
@@ -1500,9 +1522,11 @@ def cvar_advantages_categorical(
         nu  = VaR_alpha(Z(s_t)), an atom;  u(z) = nu + min(z - nu, 0) / alpha
         A_t = sum_k target_probs_k u(z_k) - CVaR_alpha(Z(s_t))
 
-    target_probs of the return and probs of Z are (T, N, K), on the same atoms (K,). Every
-    state is averse to the tail of its own return from there on, whatever was earned before. That is
-    not the policy gradient of the start state's CVaR (Tamar et al. 2015).
+    target_probs of the return and probs of Z are (T, N, K), on the same atoms (K,). Raises
+    ValueError for alpha outside [1e-3, 1].
+
+    Every state is averse to the tail of its own return from there on, whatever was earned before.
+    That is not the policy gradient of the start state's CVaR (Tamar et al. 2015).
     Source of u: Rockafellar & Uryasev 2000. Its use state by state is ours.
     """
     target_probs = target_probs.detach()
@@ -1854,7 +1878,8 @@ class Convolutions(nn.Module):
 #     space, num_outputs       the space of the actions, and how many outputs the actor has for it
 #     forward(outputs)         params, (..., any shape), in torch, also for a whole rollout
 #     log_prob, entropy, kl    of params, (...), in nats; kl(old, new) is exact
-#     noise(*size)             (*size, ...) on the CPU; a rollout draws it once, `act` each time
+#     entropy_range()          the least and the largest entropy of any policy, in nats
+#     noise(*size, generator)  (*size, ...) on the CPU; a rollout draws it once, `act` each time
 #     sample(outputs, noise)   actions, in NumPy; noise 0.0 gives the mode
 #     to_env(actions)          what `envs.step` takes
 #     clamp_parameters()       after each step of the actor
@@ -1887,6 +1912,11 @@ class GaussianActions(nn.Module):
         log_std = params[..., 1, :]
         return (log_std + HALF_LOG_2PI + 0.5).sum(-1)
 
+    def entropy_range(self) -> tuple[float, float]:
+        """Return the entropies of the smallest and of the largest standard deviations, in nats."""
+        least, largest = (self.num_outputs * (end + HALF_LOG_2PI + 0.5) for end in LOG_STD_RANGE)
+        return least, largest
+
     def kl(self, old: Tensor, new: Tensor) -> Tensor:
         """Return KL(old || new), (...), in nats."""
         old_mean, old_log_std = old.unbind(-2)
@@ -1896,9 +1926,10 @@ class GaussianActions(nn.Module):
         # expm1, since exp - 1 would lose the digits of a small divergence
         return 0.5 * (log_ratio.expm1() - log_ratio + difference).sum(-1)
 
-    def noise(self, *size: int) -> Tensor:
+    def noise(self, *size: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw Gaussian numbers (*size, A) of the policy's std, which `sample` adds."""
-        return torch.randn(*size, self.num_outputs) * self.log_std.detach().exp().cpu()
+        drawn = torch.randn(*size, self.num_outputs, generator=generator)
+        return drawn * self.log_std.detach().exp().cpu()
 
     def sample(self, outputs: np.ndarray, noise: np.ndarray | float) -> np.ndarray:
         """Turn the actor's outputs (..., A) into random actions. Noise 0 gives the mode."""
@@ -1949,13 +1980,18 @@ class CategoricalActions(nn.Module):
         """Return the entropy (...), in nats."""
         return -(params.exp() * params).sum((-2, -1))
 
+    def entropy_range(self) -> tuple[float, float]:
+        """Return the entropies of a certain action and of equal probabilities, in nats."""
+        return 0.0, float(self.entropy(self(torch.zeros_like(self.padding).flatten())))
+
     def kl(self, old: Tensor, new: Tensor) -> Tensor:
         """Return KL(old || new), (...), in nats."""
         return (old.exp() * (old - new)).sum((-2, -1))
 
-    def noise(self, *size: int) -> Tensor:
+    def noise(self, *size: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw Gumbel numbers (*size, P, largest part) for `sample`."""
-        return -torch.empty(*size, *self.padding.shape).exponential_().log()
+        drawn = torch.empty(*size, *self.padding.shape).exponential_(generator=generator)
+        return -drawn.log()
 
     def sample(self, outputs: np.ndarray, noise: np.ndarray | float) -> np.ndarray:
         """Turn the actor's outputs into random actions (..., P). Noise 0 gives the mode.
@@ -2124,18 +2160,25 @@ class Agent(nn.Module):
         return torch.stack([head(features) for head in self.critic_heads])
 
     def act(
-        self, obs: np.ndarray, deterministic: bool = True, policy: Callable | None = None
+        self,
+        obs: np.ndarray,
+        deterministic: bool = True,
+        policy: Callable | None = None,
+        generator: torch.Generator | None = None,
     ) -> np.ndarray:
         """Give actions for `env.step`. obs are (D,) or (N, D), as `make_env` gives them.
 
-        The policy's mode is taken if `deterministic`, otherwise a sample. Steps with the same
-        weights and statistics may share a `policy`, one of `numpy_policy`; this saves time. Raises
-        ValueError for observations of other shapes and for those that are not finite.
+        The policy's mode is taken if `deterministic`, otherwise a sample, drawn from `generator`.
+        Without one it is torch's own. Steps with the same weights and statistics may share a
+        `policy`, one of `numpy_policy`; this saves time. Raises ValueError for observations of
+        other shapes and for those that are not finite.
         """
         rows, alone = as_rows(obs, self.observation_space)
         policy = policy or self.numpy_policy()
         outputs = policy(rows.astype(self.observation_space.dtype))
-        noise = 0.0 if deterministic else self.action_dist.noise(len(rows)).numpy()
+        noise = 0.0
+        if not deterministic:
+            noise = self.action_dist.noise(len(rows), generator=generator).numpy()
         actions = self.action_dist.to_env(self.action_dist.sample(outputs, noise))
         return actions[0] if alone else actions
 
@@ -2179,6 +2222,7 @@ class Agent(nn.Module):
 #     start, open_episodes                 begin a run, anew or resumed
 #     run.iterations, lap, end_iteration   keep its time, log, evaluations and checkpoints
 #     check_flags, flag_error, UsageError  refuse flags that cannot work
+#     tasks_draw_apart                     keeps random numbers of tasks apart
 #     finished_episodes                    reads returns and lengths from gymnasium's info
 #     check_finite, check_step             raise where a number is not finite
 #     describe_...                         compute metrics and change nothing
@@ -2234,7 +2278,12 @@ def channel_axis(space: gym.Space) -> int | None:
     if not isinstance(space, Box) or len(space.shape) not in (2, 3) or 0 in space.shape:
         return None
     a, b, c = (*space.shape, 1)[:3]
-    channels_first = (b == c != a) or (a != b and a < c)
+    if b == c != a:
+        channels_first = True
+    elif a == b:
+        channels_first = False
+    else:
+        channels_first = a < c
     sides = (b, c) if channels_first else (a, b)
     low, high = float(space.low.max()), float(space.high.min())
     alike = low == space.low.min() and high == space.high.max()
@@ -2346,9 +2395,12 @@ def misfit_of_one(space: gym.Space, value: Any) -> str:
         return f"has no numbers ({array.dtype})"
     if space.dtype.kind in "iub" and not np.can_cast(array.dtype, space.dtype):
         dtype = np.uint8 if space.dtype == np.bool_ else space.dtype
-        with np.errstate(invalid="ignore"):
-            whole = array.astype(dtype) == array
-        if not whole.all():
+        try:
+            with np.errstate(invalid="ignore"):
+                whole = (array.astype(dtype) == array).all()
+        except (ValueError, OverflowError):  # objects that are NaN, infinite, or too large
+            whole = False
+        if not whole:
             return f"has numbers from {array.min():g} to {array.max():g} of {array.dtype}"
     return ""
 
@@ -2374,12 +2426,13 @@ def as_rows(obs: np.ndarray, space: Box) -> tuple[np.ndarray, bool]:
         rows = rows[None]
     for row in rows:
         found = misfit(space, row)
-        if not found and not np.isfinite(row).all():
-            found = f"observation {row} is not finite"
         if found:
             raise ValueError(found)
     if len(space.shape) == 1:
         rows = np.where((space.low == 0) & (space.high == 0), 0, rows)
+    for row in rows:
+        if not np.isfinite(row).all():
+            raise ValueError(f"observation {row} is not finite")
     return rows, alone
 
 
@@ -2827,11 +2880,12 @@ def check_finite(when: str, *observations: np.ndarray, rewards: np.ndarray | Non
     if finite.all():
         return
     i = int(finite.argmin())
+    place = f"environment {i}" + (f" of process {RANK}" if WORLD_SIZE > 1 else "")
     texts = dict.fromkeys(str(x[i]) for x in observations)  # two where a next episode has opened
     found = "observation " + ", then ".join(texts)
     if rewards is not None:
         found += f", reward {rewards[i]}"
-    raise RuntimeError(f"not finite: {found}, environment {i}, {when}; check the task")
+    raise RuntimeError(f"not finite: {found}, {place}, {when}; check the task")
 
 
 # -------------------------------------------------------------------- metrics that only describe
@@ -2918,8 +2972,8 @@ def empirical_cvar(returns: Tensor, alpha: float) -> float:
 DESCRIPTIONS = {
     "adv/abs_max": "The largest absolute advantage that the policy's loss takes.",
     "adv/mean_raw": "Mean of the advantages, in the task's units.",
-    "adv/std": "Standard deviation of the advantages that the policy's loss takes. It is below 1 "
-    "where advantages vary less than they did.",
+    "adv/std": "Standard deviation of the advantages that the policy's loss takes. With a running "
+    "std it is below 1 where advantages vary less than they did.",
     "adv/std_raw": "Standard deviation of the advantages, in the task's units.",
     "charts/SPS": "Steps per second, without evaluations, checkpoints and logging.",
     "charts/critic_learning_rate": "Learning rate of the critics' Adam.",
@@ -2948,8 +3002,8 @@ DESCRIPTIONS = {
     "losses/value_loss": "Mean loss of the critics.",
     "norm/return_mean": "Mean by which returns are normalised.",
     "norm/return_std": "Scale by which returns are normalised.",
-    "norm/value_shift": "How far predicted values jumped when the return statistics moved. "
-    "It is rounding where they are rescaled, as quantiles are after the first rewards.",
+    "norm/value_shift": "How far V jumped when the return statistics moved. With quantiles it is "
+    "rounding once rewards have varied. With atoms V jumps, since they cannot be rescaled.",
     "policy/entropy_coef": "Weight of the entropy bonus.",
     "policy/epochs_done": "Epochs of the actor's steps. Less than update_epochs after a KL stop.",
     "policy/kl_exact": "KL divergence from the policy that acted, in nats, the mean.",
@@ -2961,7 +3015,7 @@ DESCRIPTIONS = {
     "policy/stopped_early": "1 where the KL stop ended the actor's loop.",
     "time/rollout": "Seconds of the rollout.",
     "time/update": "Seconds of the update.",
-    "time/values": "Seconds of the critics' pass over the rollout.",
+    "time/values": "Seconds of the critics' pass over the rollout, and of advantages and targets.",
     "twin/abs_difference": "Mean distance between the values of the two critics.",
     "twin/critic1_is_min": "How often the first critic has the smaller value.",
     "twin/loss_1": "Loss of the first critic.",
@@ -3041,12 +3095,20 @@ def derived_seed(seed: int, stream: str, index: int, bits: int = 63) -> int:
     return int(mixed.generate_state(1, np.uint64)[0]) >> (64 - bits)
 
 
-def seed_of_tasks() -> int:
-    """Return a seed for what tasks draw from torch's generator in a rollout.
+@contextlib.contextmanager
+def tasks_draw_apart() -> Iterator[None]:
+    """Give tasks a stream of torch's random numbers of their own, which they may also seed.
 
-    It is another one in each iteration, whose own seed torch knows, and in each process.
+    It is another stream after each seed of torch's, and in each process. Afterwards torch's
+    generator is where it was.
     """
-    return derived_seed(torch.initial_seed(), "tasks", RANK)
+    generator = torch.default_generator
+    before = generator.get_state()
+    generator.manual_seed(derived_seed(torch.initial_seed(), "tasks", RANK))
+    try:
+        yield
+    finally:
+        generator.set_state(before)
 
 
 def start(args: Args) -> tuple[Run, Agent, Optimizers, gym.vector.VectorEnv]:
@@ -3149,7 +3211,7 @@ def make_agent(envs: gym.vector.VectorEnv, args: Args, here: Path = Path()) -> A
     agent = Agent(envs.single_observation_space, envs.single_action_space, args)
     if args.init_from and not args.resume:
         take_weights(agent, args, here)
-    least, largest = entropy_range(agent)
+    least, largest = agent.action_dist.entropy_range()
     has_floor = args.min_entropy_penalty > 0 and args.learning_rate > 0 and not args.resume
     if has_floor and args.min_entropy > largest:
         text = f"the entropy of these actions is at most {largest:.3f}; choose a lower floor"
@@ -3161,23 +3223,6 @@ def make_agent(envs: gym.vector.VectorEnv, args: Args, here: Path = Path()) -> A
 
 
 @torch.no_grad()
-def entropy_range(agent: Agent) -> tuple[float, float]:
-    """Return the least and the largest entropy of a policy over these actions, in nats.
-
-    Discrete actions have one that is certain, or equal probabilities. Others have the smallest or
-    the largest standard deviations.
-    """
-    dist = agent.action_dist
-    params = dist(torch.zeros(dist.num_outputs, device=agent.device))
-    if not isinstance(dist, GaussianActions):
-        return 0.0, float(dist.entropy(params))
-    ends = []
-    for log_std in LOG_STD_RANGE:
-        params[1] = log_std
-        ends.append(float(dist.entropy(params)))
-    return ends[0], ends[1]
-
-
 def take_weights(agent: Agent, args: Args, here: Path) -> None:
     """Give an agent the weights and statistics of the run or checkpoint `init_from`.
 
@@ -3368,8 +3413,8 @@ class Run:
         self.envs = envs
         self.eval_env = eval_env  # None in all processes but the first, and without evaluations
         self.unused_envs: list[gym.Env] = []  # others were read back in their place
-        # What a resumed checkpoint holds of episodes and generators. Until this run has taken a
-        # step, it is saved again as it is.
+        # What a resumed checkpoint holds of episodes and generators. It is saved again until an
+        # iteration begins, which makes it out of date.
         self.untouched: dict[str, Any] = {}
         self.proof: ReadBack | None = None  # that environments can be read back
 
@@ -3476,6 +3521,10 @@ class Run:
             for note in error.__notes__:
                 mistake.add_note(note)
             raise mistake from error
+        if (
+            error is None and self.signals
+        ):  # one that came after `stops` had asked for the last time
+            raise KeyboardInterrupt(f"stopped after all {self.step:,} steps of the run")
 
     def request_stop(self, number: int, frame: Any) -> None:
         """End the run after this iteration, or this episode of an evaluation.
@@ -3519,8 +3568,12 @@ class Run:
 
     # ---- iterations ----
     def iterations(self) -> Iterator[float]:
-        """Yield the fraction of the run that is done. Finishes the run at its end."""
+        """Yield the fraction of the run that is done. At its end the agent is evaluated."""
         finished_before = self.step == self.total_steps
+        if finished_before and not self.lacks_its_result:
+            text = "a larger --total-timesteps continues it, and --evaluate plays more episodes"
+            self.say(f"the run has taken all of its {self.step:,} steps; {text}")
+            return
         if RANK == 0 and self.args.save_envs == "proven" and not finished_before:
             self.proof = ReadBack(self.envs)
         # An evaluation is due at once where it was cut short, or where the resume asks for it.
@@ -3533,13 +3586,9 @@ class Run:
             torch.manual_seed(derived_seed(self.args.seed, "iterations", self.step))
             self.lap_start = time.time()
             yield self.step / self.total_steps
-        if self.args.eval_episodes and self.evaluated_at != self.total_steps:
+        if self.lacks_its_result:
             self.evaluate()
             self.save()
-        elif finished_before:
-            text = "a larger --total-timesteps continues it, and --evaluate plays more episodes"
-            self.say(f"the run has taken all of its {self.step:,} steps; {text}")
-            return
         self.say_what_next()
 
     def say_what_next(self) -> None:
@@ -3564,6 +3613,11 @@ class Run:
         """Tell whether the agent is to be evaluated after this iteration, and was not yet."""
         due = is_due(self.step // self.args.batch_size, self.args.eval_every)
         return due and self.args.eval_episodes > 0 and self.evaluated_at != self.step
+
+    @property
+    def lacks_its_result(self) -> bool:
+        """Tell whether an evaluation is wanted at the end of the run, and was not made yet."""
+        return self.args.eval_episodes > 0 and self.evaluated_at != self.total_steps
 
     def lap(self, part: str) -> None:
         """Take the time of a part of the iteration, which ends here."""
@@ -3754,7 +3808,11 @@ class Run:
         kept = {name: getattr(self, name) for name in self.SAVED}
         kept["optimizers"] = [on_cpu(x.state_dict()) for x in self.optimizers]
         if self.untouched:  # nothing was trained since, as where a run that is done is evaluated
-            return kept | self.untouched
+            parts = self.untouched["parts"]
+            if len(parts) == WORLD_SIZE:  # the evaluation's tasks may have drawn from generators
+                states = gather_objects((random.getstate(), np.random.get_state()))
+                parts = [part | {"rngs": rngs} for part, rngs in zip(parts, states)]
+            return kept | self.untouched | {"parts": parts}
 
         part = {
             "carried": self.carried,
@@ -3766,16 +3824,16 @@ class Run:
 
     def pickled_envs(self) -> bytes | None:
         """Return this process's environments, pickled as `save_envs` says, or None."""
-        fault = ""
-        pickled = None
-        if self.proof is not None:
-            fault = self.proof.fault()
-        fault = gather_objects(fault)[0]  # the first process proves it for all
-        if not fault and self.args.save_envs != "never":
-            pickled, fault = pickle_envs(self.envs)
-        fault = next(filter(None, gather_objects(fault)), "")  # of any process
-        if fault and RANK == 0:
-            text = f"environments are not saved, since {fault:.200}"
+        unproven = "" if self.proof is None else self.proof.fault()
+        unproven = gather_objects(unproven)[0]  # the first process proves it for all
+        pickled, unfit = None, ""
+        if not unproven and self.args.save_envs != "never":
+            pickled, unfit = pickle_envs(self.envs)
+
+        reasons = gather_objects(unproven or unfit)
+        if any(reasons) and RANK == 0:
+            which = "environments" if all(reasons) else "environments of some processes"
+            text = f"{which} are not saved, since {next(filter(None, reasons)):.200}"
             self.status.notice(f"{text}; a resume would open new episodes")
         return pickled
 
@@ -3849,9 +3907,10 @@ class Run:
             python_rng, numpy_rng = part["rngs"]  # now: reading a task back may draw numbers
             random.setstate(python_rng)
             np.random.set_state(numpy_rng)
-        lost = next(filter(None, gather_objects(lost)), "")  # of any process
-        if lost and self.step < self.total_steps:
-            self.say(f"episodes start afresh: {lost:.200}")
+        reasons = gather_objects(lost)
+        if any(reasons) and self.step < self.total_steps:
+            which = "episodes" if all(reasons) else "episodes of some processes"
+            self.say(f"{which} start afresh: {next(filter(None, reasons)):.200}")
 
     def read_envs(self, pickled: bytes | None, versions: dict[str, str]) -> str:
         """Go on with the environments of a checkpoint. Returns why that is impossible, or ""."""
@@ -4234,16 +4293,19 @@ def play(
     evaluation that chose `best.pt` is the best of many on the same episodes, and flatters it. Tasks
     without a time limit are cut at 10,000 steps. With `capture_video` the first 3 episodes are
     filmed into `video_dir`; each is kept in memory to its end. The state of torch's generator is
-    the same afterwards. The environment, one of `make_eval_env`, stays open.
+    the same afterwards. A task may draw from it, or seed it; the policy draws from another one. The
+    environment, one of `make_eval_env`, stays open.
     """
     if args.capture_video:
         env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: episode < 3)
     status = status or StatusLine(seconds=30)
     status.shown_at = time.time()
+    generator = torch.Generator()  # of the policy
+    generator.manual_seed(derived_seed(args.seed, "evaluations", 0))
     with torch.random.fork_rng([agent.device] if args.cuda else []):
-        torch.manual_seed(derived_seed(args.seed, "evaluations", 0))
+        torch.manual_seed(derived_seed(args.seed, "tasks", 0))
         for episode in range(args.eval_episodes):
-            yield run_episode(env, agent, args, episode, status)
+            yield run_episode(env, agent, args, episode, status, generator)
     if args.capture_video and env.recording:
         env.stop_recording()
 
@@ -4252,7 +4314,12 @@ LONGEST_EPISODE = 10_000  # steps of an evaluation's episode, where the task has
 
 
 def run_episode(
-    env: gym.Env, agent: Agent, args: Args, episode: int, status: StatusLine
+    env: gym.Env,
+    agent: Agent,
+    args: Args,
+    episode: int,
+    status: StatusLine,
+    generator: torch.Generator,
 ) -> list[float]:
     """Play one episode of an evaluation. Returns its rewards."""
     obs, _ = env.reset(seed=derived_seed(args.seed, "evaluations", episode, bits=31))
@@ -4260,11 +4327,14 @@ def run_episode(
 
     limit = getattr(env.spec, "max_episode_steps", None) or LONGEST_EPISODE
     policy = agent.numpy_policy()
+    act = partial(
+        agent.act, deterministic=not args.eval_sampled, policy=policy, generator=generator
+    )
     rewards = []
     ended = False
 
     while not ended and len(rewards) < limit:
-        action = agent.act(obs, deterministic=not args.eval_sampled, policy=policy)
+        action = act(obs)
         obs, reward, terminated, truncated, _ = env.step(action)
         when = f"step {len(rewards)} of evaluation episode {episode}"
         check_finite(when, obs[None], rewards=np.array([reward]))
@@ -4522,7 +4592,9 @@ def check_machine(args: Args) -> None:
     if args.cuda and WORLD_SIZE > 1 and "LOCAL_RANK" not in os.environ:
         raise flag_error(args, "cuda", "LOCAL_RANK is not set; start by torchrun")
     gpus = torch.cuda.device_count()
-    needed = int(os.environ.get("LOCAL_WORLD_SIZE") or LOCAL_RANK + 1)  # on this machine
+    needed = 1  # on this machine
+    if WORLD_SIZE > 1:  # otherwise LOCAL_WORLD_SIZE is a leftover
+        needed = int(os.environ.get("LOCAL_WORLD_SIZE") or LOCAL_RANK + 1)
     if args.cuda and needed > max(gpus, 1):
         text = f"{needed} processes need a GPU each, and torch sees {gpus}; start fewer processes"
         raise flag_error(args, "cuda", text)
@@ -4560,7 +4632,8 @@ def check_sizes(args: Args) -> None:
 def preset_flags(names: Iterable[str]) -> dict[str, Any]:
     """Return the flags of presets, applied from left to right.
 
-    Raises `UsageError` for a name that is unknown, given twice, or behind one that it would undo.
+    Raises `UsageError` for a name that is unknown or given twice, for a second task, and for a
+    task behind a purpose.
     """
     flags = {"preset": tuple(names)}
     for name in flags["preset"]:
@@ -4569,9 +4642,12 @@ def preset_flags(names: Iterable[str]) -> dict[str, Any]:
         if flags["preset"].count(name) > 1:
             raise UsageError(f"--preset {name}: is given twice")
         flags |= PRESETS[name].flags
-    for earlier, name in zip(flags["preset"], flags["preset"][1:]):
-        if earlier in PURPOSES and name not in PURPOSES:
-            text = f"stands behind {earlier}, whose flags it would undo; name it first"
+    first, *others = flags["preset"] or [""]
+    for name in others:
+        if name not in PURPOSES:
+            text = f"is for a task, and so is {first}; name one of them"
+            if first in PURPOSES:
+                text = f"is for a task, and stands behind {first}; name it first"
             raise UsageError(f"--preset {name}: {text}")
     return flags
 
@@ -4625,7 +4701,9 @@ def refuse_idle_flags(args: Args, argv: list[str]) -> None:
     for name, hint in get_type_hints(Args, include_extras=True).items():
         flag = f"--{name.replace('_', '-')}"
         typed = flag in words or flag.replace("--", "--no-", 1) in words
-        for idle in get_args(hint) if typed and get_origin(hint) is Annotated else ():
+        if not typed or get_origin(hint) is not Annotated:
+            continue
+        for idle in get_args(hint):
             if isinstance(idle, IdleWhile) and idle.holds(args):
                 other = f"--{idle.flag.replace('_', '-')}"
                 found = getattr(args, idle.flag)
@@ -4684,11 +4762,17 @@ def require_stored_flags(args: Args, stored: Args, path: str) -> None:
 
 
 def evaluate_stored(args: Args) -> None:
-    """Evaluate the agent of --evaluate, and keep the result in `evaluation.json` beside it."""
+    """Evaluate the agent of --evaluate, and keep the result in `evaluation.json` beside it.
+
+    There it is named after the file, and the flags that are not the run's: best.pt_seed-7.
+    """
     set_up_process(args)
     path = checkpoint_path(args.evaluate).resolve()  # a task may change the working directory
-    saved, _ = read_checkpoint(path)
+    saved, stored = read_checkpoint(path)
     step = saved["global_step"]
+    names = ("eval_episodes", "eval_sampled", "seed")
+    others = [name for name in names if getattr(args, name) != getattr(stored, name)]
+    suffix = "".join(f"_{name}-{getattr(args, name)}" for name in others)
     if args.capture_video and not os.access(path.parent, os.W_OK):
         text = f"films go to {path.parent}, which cannot be written to; copy the run elsewhere"
         raise flag_error(args, "capture_video", text)
@@ -4697,7 +4781,7 @@ def evaluate_stored(args: Args) -> None:
     env = make_eval_env(args)
     try:
         agent = restore_agent(saved, args, env.observation_space, env.action_space)
-        played = list(play(env, agent, args, path.parent / "videos" / path.stem))
+        played = list(play(env, agent, args, path.parent / f"videos/{path.stem}{suffix}"))
     finally:
         close_quietly(env)
 
@@ -4708,7 +4792,8 @@ def evaluate_stored(args: Args) -> None:
     with contextlib.suppress(OSError, ValueError, TypeError):  # there is none, or it is broken
         kept |= json.loads(file.read_text())
     try:
-        replace_file(file, json.dumps(kept | {path.name: result}, indent=2).encode())
+        kept[path.name + suffix] = result
+        replace_file(file, json.dumps(kept, indent=2).encode())
     except OSError as error:
         tell(f"warning: the result is not kept: {error}", file=sys.stderr)
 

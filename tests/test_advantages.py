@@ -162,6 +162,16 @@ def test_gae_refuses_entries_that_are_not_finite(script, index, bad):
     assert re.search(r"\b2\b", str(error.value))
 
 
+@pytest.mark.parametrize("mask", [3, 4], ids=["terminated", "truncated"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float32])
+def test_gae_refuses_masks_of_numbers(script, mask, dtype):
+    """Ours: ~1 is -2, so a mask of integers would give wrong advantages without a word."""
+    data = list(rollout())
+    data[mask] = data[mask].to(dtype)
+    with pytest.raises(TypeError, match="must be bool"):
+        script.gae(*data, 0.9, 0.8)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_normalize_advantages_worked_by_hand(script, dtype):
     """Ours: population std over all entries of a rollout, not per environment, not with n - 1."""

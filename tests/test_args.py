@@ -602,6 +602,7 @@ def test_processes_of_a_machine_need_a_gpu_each(script, monkeypatch, capsys, tmp
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert script.processes_here() == 1  # left over from a launcher; there is one process
+    assert script.parse_args(["--cuda"]).cuda
     monkeypatch.setattr(script, "WORLD_SIZE", 2)
     for name, value in (("MASTER_ADDR", "here"), ("RANK", "0"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
@@ -995,7 +996,10 @@ def test_a_preset_trains_like_its_long_line(script, tmp_path, name):
     [
         ("--preset nonsense", "--preset nonsense: is unknown; known are "),
         ("--preset averse averse", "--preset averse: is given twice"),
-        ("--preset critics atari", "--preset atari: stands behind critics, whose flags it would"),
+        (
+            "--preset critics atari",
+            "--preset atari: is for a task, and stands behind critics; name",
+        ),
         (
             "--preset averse --preset calibrated",
             "--preset calibrated: is a second --preset; name all",
@@ -1013,6 +1017,17 @@ def test_presets_that_cannot_be(script, capsys, tmp_path, line, named):
     path = str(train_tiny(script, tmp_path).parent) if "RUN" in line else ""
     capsys.readouterr()
     check_bad(script, capsys, tmp_path, line.replace("RUN", path).split(), (named,))
+
+
+def test_a_second_task_is_refused(script):
+    """It would keep those flags of the first that it has no value for."""
+    tasks = [name for name in script.PRESETS if name not in script.PURPOSES]
+    for names in (tasks[:2], tasks[1::-1], [tasks[0], "averse", tasks[1]]):
+        told = f"--preset {names[-1]}: is for a task, and so is {names[0]}; name one of them"
+        with pytest.raises(script.UsageError, match=re.escape(told)):
+            script.preset_args(*names)
+        with pytest.raises(script.UsageError, match=re.escape(told)):
+            script.parse_args(["--preset", *names])
 
 
 def test_a_run_tells_its_presets(script, tmp_path):

@@ -298,6 +298,15 @@ def test_cvar_of_atoms_refuses_levels_outside_its_range(alpha):
     """Ours: [1e-3, 1], as for quantiles."""
     with pytest.raises(ValueError, match=r"\[1e-3, 1\]"):
         categorical.cvar_categorical(torch.ones(1, 1), torch.zeros(1), alpha)
+    with pytest.raises(ValueError, match=r"\[1e-3, 1\]"):
+        categorical.categorical_quantile(torch.ones(1, 1), torch.zeros(1), alpha)
+
+
+def test_cvar_of_atoms_keeps_the_digits_of_float32():
+    """Half a thousandth at 0 and then all at 1e6: of the lowest thousandth half is there, so the
+    CVaR is half a million. The sum of both atoms less the second would leave 3e-8 too much."""
+    probs, atoms = torch.tensor([0.0005, 0.9, 0.0995]), torch.tensor([0.0, 1e6, 2e6])
+    assert float(categorical.cvar_categorical(probs, atoms, 0.001)) == pytest.approx(5e5, rel=1e-6)
 
 
 @pytest.mark.parametrize(

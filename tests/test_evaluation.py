@@ -15,7 +15,7 @@ import torch
 from command import fill_the_disk, run_main, undisturbed, words
 from conftest import ONE_SCRIPT, each_of, with_both_scripts
 from helpers import make_agent, make_run, small_args
-from probes import Filmed
+from probes import Filmed, Walk
 from test_resume import (
     assert_same,
     contents,
@@ -59,7 +59,8 @@ def test_films_of_every_evaluation(script, tmp_path):
 
     for name in ("checkpoint", "best"):
         script.main(["--evaluate", f"{directory}/{name}.pt", "--eval-episodes", "1"])
-    later = [f"videos/{name}/{names[0]}" for name in ("best", "checkpoint")]
+    folders = [f"{name}_eval_episodes-1" for name in ("best", "checkpoint")]
+    later = [f"videos/{folder}/{names[0]}" for folder in folders]
     assert films(directory) == [*later, *expected]
 
 
@@ -302,6 +303,23 @@ def test_an_evaluation_by_samples(script):
     assert torch.equal(torch.get_rng_state(), state)
     other = script.evaluate(run.agent, replace(run.args, eval_sampled=True, seed=2))
     assert other != sampled
+
+
+@pytest.mark.parametrize("seeds", [False, True])
+def test_a_task_leaves_the_noise_of_an_evaluation_alone(script, monkeypatch, seeds):
+    """It may draw from torch's generator, or seed it with the same number in each reset: the policy
+    draws the noise that it would have drawn, another one in each episode."""
+    run = make_run(script, "Walk", eval_episodes=4, eval_sampled=True)
+    env = script.make_eval_env(run.args)
+    plain = list(script.play(env, run.agent, run.args))
+    reset = Walk.reset
+
+    def rude(self, **options):
+        torch.manual_seed(7) if seeds else torch.rand(4)
+        return reset(self, **options)
+
+    monkeypatch.setattr(Walk, "reset", rude)
+    assert list(script.play(env, run.agent, run.args)) == plain
 
 
 @with_both_scripts
@@ -587,7 +605,8 @@ def test_an_evaluation_repeats_whatever_a_task_draws_from(script, tmp_path, caps
     for global_seed, words_of_seed in ((1, ()), (2, ()), (2, ("--seed", "7"))):
         np.random.seed(global_seed)
         assert run_main(script, capsys, ["--evaluate", directory, *words_of_seed])[0] == 0
-        told.append(json.loads(Path(directory, "evaluation.json").read_text())["checkpoint.pt"])
+        kept = json.loads(Path(directory, "evaluation.json").read_text())
+        told.append([*kept.values()][-1])
     assert told[0] == told[1]
     assert told[0]["eval/return_mean"] != told[2]["eval/return_mean"]
     assert [one["seed"] for one in told] == [args.seed, args.seed, 7]

@@ -172,6 +172,16 @@ def test_moments_without_data_change_nothing(script):
     assert_close(moments.denormalize(x), x)
 
 
+def test_an_empty_batch_changes_no_moments(script):
+    """Its mean would be 0 / 0, and stay so for ever."""
+    moments = script.RunningMoments((3,))
+    moments.update(torch.empty(0, 3))
+    moments.update(torch.tensor([[1.0, 2, 3], [3, 2, 1]]))
+    moments.update(torch.empty(0, 3))
+    assert moments.mean.tolist() == [2, 2, 2]
+    assert moments.var.tolist() == [1, 0, 1]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("shape", "axes"), [((), (0, 1)), ((3,), (0,))])
 def test_normalize_keeps_dtype_and_inverts(script, shape, axes, dtype):

@@ -199,3 +199,5 @@ def test_what_is_hidden_stays_hidden_from_python(script):
     assert np.array_equal(first, second)
     see = env.get_wrapper_attr("see")
     assert np.array_equal(see(whole[0]), shown[0])
+    whole[:, hidden] = np.nan  # as where that sensor is broken
+    assert np.array_equal(act(agent, whole)[0], first)

@@ -410,7 +410,8 @@ def test_a_task_leaves_torchs_generator_to_the_run(script, monkeypatch, seeds):
     seeds_of_processes = []
     for rank in range(2):
         monkeypatch.setattr(script, "RANK", rank)
-        seeds_of_processes.append(script.seed_of_tasks())
+        with script.tasks_draw_apart():
+            seeds_of_processes.append(torch.initial_seed())
     assert len({*seeds_of_processes}) == 2
 
 
@@ -419,6 +420,7 @@ def test_a_task_draws_other_numbers_in_each_iteration(script):
     found = []
     for seed in (5, 6, 5):
         torch.manual_seed(seed)
-        found.append(script.seed_of_tasks())
+        with script.tasks_draw_apart():
+            found.append(torch.initial_seed())
     assert found[0] == found[2]
     assert found[0] != found[1]

@@ -249,6 +249,16 @@ def test_parts_and_types_that_do_not_fit_are_named(script):
     assert script.misfit(choices, np.array([1, 2], np.int32)) == ""
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 300, 0.5])
+def test_objects_that_no_integer_can_hold_are_named(script, bad):
+    """A row of a table with a missing value; NumPy raises errors of several kinds for these."""
+    box = gym.spaces.Box(0, 255, (2,), np.uint8)
+    assert script.misfit(box, np.array([7, 1.0], object)) == ""
+    found = script.misfit(box, np.array([7, bad], object))
+    assert "has numbers from" in found
+    assert "of object" in found
+
+
 @pytest.mark.parametrize(("call", "kind"), [("reset", TypeError), ("step", ValueError)])
 def test_a_fault_of_the_task_is_none_of_its_interface(script, monkeypatch, call, kind):
     """Only what unpacking and old signatures raise is told in other words."""
@@ -911,8 +921,10 @@ def test_nohup_is_respected(script, tmp_path):
         signal.signal(signal.SIGHUP, handler)
 
 
-def test_a_signal_ends_the_last_evaluation(script, somewhere, monkeypatch, capsys):
-    """After its episode, with exit code 130. Training is saved; the resume evaluates alone."""
+@pytest.mark.parametrize("task", ["Walk", "Filmed"])
+def test_a_signal_ends_the_last_evaluation(script, somewhere, monkeypatch, capsys, task):
+    """After its episode, with exit code 130. Training is saved; the resume evaluates alone, and
+    leaves what an uninterrupted run does. One task draws from NumPy's generator."""
     play = script.run_episode
     episodes = []
 
@@ -921,7 +933,7 @@ def test_a_signal_ends_the_last_evaluation(script, somewhere, monkeypatch, capsy
         signal.raise_signal(signal.SIGINT)
         return play(*inputs)
 
-    args = small_args(script, "Walk", run_dir=str(somewhere / "here"))
+    args = small_args(script, task, run_dir=str(somewhere / "here"))
     with monkeypatch.context() as patch:
         patch.setattr(script, "run_episode", interrupt)
         code, _, err = run_main(script, capsys, words(args))
@@ -934,11 +946,30 @@ def test_a_signal_ends_the_last_evaluation(script, somewhere, monkeypatch, capsy
     assert code == 0
     assert "evaluation of 3 episodes" in out
     assert_same(contents(directory)["agent"], before["agent"])
+    whole = script.train(args)
+    assert_same(contents(directory), contents(whole["run_dir"]))
     code, out, _ = run_main(script, capsys, ["--resume", str(directory)])
     assert (
         "the run has taken all of its 96 steps; a larger --total-timesteps continues it, and --eval"
         in out
     )
+
+
+def test_a_signal_that_comes_too_late_is_obeyed(script, somewhere, monkeypatch, capsys):
+    """While the last checkpoint is written: the run is done, and a loop over seeds ends."""
+    save = script.Run.save
+
+    def interrupt(run, *inputs):
+        signal.raise_signal(signal.SIGINT)
+        save(run, *inputs)
+
+    args = small_args(script, "Walk", run_dir=str(somewhere / "here"), eval_episodes=0)
+    monkeypatch.setattr(script.Run, "save", interrupt)
+    code, _, err = run_main(script, capsys, words(args))
+    assert code == 130
+    assert "stopped after all 96 steps of the run" in err
+    [directory] = (somewhere / "here").iterdir()
+    assert contents(directory)["step"] == 96
 
 
 @with_both_scripts

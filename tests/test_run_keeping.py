@@ -319,6 +319,14 @@ def test_an_observation_that_opens_an_episode_is_told_once(script):
         script.check_finite("the first reset", obs)
 
 
+def test_what_is_not_finite_names_its_process(script, monkeypatch):
+    """Where there are several, each with an environment 0."""
+    monkeypatch.setattr(script, "WORLD_SIZE", 2)
+    monkeypatch.setattr(script, "RANK", 1)
+    with pytest.raises(RuntimeError, match="environment 0 of process 1, the first reset"):
+        script.check_finite("the first reset", np.full((1, 2), np.nan))
+
+
 class Spoilt(gym.Wrapper):
     """Another observation or reward at one step of the environment that was reset with a seed; step
     0 is the first reset."""

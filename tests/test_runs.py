@@ -160,6 +160,10 @@ def test_an_evaluation_is_kept_beside_its_checkpoint(script, tmp_path, capsys):
     one = kept["checkpoint.pt"]
     assert (one["step"], one["episodes"], one["sampled"]) == (96, 3, False)
     assert one["eval/return_mean"] == metrics["eval/return_mean"]
+    script.main(["--evaluate", str(directory / "best.pt"), "--seed", "7", "--eval-sampled"])
+    more = json.loads((directory / "evaluation.json").read_text())
+    assert more.keys() - kept.keys() == {"best.pt_eval_sampled-True_seed-7"}
+    assert kept.items() <= more.items()
 
 
 @with_one_script

@@ -172,6 +172,18 @@ def test_values_by_hand():
     assert_close(out[3], 4.405 + 0.729 * next_quantiles()[5, 0])
 
 
+def test_small_rewards_survive_large_later_ones():
+    """R^(1) of a step is its reward, 0.01, whatever the episode pays later: 10,000 at its end. A
+    difference of sums in float32 would have an error of 0.001."""
+    T, atoms = 3, torch.zeros(2)
+    rewards = torch.tensor([0.01, 0.0, 1e4])[:, None]
+    nowhere = torch.zeros(T, 1).bool()
+    probs = torch.full((T, 1, 2), 0.5)
+    returns, _ = categorical.sr_lambda_atoms(rewards, probs, atoms, nowhere, nowhere, 0.99, 0.0)
+    assert returns.dtype == torch.float32
+    assert returns[0, 0].tolist() == pytest.approx([0.01, 0.01], rel=1e-6)
+
+
 @pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
 def test_a_terminal_reward_reaches_all_earlier_targets(lam):
     """Nam et al. 2021 (GMAC), SR(lambda): targets ahead hold it with probability lambda^steps."""
