@@ -3521,9 +3521,7 @@ class Run:
             for note in error.__notes__:
                 mistake.add_note(note)
             raise mistake from error
-        if (
-            error is None and self.signals
-        ):  # one that came after `stops` had asked for the last time
+        if error is None and self.signals:  # one came after the last time that `stops` asked
             raise KeyboardInterrupt(f"stopped after all {self.step:,} steps of the run")
 
     def request_stop(self, number: int, frame: Any) -> None:
