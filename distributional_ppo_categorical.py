@@ -1681,8 +1681,8 @@ class ValueDistribution(nn.Module):
 
         Returns the mean, and V, that each critic predicted, in the new units, (C, T, N, 1 or 2),
         and metrics. In the exception above they are what the outputs mean by the new statistics.
-        Value clipping keeps predictions near these, and not near those after a jump of the decoded
-        mean, which no critic predicted. So it may act ahead of the first step.
+        Value clipping keeps predictions near these, which were made before the mean jumped. So it
+        may act ahead of the first step.
 
         The metric `warning`, where there is one, is a text. `Run.end_iteration` prints the first.
         """

@@ -1697,13 +1697,18 @@ class ValueDistribution(nn.Module):
         The last layers of the heads change in place. Returns `outputs` (C, T, N, K or K + 1) in
         the new units, and metrics.
         """
-        values = self.value(outputs)  # (C, T, N), by the old statistics
+        # 1. The old statistics decode what the critics predicted.
+        values = self.value(outputs)  # (C, T, N)
         decoded = self.decode(outputs)
         old_mean = self.moments.mean
         old_std = self.moments.std
-        rescales = not self.moments.at_floor  # by the old statistics, as all above
+        rescales = not self.moments.at_floor
+
+        # 2. The statistics take in the targets.
         if self.args.norm_returns:
             self.merge_targets(targets, values)
+
+        # 3. Predictions and heads are converted to the new units.
         new_outputs = outputs
         if rescales:
             new_outputs = self.moments.normalize(decoded).to(outputs)
