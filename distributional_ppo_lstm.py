@@ -3909,8 +3909,8 @@ class Run:
         if self.untouched:  # nothing was trained since, as where a run that is done is evaluated
             parts = self.untouched["parts"]
             if len(parts) == WORLD_SIZE:  # the evaluation's tasks may have drawn from generators
-                states = gather_objects((random.getstate(), np.random.get_state()))
-                parts = [part | {"rngs": rngs} for part, rngs in zip(parts, states)]
+                generators = gather_objects((random.getstate(), np.random.get_state()))
+                parts = [part | {"rngs": rngs} for part, rngs in zip(parts, generators)]
             return kept | self.untouched | {"parts": parts}
 
         part = {
