@@ -1766,7 +1766,8 @@ class ValueDistribution(nn.Module):
         clipped_means = clip_values(mean_outputs, old_mean_outputs, args.vf_clip_coef)
         v_loss = clipped_value_loss(v_loss, squared_error(clipped_means, returns))
         changes = torch.cat((clipped - quantiles, clipped_means - mean_outputs), -1)
-        return z_loss + v_loss, (changes.abs() > 1e-6).any(-1).float()
+        rounding = 1e-6 * (1 + old.abs().amax(-1, keepdim=True))
+        return z_loss + v_loss, (changes.abs() > rounding).any(-1).float()
 
     def describe(self, outputs: Tensor, samples: Tensor) -> dict:
         """Describe the outputs (T, N, K or K + 1) for s_t, beside samples of the return."""

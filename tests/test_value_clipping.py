@@ -1,5 +1,6 @@
 """Value clipping: predictions kept near the old ones, and the larger of two losses."""
 
+import importlib
 import math
 
 import pytest
@@ -419,3 +420,28 @@ def test_value_clipping_of_atoms_blocks_the_same_share_at_every_scale_of_returns
     changed = ((clipped - probs).abs() > 1e-9).any(-1)
     assert changed.tolist() == (moves.abs() > 0.2).tolist()
     assert 0.5 < changed.double().mean() < 0.8
+
+
+@pytest.mark.parametrize("name", ["distributional_ppo_lstm", "distributional_ppo_categorical"])
+def test_rounding_is_not_counted_as_clipping(name):
+    """Values of a task in hundreds, moved by less than the limit: `value/clip_fraction` is 0. With
+    a limit that all of them exceed, it is 1."""
+    script = importlib.import_module(name)
+    kind = {"vf_clip": "mean_and_variance"} if script is lstm else {"vf_clip": "mean_only"}
+    generator = torch.manual_seed(0)
+    counted = []
+    for limit in (0.2, 1e-4):
+        args = script.Args(
+            norm_returns=False, vf_clip_coef=limit, value_from="distribution", **kind
+        )
+        dist = script.ValueDistribution(args)
+        if script is lstm:
+            old = 300 * torch.randn(1, 50, args.num_quantiles, generator=generator)
+            outputs, targets = old + 0.1, torch.zeros(50, 1)
+        else:
+            dist.support *= 100
+            outputs = torch.randn(1, 50, args.num_atoms, generator=generator)
+            old = dist.mean(outputs).float()[..., None] + 0.1
+            targets = dist.encode_targets(dist.point_targets(torch.zeros(50)))
+        counted.append(dist.loss(outputs, targets, torch.zeros(50), old)[1].mean())
+    assert counted == [0, 1]
