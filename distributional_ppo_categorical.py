@@ -3230,7 +3230,9 @@ def take_weights(agent: Agent, args: Args, here: Path) -> None:
     Raises `UsageError` where they have other shapes or another meaning, and where they know nothing
     of an entry of the observation that the agent will see.
     """
-    saved = read_saved(checkpoint_path(here / expanded(args.init_from)))
+    path = checkpoint_path(here / expanded(args.init_from))
+    saved = read_saved(path)
+    require_one_file(args, "init_from", path)
     stored = SimpleNamespace(**saved["args"])  # another number of processes may have had them
     meaning = ("activation", "norm_obs", "norm_returns")  # the shapes are the same in any case
     theirs = shapes(saved["agent"], stored) | {name: getattr(stored, name) for name in meaning}
@@ -3869,6 +3871,7 @@ class Run:
         """
         args = self.args
         content = read_saved(self.directory / "checkpoint.pt")
+        require_one_file(args, "resume", self.directory / "checkpoint.pt")
         if content["args"]["cuda"] and not args.cuda:
             text = "was run with --cuda, and torch sees no GPU; start anew with --init-from"
             raise flag_error(args, "resume", text)
@@ -4193,6 +4196,16 @@ def read_saved(path: Path) -> dict[str, Any]:
 
     check_version(saved["args"], path)
     return saved
+
+
+def require_one_file(args: Args, name: str, path: Path) -> None:
+    """Require that all processes read the same checkpoint: machines may have different copies.
+
+    Raises `UsageError` with the flag of this name.
+    """
+    if WORLD_SIZE > 1 and len({*gather_objects(zlib.crc32(path.read_bytes()))}) > 1:
+        text = "machines have different files there; copy the run of one machine to the others"
+        raise flag_error(args, name, text)
 
 
 def what_is_there(path: Path) -> str:

@@ -11,6 +11,7 @@ import random
 import signal
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -799,10 +800,12 @@ def test_what_another_process_has_lost_is_told(script, tmp_path, monkeypatch, ca
     capsys.readouterr()
     run, *_ = script.start(replace(args, resume=str(directory)))
     with undisturbed(), run:
-        assert "episodes start afresh: its disk is gone" in capsys.readouterr().out
+        told = capsys.readouterr().out
+        assert "episodes of some processes start afresh: its disk is gone" in told
         run.args.save_envs = "always"
         run.pickled_envs()
-        assert "environments are not saved, since its disk is gone" in capsys.readouterr().out
+        told = capsys.readouterr().out
+        assert "environments of some processes are not saved, since its disk is gone" in told
 
 
 def test_generators_are_taken_up_after_tasks_were_read(script, tmp_path, monkeypatch):
@@ -855,6 +858,25 @@ def test_each_process_takes_up_its_own_part(script, tmp_path, monkeypatch):
             patch.setattr(script, name, value)
         run.take_up()
     assert run.carried == ("second",)
+
+
+@pytest.mark.parametrize("flag", ["resume", "init_from"])
+def test_machines_with_different_files_are_refused(script, tmp_path, monkeypatch, flag):
+    """Two machines have a run of the same name: its checkpoints must be the same to the last byte.
+    Otherwise the processes would train different weights with the mean of their gradients."""
+    args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0")
+    args = replace(args, **{flag: str(stopped(script, monkeypatch, args, 1))})
+    run, agent, *_ = script.start(args)
+    take = run.take_up if flag == "resume" else partial(script.take_weights, agent, args, Path())
+    facts = {"WORLD_SIZE": 2, "gather_objects": lambda thing: [thing] * 2}
+    with run, monkeypatch.context() as patch:
+        for name, value in facts.items():
+            patch.setattr(script, name, value)
+        take()  # files that are alike
+        patch.setattr(script, "gather_objects", lambda thing: [thing, "other"])
+        told = f"--{flag.replace('_', '-')} .*: machines have different files there; copy"
+        with pytest.raises(script.UsageError, match=told):
+            take()
 
 
 def test_optimizers_that_are_missing_are_told(script, tmp_path, monkeypatch, capsys):
