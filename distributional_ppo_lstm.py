@@ -707,7 +707,7 @@ def prepare_batch(
     """Turn a rollout into a batch. Returns it, the critics' state after the rollout, and metrics.
 
     The order matters (van Hasselt et al. 2016). The return statistics of earlier rollouts decode
-    (std * z + mean) the values and advantages of this one. Then the statistics take in the targets,
+    the values of this one, std * z + mean, which give its advantages. Then they take in targets,
     and the value heads are rescaled in the same moment.
 
     The new statistics normalise targets and old values for the update, and decode the next rollout.
@@ -828,8 +828,9 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
         A' = (A - mean) / max(std, running std)
            = (A - mean) / std * min(1, std / running std), as the code computes it
 
-    Advantages and result are (T, N). The running std is the root of the mean variance of recent
-    rollouts. `agent.adv_moments` holds it, and each call takes one rollout into it.
+    Advantages are those of one rollout, in any shape, which the result has as well. The running std
+    is the root of the mean variance of recent rollouts. `agent.adv_moments` holds it, and each call
+    takes one rollout into it.
 
     Where all returns are alike, the std is the noise of rounding and of the critics. Dividing by it
     would turn that noise into a gradient of full size. Once an earlier rollout has varied, the
@@ -860,7 +861,7 @@ def normalize_advantages(
     The formula has no branch on the size of std, which would make it discontinuous. With one
     process constant input gives exact zeros, because one entry is subtracted from all first.
     `across` gives the mean of a number over several processes that hold equal parts of the
-    advantages. There is at least one entry, and each counts: leave out those of padding.
+    advantages. Every entry counts, so leave out padding. There must be at least one.
     """
     shifted = advantages - across(advantages.flatten()[0])
     centered = shifted - across(shifted.mean())
@@ -1316,7 +1317,7 @@ class RunningMoments(nn.Module):
     `count` starts at 0, so the first update gives exactly the moments of its batch. A count above
     `max_count` is capped, so that old data fade. Moments are merged as in Chan et al. 1983; the
     difference E[x^2] - E[x]^2 would lose all digits where the mean is large. Do not cast a module
-    that has these: in float32 `floor` would be 0.
+    that has these: float32 has no 1e-60, so that `floor` could be 0.
     """
 
     def __init__(self, shape: tuple[int, ...] = (), max_count: float | None = None) -> None:
@@ -1349,7 +1350,7 @@ class RunningMoments(nn.Module):
     def update(self, x: Tensor) -> None:
         """Take in a batch. Training does not call this; it uses `merge`.
 
-        All axes ahead of the shape of the moments are samples. Without any, nothing changes.
+        All axes ahead of the shape of the moments are samples. A batch of none changes nothing.
         """
         x = x.double().reshape(-1, *self.mean.shape)
         if len(x) == 0:
@@ -1661,8 +1662,8 @@ class ValueDistribution(nn.Module):
     def sample_targets(self, rollout: Rollout, next_outputs: Tensor, gae_lambda: float) -> Tensor:
         """Make targets by SR(lambda), from the outputs (T, N, K or K + 1) for true successors.
 
-        For lambda 1 all draws go on to the end, as zeros do. So none are made then, and
-        `describe_critics` does not move the generator.
+        With lambda 1 every sample goes on to the end, whatever is drawn. So zeros serve, and
+        `describe_critics`, which asks for lambda 1, does not move the generator.
         """
         theta = self.decode(self.split(next_outputs)[0])
         size = (len(theta), self.args.num_envs, theta.shape[-1])
@@ -1766,7 +1767,7 @@ class ValueDistribution(nn.Module):
         clipped_means = clip_values(mean_outputs, old_mean_outputs, args.vf_clip_coef)
         v_loss = clipped_value_loss(v_loss, squared_error(clipped_means, returns))
         changes = torch.cat((clipped - quantiles, clipped_means - mean_outputs), -1)
-        rounding = 1e-6 * (1 + old.abs().amax(-1, keepdim=True))
+        rounding = 1e-6 * (1 + old.abs().amax(-1, keepdim=True))  # of float32, a few digits
         return z_loss + v_loss, (changes.abs() > rounding).any(-1).float()
 
     def describe(self, outputs: Tensor, samples: Tensor) -> dict:
@@ -1809,8 +1810,8 @@ def unroll_lstm(
 
     The function makes one fused call instead of T. inputs are (T, N, F). state is (h, c), each
     (1, N, H), ahead of step 0. episode_start is (T, N) bool: the state is zero when a step opens an
-    episode. Returns outputs (T, N, H) and the state after the last step. The lstm has one layer and
-    one direction, biases, and no projection, and takes time first.
+    episode. Returns outputs (T, N, H) and the state after the last step. The lstm has one layer,
+    one direction, biases, no projection, and batch_first=False.
 
     The trick is that a reset becomes one more time step of the LSTM. Each environment is a column
     of rows: its T steps, and one reset row ahead of each step that opens an episode. Columns with
@@ -2521,7 +2522,8 @@ def misfit_of_one(space: gym.Space, value: Any) -> str:
         except (ValueError, OverflowError):  # objects that are NaN, infinite, or too large
             whole = False
         if not whole:
-            return f"has numbers from {array.min():g} to {array.max():g} of {array.dtype}"
+            ends = f"from {array.min()!s:.20} to {array.max()!s:.20}"
+            return f"has numbers {ends} of {array.dtype}"
     return ""
 
 
@@ -3221,7 +3223,7 @@ def derived_seed(seed: int, stream: str, index: int, bits: int = 63) -> int:
 def tasks_draw_apart() -> Iterator[None]:
     """Give tasks a stream of torch's random numbers of their own, which they may also seed.
 
-    It is another stream after each seed of torch's, and in each process. Afterwards torch's
+    The stream depends on the last seed that torch was given, and on the process. Afterwards torch's
     generator is where it was.
     """
     generator = torch.default_generator
@@ -3331,16 +3333,14 @@ def make_agent(envs: gym.vector.VectorEnv, args: Args, here: Path = Path()) -> A
     return agent
 
 
-@torch.no_grad()
 def take_weights(agent: Agent, args: Args, here: Path) -> None:
     """Give an agent the weights and statistics of the run or checkpoint `init_from`.
 
     Raises `UsageError` where they have other shapes or another meaning, and where they know nothing
     of an entry of the observation that the agent will see.
     """
-    path = checkpoint_path(here / expanded(args.init_from))
-    saved = read_saved(path)
-    require_one_file(args, "init_from", path)
+    saved = read_saved(checkpoint_path(here / expanded(args.init_from)))
+    require_one_file(args, "init_from", saved)
     stored = SimpleNamespace(**saved["args"])  # another number of processes may have had them
     meaning = ("activation", "norm_obs", "norm_returns")  # the shapes are the same in any case
     theirs = shapes(saved["agent"], stored) | {name: getattr(stored, name) for name in meaning}
@@ -3517,8 +3517,8 @@ class Run:
         self.envs = envs
         self.eval_env = eval_env  # None in all processes but the first, and without evaluations
         self.unused_envs: list[gym.Env] = []  # others were read back in their place
-        # What a resumed checkpoint holds of episodes and generators. It is saved again until an
-        # iteration begins, which makes it out of date.
+        # What a resumed checkpoint holds of episodes and generators. Until an iteration begins it
+        # is saved again, with the generators as they are by then.
         self.untouched: dict[str, Any] = {}
         self.proof: ReadBack | None = None  # that environments can be read back
 
@@ -3626,7 +3626,8 @@ class Run:
                 mistake.add_note(note)
             raise mistake from error
         if error is None and self.signals:  # one came after the last time that `stops` asked
-            raise KeyboardInterrupt(f"stopped after all {self.step:,} steps of the run")
+            done = f"after {self.step:,} steps; what was done is in {self.directory}"
+            raise KeyboardInterrupt(f"interrupted {done}")
 
     def request_stop(self, number: int, frame: Any) -> None:
         """End the run after this iteration, or this episode of an evaluation.
@@ -3911,9 +3912,11 @@ class Run:
         kept["optimizers"] = [on_cpu(x.state_dict()) for x in self.optimizers]
         if self.untouched:  # nothing was trained since, as where a run that is done is evaluated
             parts = self.untouched["parts"]
-            if len(parts) == WORLD_SIZE:  # the evaluation's tasks may have drawn from generators
-                generators = gather_objects((random.getstate(), np.random.get_state()))
-                parts = [part | {"rngs": rngs} for part, rngs in zip(parts, generators)]
+            if len(parts) == WORLD_SIZE:
+                rngs = parts[RANK]["rngs"]
+                if self.carried is not None:  # tasks of an evaluation may have drawn numbers
+                    rngs = random.getstate(), np.random.get_state()
+                parts = [part | {"rngs": one} for part, one in zip(parts, gather_objects(rngs))]
             return kept | self.untouched | {"parts": parts}
 
         part = {
@@ -3972,7 +3975,7 @@ class Run:
         """
         args = self.args
         content = read_saved(self.directory / "checkpoint.pt")
-        require_one_file(args, "resume", self.directory / "checkpoint.pt")
+        require_one_file(args, "resume", content)
         if content["args"]["cuda"] and not args.cuda:
             text = "was run with --cuda, and torch sees no GPU; start anew with --init-from"
             raise flag_error(args, "resume", text)
@@ -4299,13 +4302,18 @@ def read_saved(path: Path) -> dict[str, Any]:
     return saved
 
 
-def require_one_file(args: Args, name: str, path: Path) -> None:
-    """Require that all processes read the same checkpoint: machines may have different copies.
+def require_one_file(args: Args, name: str, saved: dict[str, Any]) -> None:
+    """Require that all processes have read the same weights: machines may have different files.
 
     Raises `UsageError` with the flag of this name.
     """
-    if WORLD_SIZE > 1 and len({*gather_objects(zlib.crc32(path.read_bytes()))}) > 1:
-        text = "machines have different files there; copy the run of one machine to the others"
+    if WORLD_SIZE == 1:
+        return
+    checksum = 0
+    for x in saved["agent"].values():
+        checksum = zlib.crc32(x.numpy().tobytes(), checksum)
+    if len({*gather_objects(checksum)}) > 1:
+        text = "the processes read different files; give all machines a copy that no run changes"
         raise flag_error(args, name, text)
 
 
@@ -4758,9 +4766,9 @@ def preset_flags(names: Iterable[str]) -> dict[str, Any]:
         if flags["preset"].count(name) > 1:
             raise UsageError(f"--preset {name}: is given twice")
         flags |= PRESETS[name].flags
-    first, *others = flags["preset"] or [""]
-    for name in others:
+    for name in flags["preset"][1:]:
         if name not in PURPOSES:
+            first = flags["preset"][0]
             text = f"is for a task, and so is {first}; name one of them"
             if first in PURPOSES:
                 text = f"is for a task, and stands behind {first}; name it first"
@@ -4880,7 +4888,8 @@ def require_stored_flags(args: Args, stored: Args, path: str) -> None:
 def evaluate_stored(args: Args) -> None:
     """Evaluate the agent of --evaluate, and keep the result in `evaluation.json` beside it.
 
-    There it is named after the file, and the flags that are not the run's: best.pt_seed-7.
+    Its key there is the file's name, and what differs from the run's --eval-episodes,
+    --eval-sampled and --seed: best.pt_seed-7.
     """
     set_up_process(args)
     path = checkpoint_path(args.evaluate).resolve()  # a task may change the working directory

@@ -874,7 +874,7 @@ def test_machines_with_different_files_are_refused(script, tmp_path, monkeypatch
             patch.setattr(script, name, value)
         take()  # files that are alike
         patch.setattr(script, "gather_objects", lambda thing: [thing, "other"])
-        told = f"--{flag.replace('_', '-')} .*: machines have different files there; copy"
+        told = f"--{flag.replace('_', '-')} .*: the processes read different files; give"
         with pytest.raises(script.UsageError, match=told):
             take()
 
