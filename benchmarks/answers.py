@@ -338,7 +338,7 @@ def memory_table() -> list[str]:
     """POPGym and MiniGrid."""
     steps = equal_time()
     lines = common.markdown_head(
-        f"POPGym, MiniGrid | ours, 500k steps | sb3-contrib at our wall time ({min(steps):,} to "
+        f"POPGym, MiniGrid | ours (500k) | sb3-contrib at our wall time ({min(steps):,} to "
         f"{max(steps):,} steps) | difference"
     )
     for name, gap in popgym().items():
@@ -659,8 +659,8 @@ def gains_told() -> str:
     if not gained:
         return "On no robot is it clearly better than an older one."
     return (
-        f"It is clearly better than an older one on {joined(gained)}. On the others either may be "
-        f"better, so compare both there (flags below)."
+        f"It is clearly better than an older preset in older scripts on {joined(gained)}. On the "
+        f"others either may be better, so compare both there (flags below)."
     )
 
 
@@ -674,7 +674,7 @@ def whose_preset() -> str:
     """Which of the tables' rows have today's preset for MuJoCo."""
     today = robots_of_today()
     if len(today) == len(FOUR):
-        return "All of [these](#tasks) rows but Humanoid's and Swimmer's have it."
+        return 'It gave "ours" of the [MuJoCo table](#tasks) but for Humanoid and Swimmer.'
     if not today:
         return "No reported run has [today's preset](#settings-for-mujoco)."
     return (
@@ -912,9 +912,9 @@ def gpu_note() -> str:
     )
     slow = [gain.middle for gain in small]
     return (
-        f"* **On a GPU** (an H200 beside 16 cores) Pong is {pong.told()} times and an LSTM of 512 "
-        f"with 64 environments {large.told()} times as fast as on the CPU; small networks are "
-        f"slower, {min(slow):.1f} to {max(slow):.1f} times ([table](results/gpu.md))."
+        f"* **On a GPU** (an H200 beside the CPUs of its machine) Pong is {pong.told()} times and "
+        f"an LSTM of 512 with 64 environments {large.told()} times as fast as on the CPU; small "
+        f"networks are slower, {min(slow):.1f} to {max(slow):.1f} times ([table](results/gpu.md))."
     )
 
 
@@ -1026,10 +1026,10 @@ def tails_told() -> str:
         return cliff_told()
     clearly = {script: -one.high > (one.high - one.low) / 2 for script, one in found.items()}
     words = [
-        f"{kind_of(script)} {'clearly' if clear else 'perhaps'}"
+        f"the {kind_of(script)} script's {'clearly' if clear else 'perhaps'}"
         for script, clear in clearly.items()
     ]
-    return f"both scripts have worse tails with aversion ({', '.join(words)})"
+    return f"aversion makes the tail worse, {' and '.join(words)}"
 
 
 def risk_notes() -> list[str]:
@@ -1165,8 +1165,8 @@ def calibration_notes() -> list[str]:
 
 # -------------------------------------------------------------------------------------------- truth
 VALUES = [
-    (CATEGORICAL, "default", "an output of its own, feed-forward (default)"),
-    (LSTM, "default", "the same, recurrent (default)"),
+    (CATEGORICAL, "default", "the atoms' mean with its correction (default)"),
+    (LSTM, "default", "an output of its own, beside quantiles (default)"),
     (LSTM, "scalar", "a scalar critic"),
     (LSTM, "distribution", "the mean of quantiles"),
     (LSTM, "kappa 1", "the mean of quantiles with `--kappa 1`"),
@@ -1218,6 +1218,7 @@ def arms() -> dict[str, str]:
             ("default", default),
             ("mean", from_mean),
             ("wide", [wide]),
+            ("scalar", [preferring(LSTM, "scalar")]),
             ("peer", [preferring(SB3, "default")]),
         )
     }
@@ -1242,8 +1243,9 @@ def truth_notes() -> list[str]:
         f"* **A bad arm.** Two arms pay after twenty steps: the good one 0.5, the bad one 1, "
         f"but -150 once in a hundred (mean {truth.BAD:.2f}). {found['default']} runs with the "
         f"defaults prefer the bad one, and the largest probability of it is {highest_bad():.2f}. "
-        f"{found['mean']} do with V from the distribution ({found['wide']} with wide two-hot "
-        f"atoms), and {found['peer']} do with SB3's PPO.",
+        f"{found['mean']} do with V from the distribution (among them {found['wide']} with wide "
+        f"two-hot atoms), {found['scalar']} with a scalar critic, and "
+        f"{found['peer']} with SB3's PPO.",
         f"* **Other units.** Rewards or observations of CartPole-v1 were multiplied by 1e-8 to "
         f"1e18. {sum(mean == 500 for mean in units)} of {len(units)} runs end at "
         f"500; the others share a seed that fails with factor 1, too.",
@@ -1327,8 +1329,8 @@ def current() -> str:
     clear = [one.task for one in moved if welch(one.after, one.before).verdict != "undecided"]
     effect = (
         f"On tuning seeds of {count_of(len(changes()))} tasks the change moved "
-        f"{f'the mean of {joined(clear)}' if clear else 'no mean'} measurably, but "
-        f"[intervals are wide](#how-to-read-the-numbers)."
+        f"{f'the mean of {joined(clear)}' if clear else 'no mean'} measurably, but one is at its "
+        f"ceiling and [intervals are wide](#how-to-read-the-numbers)."
     )
     if old == rows:
         return (
@@ -1442,9 +1444,10 @@ def worth(verdicts: dict[Contest, Verdict]) -> list[str]:
         f"  * **Default critics beside scalar ones:** in our older version a run with the default "
         f"critic ends higher with probability {robots.at_the_end} on MuJoCo, "
         f"{recurrent.at_the_end} on recurrent tasks and {games.at_the_end} on MinAtar. A tie is "
-        f"0.5. By default the policy learns from V alone, not from the distribution.",
-        "  * **V from the distribution** was scored on the two CartPoles alone. The recurrent one "
-        "[learnt more slowly](tuning.md#the-two-cartpoles), but not with `--kappa 1`.",
+        f"0.5. By default the policy learns from V alone.",
+        "  * **V from the distribution** was scored on CartPole-v1 and CartPoleNoVel-v1 alone. The "
+        "recurrent one [learnt more slowly](tuning.md#the-two-cartpoles), but not with "
+        "`--kappa 1`.",
         *behind_scalar(),
     ]
 
@@ -1462,7 +1465,8 @@ def calibrated() -> list[str]:
     return [
         "* **Is the predicted distribution calibrated?** Not by default. [Details](#calibration)",
         f"  * **Real tasks:** a run counts as calibrated if the shares of returns below its "
-        f"deciles, over all states, are off by at most 0.05 on average. Presets reach that in "
+        f"deciles, over all states, are off by at most 0.05 on average. `--preset TASK calibrated` "
+        f"reaches that in "
         f"{told[0]} of {told[2]} runs, followed by `--preset critics` in {told[1]}, and "
         f"[flags for each task](tuning.md#calibration) in {(runs <= 0.05).sum()} of {len(runs)} "
         f"(older).",
@@ -1515,10 +1519,10 @@ def trusted() -> str:
     return (
         f"* **Does it know when not to be trusted?** {short} Gravity, friction or the noise of "
         f"sensors changed after training, for {agents} runs each of {robots}. In "
-        f"{cases(fallen)} the return fell. By then a low predicted decile had warned in {first}, "
-        f"and before the fall in {ahead[0]}. Twins far apart had warned in {second}, and before "
-        f"the fall in {ahead[1]}. In {cases(len(held))} the return held; the decile warned in "
-        f"{false[0]} of these all the same, and the twins in {false[1]} (older preset). "
+        f"{cases(fallen)} the return fell. A decile that is predicted low had warned by then in "
+        f"{first}, and before the fall in {ahead[0]}; twins far apart in {second} and "
+        f"{ahead[1]}. In {cases(len(held))} the return held, and the decile warned falsely in "
+        f"{false[0]}, the twins in {false[1]} (older preset). "
         f"[Table](results/trust.md), [figure](results/trust.png)"
     )
 
@@ -1539,10 +1543,11 @@ def beside_best() -> str:
 
     final, claimed = (ours / [top[task] for task in FOUR] for top in (screen.BEST, highest))
     return (
-        f"  * **Beside the best published:** divided by the best final evaluation of one line of "
-        f"flags (XuanCe, TRPO), our return is {critics.estimate(score, final)} in the mean of four "
+        f"  * **Beside the best published:** divided by the higher one of XuanCe's PPO and "
+        f"sb3-contrib's TRPO, our return is {critics.estimate(score, final)} in the mean of four "
         f"robots, with {(final < 0.5).sum()} of {final.size} runs below half. Divided by the "
-        f"highest claims of all it is {critics.estimate(score, claimed)}."
+        f"highest claims of all, in the table's last column, it is "
+        f"{critics.estimate(score, claimed)}."
     )
 
 
@@ -1589,7 +1594,8 @@ def memory_told() -> list[str]:
         own, control = scores(LSTM, task), scores(CATEGORICAL, task, "feed_forward")
         if len(own) and len(control):
             gaps.append(f"{welch(own, control).told(0)} on {task}")
-    return [f"  * **Memory buys** {joined(gaps)}, beside the feed-forward script."] if gaps else []
+    told = f"beside the feed-forward script, whose critics differ, it has {joined(gaps)}"
+    return [f"  * **Robots:** {told}."] if gaps else []
 
 
 def aged(found: Pace) -> str:
@@ -1626,8 +1632,9 @@ def how_tuned() -> str:
     return (
         f"By hand, by small searches and by screenings, on seeds 1000 to 7999. Other seeds are "
         f"reported. {joined(without)} have no tuning run that was kept, and `averse` was not "
-        f"tuned. Reported seeds influenced [nine choices](#how-to-read-the-numbers), and we broke "
-        f"[five rules](#what-failed)."
+        f"tuned. Reported seeds influenced [nine "
+        f"choices](#choices-that-reported-seeds-influenced), and we broke [five "
+        f"rules](#what-failed)."
     )
 
 
@@ -1645,25 +1652,20 @@ def answers(verdicts: dict[Contest, Verdict]) -> list[str]:
         for column in ("mean", "cvar")
         for variant in ("neutral", "weight 1")
     }
-    sampled = [
-        risky("road", CATEGORICAL, variant, "sampled_cvar") for variant in ("neutral", "weight 1")
-    ]
     return [
         *worth(verdicts),
         f"* **Does it buy a better tail?** On our road, where one fast drive of four crashes, "
         f"`--cvar-weight 1` lifts the mean of the worst tenth of episodes from "
         f"{tail['cvar', 'neutral']} to {tail['cvar', 'weight 1']} and lowers the mean of all from "
         f"{tail['mean', 'neutral']} to {tail['mean', 'weight 1']} (feed-forward, acting by the "
-        f"mode). With sampled actions the worst tenth rises from {sampled[0]} to {sampled[1]}. "
-        f"On a slippery "
-        f"cliff {tails_told()}.{worse_elsewhere()} [Details](#risk)",
+        f"mode). On a slippery cliff {tails_told()}.{worse_elsewhere()} [Details](#risk)",
         *calibrated(),
         *([trusted()] if trust.TABLE.rows() else []),
         *beside_others(),
         *fast(),
-        f"* **What does the value get right?** Where a reward comes once in a hundred times, V as "
-        f"an output of its own is {rare[LSTM, 'default']} times the truth, and so much is a scalar "
-        f"critic's: {rare[LSTM, 'scalar']}. V taken from the distribution is "
+        f"* **What does the value get right?** Where a reward comes once in a hundred times, the "
+        f"recurrent script's V is {rare[LSTM, 'default']} times the truth, and a scalar critic's "
+        f"{rare[LSTM, 'scalar']} times. V taken from the distribution is "
         f"{rare[LSTM, 'distribution']} times the truth with quantiles, "
         f"{rare[CATEGORICAL, 'distribution']} with HL-Gauss atoms and "
         f"{rare[CATEGORICAL, 'two_hot wide']} with wide two-hot atoms. [Details](#truth)",

@@ -405,11 +405,13 @@ def test_every_critic_whose_value_is_the_mean_counts_on_the_arms(answers, monkey
             (answers.CATEGORICAL, "distribution", "0.9"),
             (answers.CATEGORICAL, "two_hot", "0.9"),
             (answers.CATEGORICAL, "two_hot wide", "0.1"),
+            (answers.LSTM, "scalar", "0.1"),
             (answers.SB3, "default", "0.9"),
         )
     ]
     monkeypatch.setattr(answers.truth, "TABLE", Made(made))
     told = {"default": "0 of 2", "mean": "4 of 5", "wide": "0 of 1", "peer": "1 of 1"}
+    told["scalar"] = "0 of 1"
     assert answers.arms() == told
 
 
@@ -549,12 +551,15 @@ def test_warnings_worked_by_hand(answers, monkeypatch):
     monkeypatch.setattr(answers.Table, "rows", lambda self: rows)
     told = answers.trusted()
     assert "for two runs each of Hopper-v5" in told
-    assert "In 1 case the return fell. By then a low predicted decile had" in told
     assert "** Yes. Gravity" in told
-    assert "warned in 1, and before the fall in 1. Twins far apart had warned in 0, and" in told
-    assert "before the fall in 0. In 1 case" in told
-    assert "In 1 case the return held; the decile warned in 0 of these all the same, and" in told
-    assert "and the twins in 1 (older preset)." in told
+    warned = (
+        "In 1 case the return fell. A decile that is predicted low had warned by then in 1, and"
+    )
+    assert warned in told
+    assert (
+        "and before the fall in 1; twins far apart in 0 and 0. In 1 case the return held," in told
+    )
+    assert "and the decile warned falsely in 0, the twins in 1 (older preset)." in told
 
 
 def test_aversion_on_robots_worked_by_hand(answers, monkeypatch):
@@ -623,7 +628,8 @@ def test_the_score_beside_the_best_is_worked_by_hand(answers, monkeypatch):
     monkeypatch.setattr(answers, "scores", scores)
     told = answers.beside_best()
     assert "our return is 0.93 (" in told or "our return is 0.92 (" in told
-    assert "with 1 of 8 runs below half. Divided by the highest claims of all it is 0.46 (" in told
+    assert "with 1 of 8 runs below half. Divided by the highest claims of all, in the" in told
+    assert "table's last column, it is 0.46 (" in told
     low = answers.low_robots()
     assert {task: own.tolist() for task, own in low.items() if len(own)} == {
         answers.FOUR[0]: [40.0]
