@@ -432,12 +432,13 @@ def standing(cell: Cell, rows: list[Row]) -> list[Row]:
 
     Seeds from RENEWED up are of runs that were made anew with today's scripts. A cell that wants
     them has the rows of its own seeds as soon as all of these have run, and until then all older
-    rows, whatever their seeds are.
+    rows, whatever their seeds are. So has a cell without seeds. One of older seeds has the rows of
+    its seeds.
     """
-    newer = [row for row in rows if int(row["seed"]) in cell.seeds]
-    seeds = {int(row["seed"]) for row in newer}
-    if min(cell.seeds, default=0) >= RENEWED and seeds >= {*cell.seeds}:
-        return newer
+    own = [row for row in rows if int(row["seed"]) in cell.seeds]
+    complete = {int(row["seed"]) for row in own} >= {*cell.seeds}
+    if cell.seeds and (complete or min(cell.seeds) < RENEWED):
+        return own
     return [row for row in rows if int(row["seed"]) < RENEWED]
 
 

@@ -145,8 +145,11 @@ NEW_TWO, NEW_THREE, NEW_FIVE, NEW_TEN, NEW_TWENTY = (
 
 
 def seeds_of_popgym(name: str) -> range:
-    """Of ours and of the peer, which has the wall time of ours."""
+    """Of the peer, and of ours, whose wall time it has; ours has seven more on two tasks."""
     return NEW_THREE if name in POPGYM_ANEW else THREE
+
+
+POPGYM_TEN = ("AutoencodeEasy", "VelocityOnlyCartpoleEasy")
 
 
 # flags: beyond --env-id and --seed
@@ -158,7 +161,13 @@ GRID = [
     Cell("MountainCarContinuousNoVel-v0", LSTM, "default", MOUNTAIN, NEW_TWENTY),
     # The peers had the wall time of these rows: renew both sides at once, or neither.
     *[
-        Cell(f"popgym:popgym-{name}-v0", LSTM, "default", MEMORY, seeds_of_popgym(name))
+        Cell(
+            f"popgym:popgym-{name}-v0",
+            LSTM,
+            "default",
+            MEMORY,
+            TEN if name in POPGYM_TEN else seeds_of_popgym(name),
+        )
         for name in POPGYM
     ],
     Cell(
@@ -406,7 +415,9 @@ def run_peer(run: Run) -> Result:
     torch.set_num_threads(1)
     limit = math.inf
     if run.cell.variant == "equal_time":
-        limit = training_seconds(cell_of(LSTM, task, "default"))
+        limit = training_seconds(
+            dataclasses.replace(cell_of(LSTM, task, "default"), seeds=run.cell.seeds)
+        )
 
     model = make_peer(run, ours, args, lambda: ours.make_env(args))
     points: list[Point] = []
@@ -477,6 +488,7 @@ def keep(result: Result) -> None:
 
 def missing(cells: list[Cell], only: list[str], seeds: list[int]) -> list[Run]:
     """Runs that match and have no row, of these seeds if any; the first seed of everything first.
+    Peers that have our wall time come last.
 
     Lower seeds of our scripts are of earlier versions. What lacks there stays so, or today's update
     would be mixed in.
@@ -489,7 +501,7 @@ def missing(cells: list[Cell], only: list[str], seeds: list[int]) -> list[Run]:
     ]
     if seeds:
         runs = [run for run in runs if run.seed in seeds]
-    return sorted(runs, key=lambda run: run.seed)
+    return sorted(runs, key=lambda run: (run.cell.variant == "equal_time", run.seed))
 
 
 def refuse_other_flags(cells: list[Cell]) -> None:
@@ -513,9 +525,28 @@ def run_missing(runs: list[Run], processes: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------ reading
+def settled(cell: Cell) -> Cell:
+    """The cell whose rows count in this one's place: itself, or one of older seeds.
+
+    Ours and the peer that has our wall time have new rows on both sides, or on none.
+    """
+    pair = {
+        one.setting: one
+        for one in GRID
+        if one.task == cell.task and one.setting[1:] in ((LSTM, "default"), (CONTRIB, "equal_time"))
+    }
+    if len(pair) < 2 or cell.setting not in pair:
+        return cell
+    seeds = {
+        setting: {int(row["seed"]) for row in ARCHIVE.rows_of(one)} for setting, one in pair.items()
+    }
+    complete = all(seeds[setting] == {*one.seeds} for setting, one in pair.items())
+    return cell if complete else dataclasses.replace(cell, seeds=TWENTY)
+
+
 def rows_of(cell: Cell) -> list[Row]:
     """The row of every run of a cell, in the order of their seeds."""
-    return ARCHIVE.rows_of(cell)
+    return ARCHIVE.rows_of(settled(cell))
 
 
 def numbers(rows: list[Row], column: str) -> list[float]:
@@ -535,7 +566,7 @@ def last_returns_of(cell: Cell) -> list[float]:
 
 def older_rows_of(cell: Cell) -> list[Row]:
     """The rows of a cell that are of older versions of our scripts, in the order of their seeds."""
-    return rows_of(dataclasses.replace(cell, seeds=TWENTY))
+    return ARCHIVE.rows_of(dataclasses.replace(cell, seeds=TWENTY))
 
 
 def cell_of(script: str, task: str, variant: str) -> Cell:
@@ -606,12 +637,14 @@ def last_returns(points: np.ndarray) -> float:
 
 # ------------------------------------------------------------------------------------------ reports
 def training_seconds(cell: Cell) -> float:
-    """Median time that the cell's runs spent on training, evaluations apart."""
-    runs = rows_of(cell)
-    seconds = [float(run["steps"]) / float(run["steps_per_second"]) for run in runs]
-    if not seconds:
+    """Median time that the runs of a cell's seeds spent on training, evaluations apart.
+
+    Raises ValueError unless all of them have ended.
+    """
+    runs = ARCHIVE.rows_of(cell)
+    if {int(run["seed"]) for run in runs} != {*cell.seeds}:
         raise ValueError(f"{cell.task}: run {cell.script} first; its time is the limit")
-    return float(np.median(seconds))
+    return float(np.median([float(run["steps"]) / float(run["steps_per_second"]) for run in runs]))
 
 
 def steps_needed(cell: Cell) -> str:
@@ -961,7 +994,7 @@ def family_of(task: str) -> str:
 def draw_curves(panel: Any, cells: list[Cell]) -> None:
     """Draw the curves of one task, and tell how many seeds they are of."""
     for cell in cells:
-        runs = ARCHIVE.curves_of(cell)
+        runs = ARCHIVE.curves_of(settled(cell))
         steps = int(min(numbers(rows_of(cell), "steps")))
         grid = steps * np.arange(1, common.BINS + 1) // common.BINS
         curves = np.array([latest(bins, grid) for bins in runs])
@@ -1053,8 +1086,8 @@ def report() -> None:
         lines += ["", told]
     common.publish(RESULTS / "learning.md", [*lines, "", *beside_published()])
     changed = {panel_of(cell) for cell in ABLATIONS}
-    base = [  # their older runs, since those of the ablations are older
-        dataclasses.replace(cell, seeds=TWENTY)
+    base = [  # the older runs of the same seeds: others start in easier or harder states
+        dataclasses.replace(cell, seeds=FIVE)
         for cell in GRID
         if cell.variant == "default" and panel_of(cell) in changed
     ]

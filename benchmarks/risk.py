@@ -307,7 +307,7 @@ POLICIES = {  # variants with their colours and words
 }
 MARKERS = {  # with their sizes: one is seen around the other where both are at the same place
     CATEGORICAL: ("o", 7, "feed-forward, atoms"),
-    LSTM: ("s", 4, "recurrent, quantiles (older version)"),
+    LSTM: ("s", 4, "recurrent, quantiles"),
 }
 
 
@@ -346,7 +346,10 @@ def draw(groups: dict[Setting, list[Row]], optimum: Optimum) -> None:
         plt.Line2D([], [], marker="D", ls="", color=colour, label=words)
         for colour, words in POLICIES.values()
     ]
-    for marker, size, words in MARKERS.values():
+    for script, (marker, size, words) in MARKERS.items():
+        own = [row for setting, rows in groups.items() if setting.script == script for row in rows]
+        if any(int(row["seed"]) < common.RENEWED for row in own):
+            words += " (older version)"
         look = {"marker": marker, "ms": size, "color": common.INK, "label": words}
         handles.append(plt.Line2D([], [], ls="", **look))
     best = "(c): best mean and best CVaR possible"

@@ -981,7 +981,7 @@ def draw_cell(axes: Any, place: int, rows: Programs) -> None:
 
 
 def draw_cells(axes: Any, picked: dict[str, Programs]) -> None:
-    """Draw every cell of the grid that was measured."""
+    """Draw every cell of the grid that was measured, with a star if with the latest scripts."""
     left, right = axes
     cells = [cell for cell in GRID if picked[cell]["ours"]]
     for place, cell in enumerate(cells):
@@ -993,7 +993,9 @@ def draw_cells(axes: Any, picked: dict[str, Programs]) -> None:
         panel.set_ylim(len(cells) - 0.4, -0.6)
         panel.grid(axis="y", visible=False)
         panel.tick_params(axis="y", length=0)
-    left.set_yticks(range(len(cells)), [SAID.get(cell, cell) for cell in cells])
+    latest = commits(picked["recurrent"]["ours"])
+    stars = ["*" if commits(picked[cell]["ours"]) == latest else "" for cell in cells]
+    left.set_yticks(range(len(cells)), [SAID.get(x, x) + star for x, star in zip(cells, stars)])
     left.set(xscale="log", xlabel="steps per second (shaded: recurrent)")
     left.xaxis.set_major_formatter(common.brief_count)
     right.axvline(1, color=common.INK, lw=0.8, ls="--", zorder=1)
@@ -1051,7 +1053,10 @@ def draw(path: Path, picked: dict[str, Programs]) -> None:
     if not any(picked[cell]["cleanrl"] for cell in GRID):
         looks = [look for look in looks if look["label"] != "CleanRL"]
     handles = [plt.Line2D([], [], **{"ls": "", "marker": "o"} | look) for look in looks]
-    title = "Median; bars: lowest to highest of repeats that take turns. Two cores but where told"
+    title = (
+        "Median; bars: lowest to highest of repeats that take turns. Two cores but where told. "
+        "*: with today's scripts, on a slower machine than the others"
+    )
     above.legend(
         handles=handles, loc="outside lower center", ncols=4, title=title, title_fontsize=7.5
     )

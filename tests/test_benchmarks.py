@@ -526,7 +526,8 @@ def test_rows_of_runs_come_in_the_order_of_their_seeds(tmp_path, monkeypatch):
 
 
 def test_runs_made_anew_replace_older_ones_when_all_have_ended(tmp_path, monkeypatch):
-    """They have seeds from 8001 up. Until then, and for a cell of older seeds, older ones count."""
+    """They have seeds from 8001 up. Until then all older ones count. A cell of older seeds has the
+    rows of its own seeds alone."""
     archive = keep_scores(tmp_path, monkeypatch, {1: 1.0, 2: 2.0, 8001: 3.0})
     new, old = made_up_cell([8001, 8002]), made_up_cell([1])
 
@@ -535,10 +536,11 @@ def test_runs_made_anew_replace_older_ones_when_all_have_ended(tmp_path, monkeyp
         assert len(archive.curves_of(cell)) == len(seeds)
         return seeds
 
-    assert known(new) == known(old) == ["1", "2"]
+    assert known(new) == ["1", "2"]
+    assert known(old) == ["1"]
     keep_scores(tmp_path, monkeypatch, {8002: 4.0})
     assert known(new) == ["8001", "8002"]
-    assert known(old) == ["1", "2"]
+    assert known(old) == ["1"]
     assert known(made_up_cell([8002])) == ["8002"]  # 8001 had other flags, say
 
 
@@ -1755,3 +1757,43 @@ def test_the_tables_of_scaling_are_those_of_the_committed_rows(monkeypatch, caps
     page = (ROOT / "benchmarks" / "scaling.md").read_text()
     assert f"\n{speeds}\n" in page
     assert f"\n{reduces}\n" in page
+
+
+# ------------------------------------------------------------------------- ours and a peer in pairs
+def pair_of_popgym(tmp_path, monkeypatch, seeds_of_ours, seeds_of_peer):
+    """`learning` with two cells of seeds 8001 and 8002, and an archive with rows of these seeds."""
+    common = importlib.import_module("common")
+    learning = importlib.import_module("learning")
+    task, seeds = "popgym:popgym-Walk-v0", [8001, 8002]
+    ours = common.Cell(task, learning.LSTM, "default", "", seeds)
+    peer = common.Cell(task, learning.CONTRIB, "equal_time", "", seeds)
+    archive = common.Archive(tmp_path)
+    monkeypatch.setattr(learning, "ARCHIVE", archive)
+    monkeypatch.setattr(learning, "GRID", [peer, ours])
+    for cell, made in ((ours, seeds_of_ours), (peer, seeds_of_peer)):
+        for seed in made:
+            row = {"seed": seed, "steps": 1000, "steps_per_second": seed, "commit": "abcdef0"}
+            row |= {"return_mean": 1.0, "seconds": 9, **cell.setting._asdict()}
+            archive.keep(row, [])
+    return learning, ours, peer
+
+
+def test_equal_wall_time_is_that_of_the_same_seeds(tmp_path, monkeypatch):
+    """Not that of older runs on another machine, nor of a part of the seeds. So peers come last."""
+    learning, ours, peer = pair_of_popgym(tmp_path, monkeypatch, [1, 2, 8001], [])
+    runs = learning.missing([peer, ours], [], [])
+    assert [(run.cell, run.seed) for run in runs] == [(ours, 8002), (peer, 8001), (peer, 8002)]
+    with pytest.raises(ValueError, match="run distributional_ppo_lstm first"):
+        learning.training_seconds(ours)
+    (tmp_path / "all").mkdir()
+    learning, ours, _ = pair_of_popgym(tmp_path / "all", monkeypatch, [1, 2, 8001, 8002], [])
+    assert learning.training_seconds(ours) == pytest.approx(1000 / 8001.5)
+
+
+@pytest.mark.parametrize("peers", [[1, 2], [1, 2, 8001], [1, 2, 8001, 8002]])
+def test_a_pair_is_renewed_on_both_sides_or_on_none(tmp_path, monkeypatch, peers):
+    """Ours has all of its new runs. They count as soon as the peer has its own."""
+    learning, *pair = pair_of_popgym(tmp_path, monkeypatch, [1, 2, 8001, 8002], peers)
+    expected = ["8001", "8002"] if 8002 in peers else ["1", "2"]
+    for cell in pair:
+        assert [row["seed"] for row in learning.rows_of(cell)] == expected
