@@ -90,6 +90,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -2328,10 +2329,11 @@ def unfit_part(space: gym.Space, name: str = "observation") -> str:
             if unfit:
                 return unfit
         return ""
-    fit = isinstance(space, Discrete | MultiDiscrete | MultiBinary)
     if isinstance(space, Box):
         many_images = space.dtype == np.uint8 and len(space.shape) > 3
-        fit = channel_axis(space) is None and not many_images
+        counts = channel_axis(space) is not None or many_images
+        return f"{name} is {space}, which counts as an image (a flat one would not)" * counts
+    fit = isinstance(space, Discrete | MultiDiscrete | MultiBinary)
     return "" if fit else f"{name} is {space}"
 
 
@@ -2342,8 +2344,8 @@ def vector_view(space: gym.Space, args: Args, hidden: tuple[int, ...]) -> tuple[
     """
     unfit = unfit_part(space)
     if unfit:
-        remedy = "which has no place in a vector; wrap the task in a module of yours, module:id"
-        raise UsageError(f"--env-id {args.env_id}: {unfit}, {remedy}")
+        remedy = "it has no place in a vector; wrap the task in a module of yours, module:id"
+        raise UsageError(f"--env-id {args.env_id}: {unfit}; {remedy}")
     is_flat = isinstance(space, Box) and len(space.shape) == 1
     keep = np.ones(gym.spaces.flatdim(space), bool)
     if hidden and max(hidden) >= len(keep):
@@ -2471,6 +2473,26 @@ def set_torch(settings: tuple[torch.dtype, bool]) -> None:
     torch.set_grad_enabled(grad)
 
 
+def reachable(space: Box) -> bool:
+    """Tell whether actions around 0 with a std around 1 reach both bounds, and not far beyond."""
+    ends = np.concatenate((-space.low, space.high), axis=None)
+    return bool(((ends >= 0.1) & (ends <= 10)).all())
+
+
+def place_in_task(error: BaseException) -> str:
+    """Return file and line where a task's own code raised an error, or "" if others raised it.
+
+    Others are gymnasium, Python's importing, and this file.
+    """
+    for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
+        module = frame.f_globals.get("__name__", "")
+        if module != __name__ and module.split(".")[0] not in ("gymnasium", "importlib"):
+            return f"{frame.f_code.co_filename}, line {line}"
+        if module.split(".")[0] != "importlib":
+            break
+    return ""
+
+
 class Checked(gym.Wrapper):
     """It turns what a task gives into plain numbers of its own, or says why it cannot.
 
@@ -2495,11 +2517,12 @@ class Checked(gym.Wrapper):
         try:
             found = self.ask(self.env_id, self.env.reset, **options)
         except TypeError as error:
-            if "reset() got an unexpected keyword" not in str(error):
+            if "reset() got an unexpected keyword" not in str(error) or place_in_task(error):
                 raise
             raise self.refusal("reset() must take seed and options, as gymnasium asks") from error
         if not isinstance(found, tuple) or len(found) != 2:
-            raise self.refusal("reset() must return an observation and info, as gymnasium asks")
+            text = "reset() must return a tuple of an observation and info, as gymnasium asks"
+            raise self.refusal(text)
         return self.look(found[0]), {}
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
@@ -2507,11 +2530,12 @@ class Checked(gym.Wrapper):
         try:
             obs, reward, terminated, truncated, _ = self.ask(self.env_id, self.env.step, action)
         except ValueError as error:
-            if "(expected 5" not in str(error):  # values to unpack, here or in gymnasium
+            if "(expected 5" not in str(error) or place_in_task(error):  # values to unpack
                 raise
             text = "step() must return five values, as gymnasium asks; old gym had four"
             raise self.refusal(text) from error
-        return self.look(obs), self.number(reward), bool(terminated), bool(truncated), {}
+        ends = self.truth(terminated), self.truth(truncated)
+        return self.look(obs), self.number(reward), *ends, {}
 
     def render(self) -> Any:
         """Return a frame, a copy."""
@@ -2556,6 +2580,15 @@ class Checked(gym.Wrapper):
             return float(reward.item() if hasattr(reward, "item") else reward)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise self.refusal(f"its reward must be a number, but it is {reward!r:.100}") from error
+
+    def truth(self, ended: Any) -> bool:
+        """Return whether an episode ended, which some tasks tell by arrays or numbers."""
+        with contextlib.suppress(ValueError, RuntimeError):  # those of several entries
+            ended = ended.item() if hasattr(ended, "item") else ended
+        if not isinstance(ended, bool | int | float | None):  # a list would always be true
+            text = f"terminated and truncated must be true or false, but one is {ended!r:.100}"
+            raise self.refusal(text)
+        return bool(ended)
 
     def refusal(self, text: str) -> ValueError:
         """Return an error that names the task.
@@ -2602,8 +2635,10 @@ def advice(error: Exception, args: Args) -> str:
         return f" Needed: {packages}"
     if args.is_atari:
         return f" Use ale_py:{args.env_id.split(':')[-1]}, after {packages}"
-    if ".py:" in args.env_id:
-        return f" Leave out .py: {args.env_id.replace('.py:', ':', 1)}"
+    module, _, task = args.env_id.rpartition(":")
+    if module.endswith(".py") or "/" in module or "\\" in module:
+        name = module.replace("\\", "/").split("/")[-1].removesuffix(".py")
+        return f" Name the module alone, {name}:{task}, and run in its folder, or see PYTHONPATH"
     if isinstance(error, gym.error.NameNotFound) and ":" not in args.env_id:
         if "NoFrameskip" in args.env_id or "Deterministic" in args.env_id:
             return f" Use {newest_atari_id(args.env_id)}, after {packages}"
@@ -2635,7 +2670,10 @@ def make_env(args: Args, **options: Any) -> gym.Env:
         except UsageError:
             raise
         except Exception as error:  # from gymnasium, from a missing package, from the task itself
-            text = f"{str(error) or repr(error)}{advice(error, args)}"
+            cause = error.__cause__ or error.__context__ or error
+            place = place_in_task(cause)
+            text = f"{type(cause).__name__}: {cause} ({place})" if place else str(error)
+            text = f"{text or repr(error)}{advice(error, args)}"
             raise UsageError(f"--env-id {args.env_id}: {text}") from error
 
         check_spaces(env, args)
@@ -3477,8 +3515,12 @@ class Run:
         facts = [f"{args.env_id}: networks see {seen}", f"actions {space!s:.100}"]
         if args.log_std_init != Args.log_std_init and not isinstance(space, Box):
             facts.append("--log-std-init has no effect on them")
+        if isinstance(space, Box) and not reachable(space):
+            facts.append("clipped and not rescaled, though bounds near -1 and 1 would be best")
         if self.agent.sees_images and not args.norm_obs:
             facts.append("--no-norm-obs has no effect on images")
+        if not self.agent.sees_images and math.prod(self.agent.obs_shape) > 10_000:
+            facts.append("see Images in README if these are pixels")
         if isinstance(self.envs, EnvsInProcesses):
             facts.append(f"environments in each process: {self.envs.size}")
         if args.resume:
@@ -3605,8 +3647,12 @@ class Run:
             self.say(f"best evaluation: {best}, {self.directory / 'best.pt'}")
         self.say(f"to watch: tensorboard --logdir {shlex.quote(str(self.directory.parent))}")
 
-        name = Path(globals().get("__file__", f"{SCRIPT}.py")).name  # a notebook has no file
-        typed = __name__ == "__main__" and "__file__" in globals()
+        typed = __name__ == "__main__" and "__file__" in globals()  # a notebook has no file
+        if not typed and WORLD_SIZE == 1:
+            changes = f"resume={str(self.directory)!r}, total_timesteps={2 * self.step}"
+            self.say(f"to continue: train(dataclasses.replace(args, {changes}))")
+            return
+        name = Path(globals().get("__file__", f"{SCRIPT}.py")).name
         script = shlex.quote(sys.argv[0] if typed else name)
         program = "python"
         if WORLD_SIZE > 1:

@@ -197,7 +197,7 @@ def test_an_agent_acts_on_what_belongs_to_its_space(script):
     ("name", "named"),
     [
         ("OldStep", "step() must return five values"),
-        ("OldReset", "reset() must return an observation and info"),
+        ("OldReset", "reset() must return a tuple of an observation and info"),
         ("OldSeed", "reset() must take seed and options"),
     ],
 )
@@ -207,6 +207,88 @@ def test_the_interface_of_old_gym_is_named(script, capsys, name, named):
     assert code == 2
     assert err.count("\n") == 1
     assert f"--env-id rude:{name}-v0: {named}, as gymnasium asks" in err
+
+
+@pytest.mark.parametrize(
+    ("call", "fault"),
+    [
+        ("reset", TypeError(".reset() got an unexpected keyword argument 'seed'")),
+        ("step", ValueError("not enough values to unpack (expected 5, got 4)")),
+    ],
+)
+def test_a_mistake_inside_a_task_is_not_its_interface(script, monkeypatch, call, fault):
+    """It calls a sensor wrongly, by the words that an old interface would lead to. That is a fault,
+    raised as it is."""
+
+    class Sensor:
+        def reset(self):
+            return 0
+
+        def read(self):
+            return 1, 2, 3, 4
+
+    def reset(self, *, seed=None, options=None):
+        return Sensor().reset(seed=seed)
+
+    def step(self, action):
+        a, b, c, d, e = Sensor().read()
+        return a, b, c, d, e
+
+    env = script.make_env(task(script, "Walk"))
+    env.reset(seed=1)
+    monkeypatch.setattr(Walk, call, {"reset": reset, "step": step}[call])
+    with pytest.raises(type(fault), match=re.escape(str(fault))):
+        env.reset(seed=1) if call == "reset" else env.step(0)
+
+
+def test_a_fault_in_the_making_names_its_place(script, tmp_path, monkeypatch, capsys):
+    """Kind, text, file and line: of a task, and of a module that cannot be imported."""
+    (tmp_path / "mine_broken.py").write_text(
+        "import gymnasium\n\ndef make():\n    return {}['price']\n\n"
+        "gymnasium.register('Mine-v0', make)\n"
+    )
+    (tmp_path / "mine_lacking.py").write_text("\nimport nowhere_to_be_found\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for module, kind, line in (
+        ("mine_broken", "KeyError: 'price'", 4),
+        ("mine_lacking", "ModuleNotFoundError: No module named 'nowhere_to_be_found'", 2),
+    ):
+        code, _, err = run_main(script, capsys, ["--env-id", f"{module}:Mine-v0"])
+        assert code == 2
+        told = f"--env-id {module}:Mine-v0: {kind} ({tmp_path}/{module}.py, line {line})"
+        assert err == f"error: {told}\n"
+
+
+@pytest.mark.parametrize(
+    ("ended", "truth"),
+    [
+        (True, True), (np.bool_(False), False), (np.array([True]), True), (torch.tensor(1), True),
+        (0, False), (None, False), ([False], None), (np.array([False, True]), None), ("no", None),
+    ],
+)  # fmt: skip
+def test_whether_an_episode_ended_is_true_or_false(script, monkeypatch, ended, truth):
+    """A list would always be true, and an array of two neither."""
+    env = script.make_env(task(script, "Walk"))
+    env.reset(seed=1)
+    step = Walk.step
+    monkeypatch.setattr(Walk, "step", lambda *x: (*step(*x)[:2], ended, ended, {}))
+    if truth is None:
+        with pytest.raises(ValueError, match="terminated and truncated must be true or false, but"):
+            env.step(0)
+    else:
+        assert env.step(0)[2:4] == (truth, truth)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "fits"),
+    [
+        (-1, 1, True), (-2, 2, True), (-0.4, 0.4, True),
+        (0, 1, False), (-1000, 1000, False), (-np.inf, np.inf, False), (-1, 0.01, False),
+    ],
+)  # fmt: skip
+def test_bounds_that_exploration_misses_are_told(script, low, high, fits):
+    """Actions start around 0 with a std of about 1, and are clipped."""
+    assert script.reachable(gym.spaces.Box(low, high, (2,), np.float32)) == fits
 
 
 @pytest.mark.parametrize(
@@ -310,7 +392,9 @@ def test_a_simulator_that_exists_once(script, capsys, monkeypatch):
     code, _, err = run_main(script, capsys, line)
     assert code == 2
     assert err.count("\n") == 1
-    assert "the licence is for one simulator; if few can be open at once, take --eval-epis" in err
+    assert "RuntimeError: the licence is for one simulator (" in err
+    assert "rude.py, line " in err
+    assert "); if few can be open at once, take --eval-episodes" in err
     assert Single.alive == []  # so that what follows can open one
     code, out, err = run_main(script, capsys, [*line, "--eval-episodes", "0"])  # none is left open
     assert code == 0, err

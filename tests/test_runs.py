@@ -201,7 +201,7 @@ def test_commands_that_are_printed_can_be_pasted(script, tmp_path, capsys):
     _, directory = run(script, tmp_path / "my runs", "Walk")
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2] == f"to watch: tensorboard --logdir '{tmp_path}/my runs'"
-    assert f" --resume '{directory}' --total" in lines[-1]
+    assert f"resume='{directory}', total_timesteps=192))" in lines[-1]
 
 
 @with_one_script
@@ -221,10 +221,8 @@ def test_a_run_says_where_it_stands(script, tmp_path, capsys):
     first = "probes:VectorDiscrete-v0: networks see vectors of 4; actions Discrete(4, start=3)"
     assert lines[0] == f"{first}; logging to {directory}"
     assert lines[-2] == f"to watch: tensorboard --logdir {tmp_path}"
-    assert (
-        lines[-1]
-        == f"to continue: python {script.__name__}.py --resume {directory} --total-timesteps 192"
-    )
+    changes = f"resume={str(directory)!r}, total_timesteps=192"
+    assert lines[-1] == f"to continue: train(dataclasses.replace(args, {changes}))"
 
 
 @with_one_script
