@@ -250,7 +250,7 @@ def table(title: str, family: Family) -> list[str]:
     lines = common.markdown_head(
         f"{title} | seeds | {' | '.join(map(short, family.tasks))} | IQM at the end {KNOWN} "
         f"| better than scalar | IQM over the run {KNOWN} | better than scalar "
-        f"| ends below 0.9 | fewer by {KNOWN}"
+        f"| ends below 0.9 | fewer by {KNOWN} | commits"
     )
     for name in raw:
         means = map(brief, raw[name].mean(0))
@@ -261,6 +261,8 @@ def table(title: str, family: Family) -> list[str]:
         figures.append(f"{(ends[name] < 0.9).sum()} of {ends[name].size}")
         rival = ends.get(family.critics[name].rival)
         figures.append("-" if rival is None else fewer_low(ends[name], rival))
+        cells = [cell_of(family, family.critics[name], task) for task in family.tasks]
+        figures.append(common.origins([row for cell in cells for row in rows_of(cell)], ["commit"]))
         lines.append(common.markdown_row([name, len(raw[name]), *means, *figures]))
     return lines
 
