@@ -3509,6 +3509,13 @@ class Run:
             if RANK == 0 and self.step < self.total_steps:  # a finished run keeps its origin
                 rewrite_origin(self.directory, args)
 
+        self.say("; ".join([*self.facts(), f"logging to {self.directory}"]))
+        if RANK == 0:
+            self.open_log()
+
+    def facts(self) -> list[str]:
+        """Tell what is run: the task, what networks see, the actions, and flags without effect."""
+        args = self.args
         size = " x ".join(map(str, self.agent.obs_shape))
         seen = f"images, {size}" if self.agent.sees_images else f"vectors of {size}"
         space = self.agent.action_dist.space
@@ -3527,9 +3534,7 @@ class Run:
             facts.append(f"resumed after {self.step:,} steps")
         if args.preset:
             facts.append(f"preset {' '.join(args.preset)}")
-        self.say("; ".join([*facts, f"logging to {self.directory}"]))
-        if RANK == 0:
-            self.open_log()
+        return facts
 
     def __enter__(self) -> Run:
         if threading.current_thread() is threading.main_thread():
@@ -3920,8 +3925,7 @@ class Run:
     def take_up(self) -> None:
         """Go on where the checkpoint of the run to resume stands.
 
-        `carried` stays None where the environments are lost and have to open new episodes. Raises
-        `UsageError` for a checkpoint that these flags or this version cannot go on from.
+        Raises `UsageError` for a checkpoint that these flags or this version cannot go on from.
         """
         args = self.args
         content = read_saved(self.directory / "checkpoint.pt")
@@ -3933,9 +3937,19 @@ class Run:
         if "run" not in content:
             text = "its checkpoint.pt has no more than weights, as best.pt; start anew"
             raise flag_error(args, "resume", f"{text} with --init-from")
+        self.take_up_training(content["run"])
 
+        for name in ("eval_episodes", "eval_sampled"):
+            before = content["args"][name]
+            if self.best_step and getattr(args, name) != before:
+                text = f"must be {before}, as in the run, since best.pt compares evaluations"
+                raise flag_error(args, name, text)
+        self.take_up_episodes()
+
+    def take_up_training(self, pickled: bytes) -> None:
+        """Go on with optimizers, counts and metrics. Raises `UsageError` for another version's."""
         try:
-            kept = pickle.loads(content["run"])
+            kept = pickle.loads(pickled)
             self.untouched = {"parts": kept["parts"], "versions": kept["versions"]}
             for optimizer, saved in zip(self.optimizers, kept["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
@@ -3943,16 +3957,14 @@ class Run:
                 setattr(self, name, kept[name])
         except Exception as error:  # whatever reading another version's objects raises
             text = "is of another version of this script or of a library; start anew"
-            raise UsageError(
-                f"--resume {args.resume}: {text} with --init-from ({error!r})"
-            ) from error
+            text = f"{text} with --init-from ({error!r})"
+            raise UsageError(f"--resume {self.args.resume}: {text}") from error
 
-        for name in ("eval_episodes", "eval_sampled"):
-            before = content["args"][name]
-            if self.best_step and getattr(args, name) != before:
-                text = f"must be {before}, as in the run, since best.pt compares evaluations"
-                raise flag_error(args, name, text)
+    def take_up_episodes(self) -> None:
+        """Go on in the episodes that were open, and with the generators of Python and NumPy.
 
+        `carried` stays None where the environments are lost and have to open new episodes.
+        """
         parts = self.untouched["parts"]
         lost = f"{len(parts)} processes wrote the checkpoint, not {WORLD_SIZE}"
         if len(parts) == WORLD_SIZE:
