@@ -287,3 +287,12 @@ def test_actions_of_two_axes(script):
             assert action.shape == (2, 3)
             assert space.contains(action)
         assert actions.log_prob(actions(outputs), torch.as_tensor(sampled)).shape == (5,)
+
+
+def test_the_range_of_entropies(script):
+    """Two floats with a log-std of -5 or 2; parts of 2, 4 and 3 choices, so log 24."""
+    half = 0.5 * math.log(2 * math.pi * math.e)
+    expected = (2 * (half - 5), 2 * (half + 2))
+    assert actions_of(script, "Box").entropy_range() == pytest.approx(expected)
+    found = actions_of(script, "MultiDiscrete").entropy_range()
+    assert found == pytest.approx((0, math.log(24)), rel=1e-5)

@@ -631,3 +631,27 @@ def test_no_checkpoint_knows_of_a_best_agent_that_is_not_written(
         assert run_main(script, capsys, words(args))[0] == 1
     [path] = (tmp_path / "runs").glob("*/checkpoint.pt")
     assert contents(path.parent)["run"]["best_step"] == args.batch_size
+
+
+def test_every_weight_counts_where_machines_compare_files(script, monkeypatch):
+    """Another number in any tensor is another file."""
+    args = small_args(script, "Walk")
+    held = make_agent(script, args).state_dict()
+    seen = []
+    monkeypatch.setattr(script, "WORLD_SIZE", 2)
+    monkeypatch.setattr(script, "gather_objects", lambda thing: seen.append(thing) or [thing])
+    for other in ({}, *({name: x + 1} for name, x in held.items())):
+        script.require_one_file(args, "resume", {"agent": held | other})
+    assert len({*seen}) == len(held) + 1
+
+
+def test_an_evaluation_repeats_what_a_task_draws_from_torch(script, monkeypatch):
+    """Wherever the program's generator stands."""
+    run = make_run(script, "Walk", eval_episodes=3)
+    pay = Walk.pay
+    monkeypatch.setattr(Walk, "pay", lambda *x: pay(*x) + float(torch.rand(())))
+    env, found = script.make_eval_env(run.args), []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        found.append(list(script.play(env, run.agent, run.args)))
+    assert found[0] == found[1]

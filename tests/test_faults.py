@@ -576,3 +576,14 @@ def test_the_first_process_of_a_machine_tells_at_once(script, monkeypatch, capsy
     code, _, err = run_main(script, capsys, [])
     assert (code, waited) == (2, [])
     assert err == "error: --env-id mine: the port is taken\n"
+
+
+def test_a_value_error_is_a_fault_and_no_mistake(script, monkeypatch, capsys, tmp_path):
+    """Only what `Checked` says in other processes is turned back."""
+
+    def spoil(agent, optimizers):
+        raise ValueError("math domain error")
+
+    poison(script, monkeypatch, 2, spoil)
+    line = words(flags_for(script, tmp_path, "VectorBox"))
+    check_fault(script, capsys, tmp_path, line, ["ValueError: math domain error", "after 96 steps"])

@@ -889,3 +889,31 @@ def test_optimizers_that_are_missing_are_told(script, tmp_path, monkeypatch, cap
     code, _, err = run_main(script, capsys, ["--resume", str(directory)])
     assert code == 2
     assert "is of another version of this script" in err
+
+
+def test_an_evaluation_keeps_the_parts_of_other_processes(script, tmp_path, monkeypatch):
+    """One process evaluates a run of two. What it saves is still of two."""
+    args = flags_for(script, tmp_path, 1, env_id="probes:Walk-v0", eval_episodes=0)
+    path = Path(script.train(args)["run_dir"]) / "checkpoint.pt"
+    change_run(path, lambda kept: kept | {"parts": kept["parts"] * 2})
+    resumed(script, monkeypatch, path.parent, "--eval-episodes", "1")
+    assert len(pickle.loads(torch.load(path, weights_only=True)["run"])["parts"]) == 2
+
+
+def test_generators_go_on_where_environments_are_lost(script, tmp_path, monkeypatch):
+    """Both are those of the checkpoint."""
+    args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0", save_envs="never")
+    directory = stopped(script, monkeypatch, args, 1)
+    with undisturbed():
+        random.seed(123)
+        np.random.seed(123)
+        drawn = random.getstate(), np.random.get_state()
+
+    def replace_rngs(kept):
+        return kept | {"parts": [kept["parts"][0] | {"rngs": drawn}]}
+
+    change_run(Path(directory) / "checkpoint.pt", replace_rngs)
+    run, *_ = script.start(replace(args, resume=str(directory)))
+    with undisturbed(), run:
+        assert run.carried is None
+        assert_same((random.getstate(), np.random.get_state()), drawn)

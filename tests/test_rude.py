@@ -263,7 +263,8 @@ def test_a_fault_in_the_making_names_its_place(script, tmp_path, monkeypatch, ca
     ("ended", "truth"),
     [
         (True, True), (np.bool_(False), False), (np.array([True]), True), (torch.tensor(1), True),
-        (0, False), (None, False), ([False], None), (np.array([False, True]), None), ("no", None),
+        (0, False), (1.0, True), (np.float32(0), False), (None, False), ([False], None),
+        (np.array([False, True]), None), (torch.tensor([0, 1]), None), ("no", None),
     ],
 )  # fmt: skip
 def test_whether_an_episode_ended_is_true_or_false(script, monkeypatch, ended, truth):
@@ -1421,3 +1422,21 @@ def test_a_task_without_actions_is_told_so(script, monkeypatch):
     monkeypatch.setattr(Spaceless, "observation_space", seen, raising=False)
     with pytest.raises(script.UsageError, match="its action_space is None of builtins; it must"):
         script.make_env(task(script, "Spaceless"))
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf])
+def test_nobody_acts_on_infinity(script, bad):
+    """In one entry of the second row."""
+    agent = make_agent(script, small_args(script, "VectorBox"))
+    rows = np.zeros((2, 4), np.float32)
+    rows[1, 2] = bad
+    with pytest.raises(ValueError, match="not finite"):
+        act(agent, rows)
+
+
+def test_a_box_of_booleans_holds_whole_numbers(script):
+    """They become bytes, so 7 is one and 0.5 is none."""
+    box = gym.spaces.Box(0, 1, (2,), bool)
+    found = script.misfit(box, np.array([0.5, 1]))
+    assert "has numbers from 0.5 to 1.0 of float64" in found
+    assert script.misfit(box, np.array([0, 7])) == ""

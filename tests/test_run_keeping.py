@@ -824,3 +824,11 @@ def test_settings_of_a_program_are_not_those_of_a_run(script):
     finally:
         torch.set_float32_matmul_precision("highest")
         torch.set_grad_enabled(True)
+
+
+def test_the_first_process_proves_for_all(script, begin, monkeypatch):
+    """The second one has no proof of its own."""
+    run = begin(save_envs="proven")
+    monkeypatch.setattr(script, "RANK", 1)
+    monkeypatch.setattr(script, "gather_objects", lambda thing: ["gone", thing])
+    assert run.pickled_envs() is None

@@ -445,3 +445,13 @@ def test_rounding_is_not_counted_as_clipping(name):
             targets = dist.encode_targets(dist.point_targets(torch.zeros(50)))
         counted.append(dist.loss(outputs, targets, torch.zeros(50), old)[1].mean())
     assert counted == [0, 1]
+
+
+@pytest.mark.parametrize(("old", "returned"), [(-0.5, 1.3), (2.4, 0.4)])
+def test_the_gradient_of_clipped_atoms_is_that_of_their_loss(old, returned):
+    """Ours: finite differences, where the clipped loss is the larger one."""
+    logits = tensor([[0, 1, 2, 0.5, -1]]).requires_grad_()
+    target = categorical.two_hot(tensor([returned]), ATOMS)
+    facts = (target, tensor([old]), ATOMS)
+    assert atom_loss(logits, *facts)[0] > atom_loss(logits, *facts, "none")[0]
+    assert gradcheck(lambda x: atom_loss(x, *facts)[0], logits)
