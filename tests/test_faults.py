@@ -130,7 +130,7 @@ def test_a_task_that_never_starts(script, capsys, tmp_path):
     code, _, err = run_main(script, capsys, line)
     assert code == 2
     assert len(err.splitlines()) == 1
-    assert "--env-id probes:FaultyConstruction-v0: the simulator broke" in err
+    assert "--env-id probes:FaultyConstruction-v0: RuntimeError: the simulator broke (" in err
 
 
 def test_a_fault_in_the_last_evaluation(script, capsys, tmp_path, monkeypatch):

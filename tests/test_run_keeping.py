@@ -775,7 +775,8 @@ def test_under_a_launcher_further_signals_are_ignored(script, begin, monkeypatch
     monkeypatch.setattr(script, "WORLD_SIZE", 2)
     try:
         with undisturbed():
-            with run:
+            ended = pytest.raises(KeyboardInterrupt)
+            with ended, run:
                 signal.raise_signal(signal.SIGTERM)
                 assert [signal.getsignal(number) for number in numbers] == [signal.SIG_IGN] * 2
             assert [signal.getsignal(number) for number in numbers] == [signal.SIG_IGN] * 2
