@@ -2508,6 +2508,7 @@ def misfit_of_one(space: gym.Space, value: Any) -> str:
     if not isinstance(space, Box):
         kind = f" of {value.dtype}" if hasattr(value, "dtype") else ""
         return "" if value in space else f"is {value!r:.100}{kind}"
+
     try:
         array = np.asarray(value)
     except (ValueError, RuntimeError, TypeError) as error:  # ragged parts, tensors of a GPU
@@ -2516,6 +2517,7 @@ def misfit_of_one(space: gym.Space, value: Any) -> str:
         return f"has the shape {array.shape}"
     if not holds_numbers(array):
         return f"has no numbers ({array.dtype})"
+
     if space.dtype.kind in "iub" and not np.can_cast(array.dtype, space.dtype):
         dtype = np.uint8 if space.dtype == np.bool_ else space.dtype
         try:
@@ -3616,6 +3618,7 @@ class Run:
         seen = f"images, {size}" if self.agent.sees_images else f"vectors of {size}"
         space = self.agent.action_dist.space
         facts = [f"{args.env_id}: networks see {seen}", f"actions {space!s:.100}"]
+
         if args.log_std_init != Args.log_std_init and not isinstance(space, Box):
             facts.append("--log-std-init has no effect on them")
         if isinstance(space, Box) and not reachable(space):
@@ -3624,6 +3627,7 @@ class Run:
             facts.append("--no-norm-obs has no effect on images")
         if not self.agent.sees_images and math.prod(self.agent.obs_shape) > 10_000:
             facts.append("see Images in README if these are pixels")
+
         if isinstance(self.envs, EnvsInProcesses):
             facts.append(f"environments in each process: {self.envs.size}")
         if args.resume:
