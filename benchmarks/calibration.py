@@ -45,6 +45,7 @@ import gymnasium as gym
 import numpy as np
 from common import CATEGORICAL, LSTM, RESULTS, Cell, Row, Run, Setting, Table
 from gymnasium.spaces import Discrete
+from gymnasium.vector.utils import iterate
 
 FINE = 20_000  # levels at which quantile functions are compared
 LEVELS = (np.arange(FINE) + 0.5) / FINE
@@ -240,6 +241,7 @@ TUNED = ("task", "script", "seed", "seconds", *REAL_FIGURES, "episodes", "flags"
 TABLE = Table(RESULTS / "calibration.csv", COLUMNS)
 TUNING = Table(RESULTS / "tuning_calibration.csv", TUNED)
 EPISODES = 256  # of a real task, scored
+EPISODES_TRIED = 64  # the same, where flags are tried for the two presets
 
 
 def chain_cells() -> list[Cell]:
@@ -455,7 +457,8 @@ def play_on(script: ModuleType, agent: Any, args: Any, episodes: int, most: int)
     """The sampled policy plays on beyond time limits until rewards no longer count (gamma^k <
     1e-5); what is returned are the steps within the limit, or the first `most`. Where a task cuts
     episodes by other means than gymnasium's wrapper, its cut is taken for an end. Rewards of Atari
-    games are clipped, as critics learn them. Raises ValueError without a discount."""
+    games are clipped, as critics learn them. Environments whose episode has ended rest. Raises
+    ValueError without a discount."""
     import torch
 
     if args.gamma == 1:
@@ -468,7 +471,7 @@ def play_on(script: ModuleType, agent: Any, args: Any, episodes: int, most: int)
         scored = min(scored, most)
 
         seed = (2_000_000 + 1000 * args.seed) % 2**31  # runs share none, up to 1,000 episodes
-        obs, _ = envs.reset(seed=seed)
+        obs = envs.reset(seed=seed)[0].copy()
         torch.manual_seed(args.seed)
         state = None
         alive = np.ones(episodes, bool)
@@ -480,17 +483,18 @@ def play_on(script: ModuleType, agent: Any, args: Any, episodes: int, most: int)
         for t in range(scored + beyond):
             if t < scored:
                 all_obs.append(obs.copy())
-                all_alive.append(alive)
+                all_alive.append(alive.copy())
             if common.is_recurrent(agent):
                 action, state = agent.act(obs, state, deterministic=False)
             else:
                 action = agent.act(obs, deterministic=False)
-            obs, reward, terminated, truncated, _ = envs.step(action)
-            if args.is_atari:
-                reward = reward.clip(-1, 1)
-            rewards.append(reward * alive)
-            cut += int((alive & truncated & ~terminated).sum())
-            alive = alive & ~(terminated | truncated)
+            reward = np.zeros(episodes)
+            for n, part in enumerate(iterate(envs.action_space, action)):
+                if alive[n]:
+                    obs[n], reward[n], terminated, truncated, _ = envs.envs[n].step(part)
+                    cut += truncated and not terminated
+                    alive[n] = not (terminated or truncated)
+            rewards.append(reward.clip(-1, 1) if args.is_atari else reward)
             if not alive.any():
                 break
 
@@ -500,14 +504,13 @@ def play_on(script: ModuleType, agent: Any, args: Any, episodes: int, most: int)
     return Episodes(np.array(all_obs), np.array(all_alive), returns[:scored], cut)
 
 
-def measure_real(script: ModuleType, agent: Any, args: Any) -> dict[str, float]:
+def measure_real(script: ModuleType, agent: Any, played: Episodes) -> dict[str, float]:
     """Mean absolute error of the coverage of the predicted deciles, and three figures of M, the
     mean of the predicted distribution. M is not V where V is an output of its own.
 
     Over the std of all returns: `bias`, mean of M - return; `spread`, std of return - M;
     `predicted`, mean std of the predicted distributions.
     """
-    played = play_on(script, agent, args, EPISODES, 10_000)
     mask = played.alive
     dist = agent.value_dist
     outputs = critic_outputs(agent, played.obs)
@@ -526,9 +529,11 @@ def measure_real(script: ModuleType, agent: Any, args: Any) -> dict[str, float]:
     return {"coverage": round(float(np.mean(misses)), 4), **result}
 
 
-def run_presets(run: Run, critics: Sequence[str] = ("",)) -> list[dict[str, Any]]:
+def run_presets(run: Run, critics: Sequence[str], episodes: int) -> list[dict[str, Any]]:
     """Train with the preset of a task and `calibrated`, then the critics alone. Returns a row of
-    the first and a row of every line of flags that `critics` adds to the preset of this name."""
+    the first and a row of every line of flags that `critics` adds to the preset of this name.
+
+    The policy is the same in all rows, so the same episodes are scored."""
     script = common.load_script(run.cell.script)
     task = run.cell.task
     row = {"task": task, "script": run.cell.script, "seed": run.seed} | common.origin()
@@ -536,23 +541,25 @@ def run_presets(run: Run, critics: Sequence[str] = ("",)) -> list[dict[str, Any]
     with common.trained(script, task, run.seed, f"{run.cell.flags} {quick}") as done:
         agent, args = script.load_agent(done.directory)
         found = {"variant": "presets", "flags": run.cell.flags, "seconds": done.seconds}
-        rows = [row | found | measure_real(script, agent, args)]
+        played = play_on(script, agent, args, episodes, 10_000)
+        rows = [row | found | measure_real(script, agent, played)]
         flags = run.cell.flags.replace("calibrated", "calibrated critics")
         flags = flags.replace(SAMPLES, "").strip()  # the actor's bonus, which is not trained
         for more in critics:
             line = f"{flags} {more}".strip()
             start = f"{quick} --init-from {done.directory}"
             with common.trained(script, task, run.seed, f"{line} {start}") as after:
-                agent, args = script.load_agent(after.directory)
+                agent, _ = script.load_agent(after.directory)
             found = {"variant": "critics", "flags": line, "seconds": after.seconds}
-            rows.append(row | found | measure_real(script, agent, args))
+            rows.append(row | found | measure_real(script, agent, played))
     return rows
 
 
 def try_presets(run: Run) -> list[dict[str, Any]]:
     """The rows of a run and of all ways to train its critics behind it, as tuning runs."""
-    rows = [row | {"episodes": EPISODES} for row in run_presets(run, CRITICS[run.cell.script])]
-    return [{name: row[name] for name in TUNED} for row in rows]
+    rows = run_presets(run, CRITICS[run.cell.script], EPISODES_TRIED)
+    episodes = {"episodes": EPISODES_TRIED}
+    return [{name: (row | episodes)[name] for name in TUNED} for row in rows]
 
 
 def tried_runs(only: list[str]) -> list[Run]:
@@ -573,7 +580,10 @@ def run_one(run: Run) -> dict[str, Any] | list[dict[str, Any]]:
     """Train and measure one cell."""
     if run.cell.variant == "critics":
         known = {(common.setting_of(row), row["seed"]) for row in TABLE.rows()}
-        made = [{name: row[name] for name in row if name != "flags"} for row in run_presets(run)]
+        made = [
+            {name: row[name] for name in row if name != "flags"}
+            for row in run_presets(run, ("",), EPISODES)
+        ]
         return [row for row in made if (common.setting_of(row), str(row["seed"])) not in known]
     task = run.cell.task
     origin = common.origin()
@@ -584,7 +594,7 @@ def run_one(run: Run) -> dict[str, Any] | list[dict[str, Any]]:
     row = {**run.cell.setting._asdict(), "seed": run.seed, "seconds": done.seconds, **origin}
     if task in PROCESSES:
         return row | measure(script, agent, args, PROCESSES[task].truth)
-    return row | measure_real(script, agent, args)
+    return row | measure_real(script, agent, play_on(script, agent, args, EPISODES, 10_000))
 
 
 def tune_one(run: Run) -> dict[str, Any]:

@@ -758,7 +758,7 @@ def test_calibration_of_a_task_is_measured(script, monkeypatch):
 
 def test_critics_are_measured_before_and_after_they_train_alone(monkeypatch, tmp_path):
     """Two rows of a run. The policy is the same in both, so the second run starts from the weights
-    of the first one."""
+    of the first one, and the same episodes serve both."""
     flags = "--preset calibrated --num-envs 2"
     calibration, run = tiny_run("calibration", "CartPoleNoVel-v1", NAMES[0], "critics", flags)
     table = replace(calibration.TABLE, path=tmp_path / "calibration.csv")
@@ -767,14 +767,16 @@ def test_critics_are_measured_before_and_after_they_train_alone(monkeypatch, tmp
     policies = []
     measure = calibration.measure_real
 
-    def note(script, agent, args):
-        policies.append((agent.actor_head.weight.detach().clone(), args.learning_rate))
-        return measure(script, agent, args)
+    def note(script, agent, played):
+        weights = agent.actor_head.weight.detach().clone()
+        policies.append((weights, agent.args.learning_rate, played))
+        return measure(script, agent, played)
 
     monkeypatch.setattr(calibration, "measure_real", note)
     table.append(*calibration.run_one(run))
     assert [row["variant"] for row in table.rows()] == ["presets", "critics"]
-    (first, rate), (second, still) = policies
+    (first, rate, episodes), (second, still, same) = policies
+    assert same is episodes
     assert rate > 0
     assert still == 0
     assert first.equal(second)
@@ -787,7 +789,7 @@ def test_ways_to_train_the_critics_are_tried_behind_one_run(monkeypatch, tmp_pat
     calibration, run = tiny_run("calibration", "CartPoleNoVel-v1", NAMES[0], "critics", flags)
     tuning = replace(calibration.TUNING, path=tmp_path / "tuning.csv")
     monkeypatch.setattr(calibration, "TUNING", tuning)
-    monkeypatch.setattr(calibration, "EPISODES", 4)
+    monkeypatch.setattr(calibration, "EPISODES_TRIED", 4)
     monkeypatch.setattr(calibration, "preset_cells", lambda: [run.cell])
     monkeypatch.setattr(calibration, "TRIED", [1000])
     monkeypatch.setattr(calibration, "CRITICS", {NAMES[0]: ("", "--gae-lambda 1")})
@@ -802,6 +804,7 @@ def test_ways_to_train_the_critics_are_tried_behind_one_run(monkeypatch, tmp_pat
     ]
     errors = [float(row["coverage"]) for row in tuning.rows()]
     assert np.isfinite(errors).all()
+    assert {row["episodes"] for row in tuning.rows()} == {"4"}
     assert calibration.tried_runs([]) == []
 
 
@@ -870,6 +873,35 @@ def test_what_is_played_on_counts_beyond_the_limit_and_is_clipped_as_critics_lea
         assert played.alive.shape == (steps, 2)
         assert played.alive.all()
         assert played.returns == pytest.approx(np.full((steps, 2), 2 * paid), rel=1e-4)
+
+
+class EndsAfterItsNumber(gym.Wrapper):
+    """Pays 1 a step. The n-th of them ends after n steps, and must not be stepped again."""
+
+    made = 0
+
+    def __init__(self, env):
+        super().__init__(env)
+        EndsAfterItsNumber.made += 1
+        self.left = EndsAfterItsNumber.made
+
+    def step(self, action):
+        assert self.left > 0
+        self.left -= 1
+        return np.full(1, self.left, np.float32), 1.0, self.left == 0, False, {}
+
+
+def test_environments_rest_once_their_episode_has_ended(monkeypatch):
+    """Of three that end after 1, 2 and 3 steps. Half of a reward counts a step later, so returns at
+    the first step are 1, 1 + 1/2 and 1 + 1/2 + 1/4."""
+    monkeypatch.setattr(EndsAfterItsNumber, "made", 0)
+    calibration = importlib.import_module("calibration")
+    script = SimpleNamespace(make_env=lambda args: EndsAfterItsNumber(limited(100)))
+    agent = SimpleNamespace(act=lambda obs, deterministic: np.zeros(len(obs), int))
+    args = SimpleNamespace(gamma=0.5, seed=1, is_atari=False)
+    played = calibration.play_on(script, agent, args, 3, 10)
+    assert played.alive.tolist() == [[True] * 3, [False, True, True], [False, False, True]]
+    assert played.returns.tolist() == [[1, 1.5, 1.75], [0, 1, 1.5], [0, 0, 1]]
 
 
 @pytest.mark.parametrize("script", ONE_SCRIPT)
