@@ -35,10 +35,11 @@ These things differ most from other PPO scripts:
                          minibatch whose divergence is larger than that. The critics stop after
                          as many minibatches as the actor has evaluated.
 
-Under torchrun many processes share the environments. The algorithm meets them only in `average`,
-`of_all_processes` and `own`, which return what they are given where there is one process. N and
-what is counted from it are of one process; `args.num_envs` and `args.batch_size` are of all. What
-else the algorithm calls is listed at the line "Nothing below is about the algorithm".
+Under torchrun several processes share the environments. With one process `average`,
+`with_common_mean` and `own` return their argument, so a first reading may skip them. N, B and other
+letters count what one process has; `args.num_envs` and `args.batch_size` count what all have.
+
+What else the algorithm calls is listed at the line "Nothing below is about the algorithm".
 
 Shapes are written with these letters:
 
@@ -157,9 +158,9 @@ class Range:
         return ""
 
 
-def bounded(kind: Any, *bounds: Any) -> Any:
+def bounded(kind: Any, *bounds: Any, above_low: bool = False) -> Any:
     """Return the type of a flag with its range, which help and checks read from here."""
-    allowed = Range(*bounds)
+    allowed = Range(*bounds, above_low=above_low)
     word = "INT" if kind is int else "FLOAT"
     metavar = str(allowed) if "," in str(allowed) else f"{word}{allowed}"
     if kind == float | None:
@@ -169,9 +170,10 @@ def bounded(kind: Any, *bounds: Any) -> Any:
 
 @dataclass(frozen=True)
 class IdleWhile:
-    """A flag has no effect while another one, `flag`, has this value. Typing it then is refused.
+    """Says that a flag has no effect while another one, `flag`, equals `value`.
 
-    With the value None it has no effect while `flag` is true: not "", 0 or False.
+    Without a `value`: while `flag` is set to anything but "", 0 or False. To type a flag that has
+    no effect is refused.
     """
 
     flag: str
@@ -190,8 +192,8 @@ Seed = bounded(int, 0, 4_000_000_000)
 Number = bounded(float)
 NonNegative = bounded(float, 0)
 NonNegativeOrNone = bounded(float | None, 0)
-Positive = bounded(float, 0, math.inf, True)
-PositiveOrNone = bounded(float | None, 0, math.inf, True)
+Positive = bounded(float, 0, above_low=True)
+PositiveOrNone = bounded(float | None, 0, above_low=True)
 Fraction = bounded(float, 0, 1)
 TailMass = bounded(float, 1e-3, 1)
 LogStd = bounded(float, *LOG_STD_RANGE)
@@ -277,9 +279,9 @@ class PPOArgs:
     max_grad_norm: Positive = 0.5
     """The norm of the gradient is clipped to this, for the actor and for the critics separately."""
     target_kl: Annotated[PositiveOrNone, UNTRAINED] = None
-    """KL divergence from the policy that acted, in nats. The first minibatch above it ends the
-    actor's loop ahead of its step. The critics take as many steps as the actor has evaluated
-    minibatches, that one included. None: no limit."""
+    """KL divergence from the policy that acted, in nats. It is measured ahead of each step. At the
+    first minibatch above this the actor stops, without that step. The critics then stop after one
+    step more than the actor has taken. None: no limit."""
 
 
 @dataclass
@@ -365,19 +367,19 @@ class RunArgs:
     eval_sampled: Annotated[bool, IdleWhile("eval_episodes", 0)] = False
     """Evaluate actions that the policy samples. The default evaluates the policy's mode."""
     checkpoint_every: CountOrZero = 100
-    """Iterations between checkpoints. There is one at the end, after a signal, and with each new
-    best evaluation as well; 0: no others."""
+    """Iterations between checkpoints. 0: none in between. In any case there is one at the end,
+    after a signal, and with each new best evaluation."""
     save_envs: Literal["proven", "always", "never"] = "proven"
-    """Save the environments as well, for an exact resume. proven: if another process can read
-    copies back and step them. always: if they can be pickled. never: a resume opens new episodes,
-    as it does with --async-envs in any case."""
+    """Save the environments as well, for an exact resume. proven: if a test succeeds, in which
+    another process reads copies back and steps them once. always: if they can be pickled. never: a
+    resume opens new episodes, as it does with --async-envs in any case."""
     capture_video: Annotated[bool, IdleWhile("eval_episodes", 0)] = False
     """Film the first 3 episodes of every evaluation. Needs moviepy."""
     resume: str = ""
-    """Run directory to continue with its own flags. --total-timesteps may grow; schedules then go
-    by the new total, so that a learning rate that had fallen jumps up. Flags of checkpoints and
-    films, --torch-threads and --eval-every may change, too, and until there is a best.pt
-    --eval-episodes and --eval-sampled."""
+    """Run directory to continue with its own flags. These may change: --total-timesteps (it may
+    grow), --eval-every, --checkpoint-every, --save-envs, --capture-video, --torch-threads and, as
+    long as there is no best.pt, --eval-episodes and --eval-sampled. With more steps schedules go by
+    the new total, so that a learning rate that had fallen jumps up."""
     init_from: str = ""
     """Run directory or checkpoint whose weights and statistics the run starts from. Steps,
     optimizers and what --norm-adv-memory remembers start anew."""
@@ -574,7 +576,7 @@ def collect_rollout(
             current_obs, rewards[t], terminated[t], truncated[t], info = result
             next_obs[t] = current_obs  # replaced below where an episode ended
             ended = terminated[t] | truncated[t]
-            if ended.any():  # `make_envs` asks for SAME_STEP: the next episode is open already
+            if ended.any():  # `make_together` asks for SAME_STEP: the next one is open
                 next_obs[t, ended] = np.stack(info["final_obs"][ended])
                 state = state * ~ended[:, None]  # (2, N, H): zero where the next episode opens
                 episodes += finished_episodes(info, ended, t)
@@ -621,12 +623,14 @@ def run_critics(
     A stretch ends with each training sequence, whose state the next one starts from, and nn.LSTM
     returns only its last state. It also ends where a time limit cuts an episode of any environment,
     since there s'_t is not s_{t+1} but the final observation (Pardo et al. 2018). After a
-    termination the outputs for s'_t may be of the next episode. If they are finite they have no
-    effect: `gae` and `sr_lambda_targets` multiply them by 0.
+    termination the outputs for s'_t may be of the next episode. They have no effect: `gae` and
+    `sr_lambda_targets` multiply them by 0. (0 times NaN would be NaN, but `gae` refuses values that
+    are not finite.)
 
-    A state need not be zero where an episode opens; `unroll_lstm` sets it to zero there. All epochs
-    of the update start their training sequences from these states, although the weights change
-    meanwhile. The state ahead of step 0 comes from the weights of earlier passes.
+    The states are not reset: one may be left over from an episode that has ended. `unroll_lstm`
+    sets it to zero where the next episode opens. The update starts its training sequences from
+    these states in every epoch, although the weights have moved since. The state ahead of step 0
+    comes from the weights of earlier passes.
     """
     body = agent.critic_body
     time_limit = (rollout.truncated & ~rollout.terminated).any(1).tolist()
@@ -708,7 +712,7 @@ def prepare_batch(
     """Turn a rollout into a batch. Returns it, the critics' state after the rollout, and metrics.
 
     The order matters (van Hasselt et al. 2016). The return statistics of earlier rollouts decode
-    the values of this one, std * z + mean, which give its advantages. Then they take in targets,
+    the values of this one, std * z + mean. These give its advantages. Targets move the statistics,
     and the value heads are rescaled in the same moment.
 
     The new statistics normalise targets and old values for the update, and decode the next rollout.
@@ -827,7 +831,6 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
     """Normalise the advantages of a rollout, but divide by no less than their usual std.
 
         A' = (A - mean) / max(std, running std)
-           = (A - mean) / std * min(1, std / running std), as the code computes it
 
     Advantages are those of one rollout, in any shape, which the result has as well. The running std
     is the root of the mean variance of recent rollouts. `agent.adv_moments` holds it, and each call
@@ -849,9 +852,11 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
     if not args.norm_adv_memory:
         return normalized
     _, variance = batch_moments(advantages.flatten())
+    # With means of 0 `merge` averages the variances alone.
     agent.adv_moments.merge(torch.zeros_like(variance), variance, weight=1)
-    relative_std = (variance / agent.adv_moments.var).sqrt().nan_to_num(1.0)  # 0 / 0: none varied
-    return normalized * relative_std.clamp(max=1)
+    relative_std = (variance / agent.adv_moments.var).sqrt()
+    relative_std = relative_std.nan_to_num(1.0)  # 0 / 0: no rollout has varied yet
+    return normalized * relative_std.clamp(max=1)  # (A - mean) / std * min(1, std / running std)
 
 
 def normalize_advantages(
@@ -910,7 +915,7 @@ def policy_loss(
     loss = pg_loss
     if args.uses_entropy:
         # The floor applies to the mean entropy of all processes, not to that of each.
-        everywhere = of_all_processes(entropy)
+        everywhere = with_common_mean(entropy)
         loss = loss + entropy_loss(everywhere, ent_coef, args.min_entropy, args.min_entropy_penalty)
 
     kl = agent.action_dist.kl(mb.params, params.detach()).mean()
@@ -1187,7 +1192,7 @@ PRESETS = {
         },
     ),
     "minigrid": Preset(
-        "MiniGrid's memory task, its codes as one-hot vectors (pip install minigrid).",
+        "MiniGrid's memory task, codes one-hot (pip install minigrid, and benchmarks/envs.py).",
         {
             "env_id": "benchmarks.envs:MiniGrid-MemoryS7-OneHot-v0",
             "total_timesteps": 300_000,
@@ -2342,19 +2347,20 @@ class Agent(nn.Module):
 # The algorithm calls these functions from below:
 #
 #     start, open_episodes                 begin a run, anew or resumed
-#     run.iterations, lap, end_iteration   keep its time, log, evaluations and checkpoints
-#     check_flags, flag_error, UsageError  refuse flags that cannot work
+#     iterations, lap, end_iteration       keep its time, log, evaluations and checkpoints (`Run`)
+#     results                              evaluates what was learnt, and returns the last metrics
+#     check_flags, UsageError              refuse flags that cannot work
 #     tasks_draw_apart                     keeps random numbers of tasks apart
 #     finished_episodes                    reads returns and lengths from gymnasium's info
 #     check_finite, check_step             raise where a number is not finite
 #     describe_...                         compute metrics and change nothing
 #     run_both, VectorAdam                 make the update faster
-#     average, of_all_processes, own       return their argument where there is one process
+#     average, with_common_mean, own       return their argument where there is one process
 #     as_rows, check_levels, one_or_all    check what users give to `Agent`, and shape the answer
 #
 # It relies on settings made below. `Run.iterations` seeds torch ahead of every iteration,
-# `make_envs` asks for the autoreset mode of `collect_rollout`, and `set_up_process` makes float32
-# the default.
+# `make_together` asks for the autoreset mode of `collect_rollout`, and `set_up_process` makes
+# float32 the default.
 # ==================================================================================================
 
 
@@ -2445,8 +2451,11 @@ def unfit_part(space: gym.Space, name: str = "observation") -> str:
         return ""
     if isinstance(space, Box):
         many_images = space.dtype == np.uint8 and len(space.shape) > 3
-        counts = channel_axis(space) is not None or many_images
-        return f"{name} is {space}, which counts as an image (a flat one would not)" * counts
+        if many_images:
+            return f"{name} is {space}, a stack of images, whose channels must be on one axis"
+        if channel_axis(space) is not None:
+            return f"{name} is {space}, which counts as an image (a flat one would not)"
+        return ""
     fit = isinstance(space, Discrete | MultiDiscrete | MultiBinary)
     return "" if fit else f"{name} is {space}"
 
@@ -2645,8 +2654,9 @@ class Checked(gym.Wrapper):
         """Return what follows on an action."""
         try:
             obs, reward, terminated, truncated, _ = self.ask(self.env_id, self.env.step, action)
-        except ValueError as error:
-            if "(expected 5" not in str(error) or place_in_task(error):  # values to unpack
+        except (TypeError, ValueError) as error:
+            unfit = "(expected 5" in str(error) or "cannot unpack" in str(error)
+            if not unfit or place_in_task(error):
                 raise
             text = "step() must return five values, as gymnasium asks; old gym had four"
             raise self.refusal(text) from error
@@ -2786,7 +2796,8 @@ def make_env(args: Args, **options: Any) -> gym.Env:
         except UsageError:
             raise
         except Exception as error:  # from gymnasium, from a missing package, from the task itself
-            cause = error.__cause__ or error.__context__ or error
+            told = bool(place_in_task(error))  # else gymnasium raised it, maybe from the task's own
+            cause = error if told else error.__cause__ or error.__context__ or error
             place = place_in_task(cause)
             text = f"{type(cause).__name__}: {cause} ({place})" if place else str(error)
             text = f"{text or repr(error)}{advice(error, args)}"
@@ -2857,7 +2868,7 @@ def differing_spaces(args: Args) -> Iterator[None]:
 
 
 def of_this_process(mistake: UsageError) -> UsageError:
-    """Return a mistake that may be of one process alone: `main` then tells it from any."""
+    """Mark a mistake that one process may have met alone. `main` prints it from every process."""
     if WORLD_SIZE > 1:
         mistake.add_note(f"in process {RANK}")
     return mistake
@@ -3181,7 +3192,7 @@ DESCRIPTIONS = {
     "time/update": "Seconds of the update.",
     "time/values": "Seconds of the critics' pass over the rollout, and of advantages and targets.",
     "twin/abs_difference": "Mean distance between the values of the two critics.",
-    "twin/critic1_is_min": "How often the first critic has the smaller value.",
+    "twin/critic1_is_min": "How often the first critic has the smaller value; 1 with one critic.",
     "twin/loss_1": "Loss of the first critic.",
     "twin/loss_2": "Loss of the second critic, or of the only one.",
     "value/bias": "Mean of the value minus the lambda-return.",
@@ -3207,7 +3218,8 @@ def describe_run(args: Args) -> dict[str, str | float]:
     in one text those that are not at their default and have no column of their own among FIRST.
     """
     values = asdict(args)
-    for name in RunArgs.__dataclass_fields__.keys() - {"exp_name", "seed", "init_from"}:
+    kept = {"exp_name", "seed", "init_from", "eval_episodes", "eval_sampled"}
+    for name in RunArgs.__dataclass_fields__.keys() - kept:
         del values[name]
     for name in ("async_envs", "torch_threads"):
         del values[name]
@@ -3246,7 +3258,14 @@ def check_step(loss: float, norm: float, name: str, flag: str) -> None:
 
 
 # ---------------------------------------------------------------------------------- start of a run
-STREAMS = ("environments", "weights", "iterations", "evaluations", "tasks")  # of random numbers
+STREAMS = (  # of random numbers; a new one goes to the end
+    "environments",  # seeds of their first resets
+    "weights",
+    "iterations",  # noise of actions, samples, permutations
+    "evaluations",  # seeds of resets, and noise of actions
+    "tasks",  # what tasks draw from the global generators while a run trains
+    "evaluated tasks",
+)
 
 
 def derived_seed(seed: int, stream: str, index: int, bits: int = 63) -> int:
@@ -3273,6 +3292,23 @@ def tasks_draw_apart() -> Iterator[None]:
         yield
     finally:
         generator.set_state(before)
+
+
+@contextlib.contextmanager
+def generators_apart(seed: int) -> Iterator[None]:
+    """Seed the global generators of Python, NumPy and torch, from which tasks may draw.
+
+    Afterwards they are where they were, whatever a task has done to them.
+    """
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    for set_seed in (random.seed, np.random.seed, torch.default_generator.manual_seed):
+        set_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
 
 
 def start(args: Args) -> tuple[Run, Agent, Optimizers, gym.vector.VectorEnv]:
@@ -3557,8 +3593,8 @@ class Run:
         self.envs = envs
         self.eval_env = eval_env  # None in all processes but the first, and without evaluations
         self.unused_envs: list[gym.Env] = []  # others were read back in their place
-        # What a resumed checkpoint holds of episodes and generators. Until an iteration begins it
-        # is saved again, with the generators as they are by then.
+        # Episodes and generators of the checkpoint that was resumed. A save ahead of the first
+        # iteration, as by an evaluation, writes them again, since nothing was stepped meanwhile.
         self.untouched: dict[str, Any] = {}
         self.proof: ReadBack | None = None  # that environments can be read back
 
@@ -3622,7 +3658,10 @@ class Run:
         if args.log_std_init != Args.log_std_init and not isinstance(space, Box):
             facts.append("--log-std-init has no effect on them")
         if isinstance(space, Box) and not reachable(space):
-            facts.append("clipped and not rescaled, though bounds near -1 and 1 would be best")
+            if np.isfinite((space.low, space.high)).all():
+                facts.append("clipped and not rescaled, though bounds near -1 and 1 would be best")
+            else:
+                facts.append("without bounds on some side, while a policy starts around 0")
         if self.agent.sees_images and not args.norm_obs:
             facts.append("--no-norm-obs has no effect on images")
         if not self.agent.sees_images and math.prod(self.agent.obs_shape) > 10_000:
@@ -3827,7 +3866,8 @@ class Run:
         """
         args = self.args
         self.evaluating = True
-        generators = random.getstate(), np.random.get_state()
+        if args.capture_video:  # Ctrl-C ends the program that writes a film, and so this run
+            self.save()
         episodes = []
         playing = iter(range(args.eval_episodes))  # the others wait as often
         if RANK == 0:
@@ -3836,8 +3876,6 @@ class Run:
         for rewards in playing:
             episodes.append(rewards)
             if self.stops():  # a resume plays all episodes again, with the same numbers
-                random.setstate(generators[0])
-                np.random.set_state(generators[1])
                 self.save_and_stop()
         self.evaluating = False
         metrics = gather_objects(summarise(episodes, args, self.step) if RANK == 0 else None)[0]
@@ -3938,9 +3976,10 @@ class Run:
     def save(self, name: str = "checkpoint") -> None:
         """Write all events, and then `checkpoint.pt`, or one of another name.
 
-        Flags, weights and statistics are readable without pickle. What else an exact resume needs
-        is pickled and serves --resume alone; no other checkpoint has it. The file is written beside
-        the old one, synced and renamed: a kill at any instant leaves one of the two.
+        Flags, weights and statistics load with `weights_only=True`, which runs no code. What an
+        exact resume needs beside them is pickled under `run`. Only `checkpoint.pt` has it, and only
+        --resume reads it. The file is written beside the old one, synced and renamed: a kill at any
+        instant leaves one of the two.
         """
         content = {
             "script": SCRIPT,
@@ -3966,13 +4005,7 @@ class Run:
         kept = {name: getattr(self, name) for name in self.SAVED}
         kept["optimizers"] = [on_cpu(x.state_dict()) for x in self.optimizers]
         if self.untouched:  # nothing was trained since, as where a run that is done is evaluated
-            parts = self.untouched["parts"]
-            if len(parts) == WORLD_SIZE:
-                rngs = parts[RANK]["rngs"]
-                if self.carried is not None:  # tasks of an evaluation may have drawn numbers
-                    rngs = random.getstate(), np.random.get_state()
-                parts = [part | {"rngs": one} for part, one in zip(parts, gather_objects(rngs))]
-            return kept | self.untouched | {"parts": parts}
+            return kept | self.untouched
 
         part = {
             "carried": self.carried,
@@ -4182,10 +4215,10 @@ class ReadBack:
     """
 
     SECONDS = 60
-    PROGRAM = """
+    PROGRAM = f"""
 import contextlib, pickle, signal, sys
 if hasattr(signal, "alarm"):
-    signal.alarm(60)
+    signal.alarm({SECONDS})
 sys.path[:] = pickle.load(sys.stdin.buffer)
 for env in pickle.load(sys.stdin.buffer):
     env.step(env.action_space.sample())
@@ -4475,21 +4508,25 @@ def play(
     Every evaluation with the same `seed` resets with the same seeds, one for each episode. So the
     evaluation that chose `best.pt` is the best of many on the same episodes, and flatters it. Tasks
     without a time limit are cut at 10,000 steps. With `capture_video` the first 3 episodes are
-    filmed into `video_dir`; each is kept in memory to its end. The state of torch's generator is
-    the same afterwards. A task may draw from it, or seed it; the policy draws from another one. The
+    filmed into `video_dir`; each is kept in memory to its end. Without `video_dir` nothing is
+    filmed.
+
+    A task may draw from the global generators, or seed them: they have a seed of their own in each
+    episode, and are where they were between episodes. The policy draws from another generator. The
     environment, one of `make_eval_env`, stays open.
     """
-    if args.capture_video:
+    films = args.capture_video and video_dir is not None
+    if films:
         env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: episode < 3)
     status = status or StatusLine(seconds=30)
     status.shown_at = time.time()
     generator = torch.Generator()  # of the policy
     generator.manual_seed(derived_seed(args.seed, "evaluations", 0))
-    with torch.random.fork_rng([agent.device] if args.cuda else []):
-        torch.manual_seed(derived_seed(args.seed, "tasks", 0))
-        for episode in range(args.eval_episodes):
-            yield run_episode(env, agent, args, episode, status, generator)
-    if args.capture_video and env.recording:
+    for episode in range(args.eval_episodes):
+        with generators_apart(derived_seed(args.seed, "evaluated tasks", episode, bits=32)):
+            rewards = run_episode(env, agent, args, episode, status, generator)
+        yield rewards
+    if films and env.recording:
         env.stop_recording()
 
 
@@ -4630,7 +4667,7 @@ def average(x: Tensor) -> Tensor:
     return x
 
 
-def of_all_processes(x: Tensor) -> Tensor:
+def with_common_mean(x: Tensor) -> Tensor:
     """Shift x so that its mean is the mean over all processes. Its gradient does not change."""
     if WORLD_SIZE == 1:
         return x
@@ -4870,7 +4907,7 @@ def parse_flags(argv: list[str], defaults: dict[str, Any]) -> Args:
         tyro.conf.OmitArgPrefixes[flags_class],
         args=argv,
         default=flags_class(**groups),
-        description="\n".join([__doc__.splitlines()[0], "", "presets:", *presets]),
+        description="\n".join([(__doc__ or SCRIPT).splitlines()[0], "", "presets:", *presets]),
     )
 
     flat = {}

@@ -57,7 +57,7 @@ ATOMS = {
     "targets": "K) what the value distributions learn",
     "old": "1 or 2) mean, and V, before the update, for value clipping",
     "moving": "# 3. The return statistics move.",
-    "moved": "and the value heads are rescaled as far as they can be.",
+    "moved": "and the mean outputs are rescaled to fit them. Atoms cannot be.",
 }
 
 

@@ -157,6 +157,13 @@ class Exit(Walk):
         sys.exit(0)
 
 
+class NoStep(Walk):
+    """Its `step` has lost its return, and is called by no wrapper of gymnasium's."""
+
+    def step(self, action):
+        """Nothing."""
+
+
 class Payment(Walk):
     """It pays what it was made with."""
 
@@ -298,7 +305,7 @@ gym.register("Rude-v0", Rude)
 # a copy of what the id holds is not possible, so gymnasium says that there is no spec
 gym.register("Locked-v0", partial(lambda lock: Walk(), threading.Lock()))
 for probe in (
-    OldStep, OldReset, OldSeed, Exit, Torch, Single, Unfilmed, Display, Sleeper, Mover, Dier,
+    OldStep, OldReset, OldSeed, NoStep, Exit, Torch, Single, Unfilmed, Display, Sleeper, Mover, Dier,
     Starter, Spaceless, Foreign, Lost,
 ):  # fmt: skip
     gym.register(f"{probe.__name__}-v0", probe)

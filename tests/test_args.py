@@ -1144,6 +1144,12 @@ def test_names_of_presets_set_no_flags_from_python(script, tmp_path):
     assert script.load_agent(path)[1].preset == ("renamed",)
 
 
+def test_a_python_without_docstrings_starts(script, monkeypatch):
+    """`python -OO` leaves none."""
+    monkeypatch.setattr(script, "__doc__", None)
+    assert script.parse_args([]) == script.Args()
+
+
 def test_training_does_not_evaluate(script, tmp_path):
     """`--evaluate` is read by the command line alone."""
     with pytest.raises(script.UsageError, match=r"--evaluate .*in Python use load_agent"):

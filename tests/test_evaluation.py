@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import random
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +18,7 @@ import torch
 from command import fill_the_disk, run_main, undisturbed, words
 from conftest import ONE_SCRIPT, each_of, with_both_scripts
 from helpers import make_agent, make_run, small_args
-from probes import Filmed, Walk
+from probes import ActionReward, Filmed, Walk
 from test_resume import (
     assert_same,
     contents,
@@ -305,6 +308,7 @@ def test_an_evaluation_by_samples(script):
     assert other != sampled
 
 
+@with_both_scripts
 @pytest.mark.parametrize("seeds", [False, True])
 def test_a_task_leaves_the_noise_of_an_evaluation_alone(script, monkeypatch, seeds):
     """It may draw from torch's generator, or seed it with the same number in each reset: the policy
@@ -531,6 +535,14 @@ def test_weights_know_nothing_of_entries_that_were_hidden(script, tmp_path, caps
     assert agent.normalize_obs(torch.tensor(rows))[[1, 2, 3]].tolist() == [0, 0, 0]
 
 
+def test_entries_that_were_hidden_may_be_shown_without_statistics(script, tmp_path, capsys):
+    """`--no-norm-obs` has none that could be wrong."""
+    flags = {"env_id": "CartPole-v1", "num_envs": 2, "norm_obs": False}
+    first = flags_for(script, tmp_path, 1, masked_obs=(1, 3), **flags)
+    args = replace(first, init_from=script.train(first)["run_dir"], masked_obs=())
+    assert run_main(script, capsys, words(args))[0] == 0
+
+
 def test_another_support_is_named(tmp_path, capsys):
     """The same logits on other atoms are another distribution."""
     import distributional_ppo_categorical as script
@@ -656,3 +668,122 @@ def test_an_evaluation_repeats_what_a_task_draws_from_torch(script, monkeypatch)
         torch.manual_seed(seed)
         found.append(list(script.play(env, run.agent, run.args)))
     assert found[0] == found[1]
+
+
+def test_an_evaluation_goes_by_its_own_seed(script, monkeypatch):
+    """Not by the seed that the agent was trained with. Episodes are reset by it, the policy draws
+    its noise by it, and so do tasks: here other numbers in each episode."""
+    run = make_run(script, "ActionReward", eval_sampled=True, eval_episodes=40)
+    with torch.no_grad():
+        run.agent.actor_head.weight.zero_()
+        run.agent.actor_head.bias.zero_()
+    resets, drawn = [], []
+    reset = ActionReward.reset
+
+    def note(env, **options):
+        resets.append(options["seed"])
+        drawn.append((random.random(), np.random.random(), float(torch.rand(()))))
+        return reset(env, **options)
+
+    monkeypatch.setattr(ActionReward, "reset", note)
+    env, played = script.make_eval_env(run.args), []
+    for seed in (1, 2, 2):
+        played.append(list(script.play(env, run.agent, replace(run.args, seed=seed))))
+    for seed, first in ((1, 0), (2, 40), (2, 80)):
+        expected = [script.derived_seed(seed, "evaluations", i, bits=31) for i in range(40)]
+        assert resets[first : first + 40] == expected
+    assert played[0] != played[1] == played[2]  # the reward is that of the action alone
+    assert drawn[40:80] == drawn[80:]
+    for numbers in zip(*drawn[:80]):
+        assert len({*numbers}) == 80
+
+
+def test_an_evaluation_leaves_all_generators_where_they_were(script, monkeypatch):
+    """Whatever the task draws or seeds, and also where the caller stops on the way."""
+    run = make_run(script, "Walk", eval_episodes=3)
+    reset = Walk.reset
+
+    def seed_all(env, **options):
+        for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+            set_seed(7)
+        return reset(env, **options)
+
+    monkeypatch.setattr(Walk, "reset", seed_all)
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    for _ in script.play(script.make_eval_env(run.args), run.agent, run.args):
+        assert_same((random.getstate(), np.random.get_state()), before[:2])
+        assert torch.equal(torch.get_rng_state(), before[2])
+        break
+    script.evaluate(run.agent, run.args)
+    assert_same((random.getstate(), np.random.get_state()), before[:2])
+
+
+def test_a_task_that_seeds_numpy_trains_the_same_with_evaluations(script, tmp_path, monkeypatch):
+    """Or each rollout behind an evaluation would have the same numbers."""
+    reset, pay = Walk.reset, Walk.pay
+
+    def seeding(env, **options):
+        if options.get("seed") is not None:
+            np.random.seed(options["seed"] % 2**32)
+        return reset(env, **options)
+
+    monkeypatch.setattr(Walk, "reset", seeding)
+    monkeypatch.setattr(Walk, "pay", lambda *x: pay(*x) + np.random.random())
+    args = flags_for(script, tmp_path, 3, env_id="probes:Walk-v0")
+    runs = [timeless(script.train(replace(args, eval_every=every))) for every in (0, 1)]
+    own = [{tag: x for tag, x in run.items() if not tag.startswith("eval/")} for run in runs]
+    assert_same(*own)
+
+
+def test_a_run_without_evaluations_has_none_on_the_way(script, tmp_path):
+    """Though `eval_every` asks for them, from Python or as a resume changes flags."""
+    args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0", eval_every=1, eval_episodes=0)
+    metrics = script.train(args)
+    assert not [tag for tag in metrics if tag.startswith("eval/")]
+    assert metrics["charts/SPS"] > 0
+
+
+def test_a_signal_in_the_last_evaluation_of_many(script, tmp_path, monkeypatch):
+    """A resume plays it again, and the checkpoint then knows that it is done."""
+    args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0", eval_every=1)
+    scripted(script, monkeypatch, (9, 1))
+    play, evaluations = script.play, []
+
+    def interrupt(*inputs):
+        evaluations.append(inputs)
+        for rewards in play(*inputs):
+            if len(evaluations) == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield rewards
+
+    monkeypatch.setattr(script, "play", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        script.train(args)
+    [path] = (tmp_path / "runs").glob("*/checkpoint.pt")
+    scripted(script, monkeypatch, (1,))
+    resumed(script, monkeypatch, path.parent)
+    assert contents(path.parent)["run"]["evaluated_at"] == 2 * args.batch_size
+
+
+def test_a_film_that_fails_costs_no_training(script, tmp_path, monkeypatch):
+    """Ctrl-C ends the program that writes films, too. The checkpoint is of the same step, and a
+    resume begins with the evaluation."""
+    flags = {"env_id": "probes:Filmed-v0", "eval_every": 1, "checkpoint_every": 0}
+    args = flags_for(script, tmp_path, 3, capture_video=True, **flags)
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "play", fail_at(script.play, 1))
+        with pytest.raises(OSError, match="Input"):
+            script.train(args)
+    [path] = (tmp_path / "runs").glob("*/checkpoint.pt")
+    kept = pickle.loads(torch.load(path, weights_only=True)["run"])
+    assert (kept["step"], kept["evaluated_at"]) == (args.batch_size, None)
+    resumed(script, monkeypatch, path.parent)
+    assert len(films(path.parent)) == 9  # of three evaluations
+
+
+def test_play_films_nothing_without_a_folder(script, tmp_path):
+    """Nor into a folder called None."""
+    run = make_run(script, "Walk", env_id="probes:Filmed-v0", eval_episodes=1)
+    run.args.capture_video = True
+    list(script.play(script.make_eval_env(run.args), run.agent, run.args))
+    assert not list(tmp_path.rglob("*.mp4"))

@@ -233,6 +233,15 @@ def test_an_infinite_divergence_is_no_fault(script):
     assert all(p.isfinite().all() for p in run.agent.parameters())
 
 
+def test_ratios_are_told_up_to_e_to_the_20(script):
+    """Where an action that was taken is e^100 times as likely now."""
+    run = make_run(script, "VectorDiscrete", learning_rate=0.0, critic_learning_rate=0.001)
+    batch = prepare(run)
+    batch = batch._replace(log_probs=batch.log_probs - 100)
+    metrics = script.update(run.agent, run.optimizers, batch, run.args, 0.5)
+    assert metrics["policy/ratio_mean"] == pytest.approx(np.exp(20), rel=1e-4)
+
+
 def test_a_fault_ahead_of_the_first_checkpoint(script, capsys, tmp_path):
     """There is none to name, and the message says so."""
     args = flags_for(script, tmp_path, "FaultyError", checkpoint_every=0)
@@ -337,6 +346,18 @@ def test_a_start_that_failed_leaves_no_lock(script, monkeypatch, tmp_path):
     with undisturbed(), run:
         assert run.step == args.total_timesteps
     assert kept.value.__traceback__ is not None
+
+
+def test_a_start_that_failed_closes_all_environments(script, monkeypatch, tmp_path):
+    """Those that were made, one of them for evaluations, and those that took their places."""
+    args = flags_for(script, tmp_path, "VectorBox")
+    longer = replace(args, resume=script.train(args)["run_dir"], total_timesteps=10**4)
+    closed, close = [], script.close_quietly
+    monkeypatch.setattr(script, "close_quietly", lambda env: closed.append(env) or close(env))
+    monkeypatch.setattr(script, "SummaryWriter", None)
+    with pytest.raises(TypeError):
+        script.start(longer)
+    assert len({*map(id, closed)}) >= 2 + args.num_envs * (args.save_envs == "always")
 
 
 def test_a_finished_run_keeps_its_origin(script, monkeypatch, capsys, tmp_path):

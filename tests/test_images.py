@@ -133,6 +133,7 @@ def convolve(image, weight, bias, stride):
     [
         ((2, 5, 7), 1, (1,), 16 * 3 * 5),
         ((1, 36, 40), 255, (4, 2, 1), 64),  # 36 x 40: 8 x 9, 3 x 3, 1 x 1
+        ((1, 10, 40), 255, (1,), 16 * 8 * 38),  # the shorter side decides
     ],
 )
 def test_convolutions_are_those_of_the_papers(script, shape, high, strides, num_features):

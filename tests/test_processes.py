@@ -115,7 +115,7 @@ def test_the_others_meet_the_first_after_each_episode(script, monkeypatch, rank)
     monkeypatch.setattr(script, "summarise", lambda episodes, args, step: {"eval/return_mean": 2.0})
     found = {"eval/return_mean": 2.0}
     monkeypatch.setattr(script, "gather_objects", lambda thing: [found])
-    args = SimpleNamespace(eval_episodes=3, eval_every=0)
+    args = SimpleNamespace(eval_episodes=3, eval_every=0, capture_video=False)
     run = SimpleNamespace(
         args=args, agent=None, directory=Path(), step=7, log=lambda *given: None, evaluated_at=0,
         eval_env=None, signals=[], total_steps=9, stops=lambda: script.Run.stops(run),
@@ -132,7 +132,7 @@ def test_the_entropy_floor_holds_for_all_processes_together(script, monkeypatch)
     monkeypatch.setattr(script, "WORLD_SIZE", 2)
     monkeypatch.setattr(script, "average", lambda x: (x.detach() + 0.69) / 2)
     entropy = torch.tensor([0.3, 0.4], requires_grad=True)
-    whole = script.of_all_processes(entropy)
+    whole = script.with_common_mean(entropy)
     assert float(whole.mean()) == pytest.approx(0.52)
     assert float(script.entropy_loss(whole, 0.0, 0.5, 1.0)) == 0
     loss = script.entropy_loss(whole, 0.0, 0.6, 1.0)
@@ -142,13 +142,13 @@ def test_the_entropy_floor_holds_for_all_processes_together(script, monkeypatch)
 
 
 def test_the_actor_pays_for_the_entropy_of_all_processes(script, monkeypatch):
-    """The loss takes what `of_all_processes` gives: 0 here, 0.5 below the floor."""
+    """The loss takes what `with_common_mean` gives: 0 here, 0.5 below the floor."""
     run = make_run(script, "VectorDiscrete", min_entropy=0.5, min_entropy_penalty=1.0)
     batch = prepare(run)
     plain, *_ = script.policy_loss(
         run.agent, batch, replace(run.args, min_entropy_penalty=0.0), 0.0
     )
-    monkeypatch.setattr(script, "of_all_processes", torch.zeros_like)
+    monkeypatch.setattr(script, "with_common_mean", torch.zeros_like)
     loss, *_ = script.policy_loss(run.agent, batch, run.args, 0.0)
     assert float(loss) == pytest.approx(float(plain) + 0.5, abs=1e-5)
 
@@ -349,3 +349,16 @@ def test_the_others_wait_for_days(script, monkeypatch, gpu, backend):
     assert begun == [(backend,)]
     assert asked[0] >= timedelta(days=1)
     assert at_exit == [time.sleep, own.destroy_process_group]  # they are called in reverse
+
+
+def test_the_largest_divergence_is_that_of_all_processes(script, monkeypatch):
+    """0.1 and 0.5 here, 0.5 and 0.1 in the other process: 0.3 in the mean of each minibatch."""
+    monkeypatch.setattr(script, "average", lambda x: torch.full_like(x, 0.3))
+    actor = [
+        {"policy/kl_exact": torch.tensor(kl), "policy/log_ratio": torch.zeros(4)}
+        for kl in (0.1, 0.5)
+    ]
+    critic = [{"value/loss": torch.tensor(1.0)}] * 2
+    args = small_args(script, "Walk")
+    metrics = script.describe_update(actor, critic, [1.0, 1.0], [1.0, 1.0], args)
+    assert metrics["policy/kl_max"] == pytest.approx(0.3)

@@ -424,3 +424,43 @@ def test_a_task_draws_other_numbers_in_each_iteration(script):
             found.append(torch.initial_seed())
     assert found[0] == found[2]
     assert found[0] != found[1]
+
+
+class Overwrites(gym.Env):
+    """Shows the step in an array of float32 that it uses again. A time limit cuts at 3."""
+
+    observation_space = gym.spaces.Box(-9, 9, (2,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+    made: list = []  # noqa: RUF012
+
+    def __init__(self):
+        self.buffer = np.zeros(2, np.float32)
+        self.made.append(self)
+
+    def reset(self, *, seed=None, options=None):
+        """At 0."""
+        self.buffer[:] = 0
+        return self.buffer, {}
+
+    def step(self, action):
+        """One further."""
+        self.buffer += 1
+        return self.buffer, 0.0, False, False, {}
+
+
+gym.register("Overwrites-v0", Overwrites, max_episode_steps=3)
+
+
+@pytest.mark.parametrize("masked", [(), (0,)])
+def test_a_task_may_use_its_array_again(script, monkeypatch, masked):
+    """The successor at the limit is 3, and what comes next is 0. What is masked stays in the task
+    as it is."""
+    monkeypatch.setattr(Overwrites, "made", [])
+    run = make_run(script, "", env_id="Overwrites-v0", masked_obs=masked)
+    rollout = roll(run)
+    assert rollout.truncated[2].all()
+    assert (rollout.next_obs[2, :, 1] == 3).all()
+    assert (rollout.obs[3, :, 1] == 0).all()
+    run.envs.step(np.zeros(4, int))
+    assert all((env.buffer == env.buffer[1]).all() for env in Overwrites.made)
+    assert any(env.buffer[0] > 0 for env in Overwrites.made)

@@ -24,7 +24,7 @@ from command import await_end, await_file, run_main, start, undisturbed, words
 from conftest import ONE_SCRIPT, each_of, with_both_scripts
 from helpers import act, make_agent, make_run, roll, small_args
 from probes import Walk
-from rude import MISFITS, Display, Single, Spaceless
+from rude import MISFITS, Display, Rude, Single, Spaceless
 from test_resume import (
     AFRESH,
     assert_same,
@@ -197,6 +197,7 @@ def test_an_agent_acts_on_what_belongs_to_its_space(script):
     ("name", "named"),
     [
         ("OldStep", "step() must return five values"),
+        ("NoStep", "step() must return five values"),
         ("OldReset", "reset() must return a tuple of an observation and info"),
         ("OldSeed", "reset() must take seed and options"),
     ],
@@ -1440,3 +1441,89 @@ def test_a_box_of_booleans_holds_whole_numbers(script):
     found = script.misfit(box, np.array([0.5, 1]))
     assert "has numbers from 0.5 to 1.0 of float64" in found
     assert script.misfit(box, np.array([0, 7])) == ""
+
+
+class Contiguous(Rude):
+    """Bytes, channels first, in one buffer that it shows and draws as it is."""
+
+    observation_space = gym.spaces.Box(0, 255, (3, 6, 5), np.uint8)
+
+    def __init__(self, render_mode=None):
+        super().__init__(render_mode)
+        self.buffer = np.zeros((3, 6, 5), np.uint8)
+
+    def reset(self, *, seed=None, options=None):
+        """As it is."""
+        super().reset(seed=seed, options=options)
+        return self.buffer, {}
+
+    def step(self, action):
+        """As it is."""
+        _, *facts = super().step(action)
+        return self.buffer, *facts
+
+    def render(self):
+        """The same buffer."""
+        return self.buffer
+
+
+gym.register("Contiguous-v0", Contiguous)
+
+
+def test_images_and_frames_are_copies_where_no_axis_moves(script, somewhere):
+    """One buffer for all: the successor at the limit shows 5, what comes next 50, and frames 50, 1,
+    2, 3."""
+    run = make_run(script, "", env_id="Contiguous-v0")
+    rollout = roll(run)
+    assert (rollout.next_obs[4] == 5).all()
+    assert (rollout.obs[5] == 50).all()
+    env = script.make_env(run.args, render_mode="rgb_array")
+    env.reset(seed=0)
+    frames = [env.render()]
+    for _ in range(3):
+        env.step(0)
+        frames.append(env.render())
+    assert [int(frame.mean()) for frame in frames] == [50, 1, 2, 3]
+
+
+def test_a_renderer_that_exits_is_a_fault(script, monkeypatch):
+    """Else the run would end with its code, 0 here, as if all were well."""
+    env = script.make_env(small_args(script, "Walk"))
+    env.reset(seed=0)
+    monkeypatch.setattr(Walk, "render", lambda self: sys.exit(0), raising=False)
+    with pytest.raises(RuntimeError, match=r"^the task called exit\(0\)$"):
+        env.render()
+
+
+LEVELS = """
+import gymnasium as gym
+
+def make(level="soft"):
+    try:
+        return {}[level]
+    except KeyError:
+        raise ValueError("level must be easy or hard") %s
+
+gym.register("Levels-v0", make)
+"""
+
+
+@pytest.mark.parametrize("end", ["", "from None"])
+def test_a_task_s_own_message_is_told(script, tmp_path, monkeypatch, capsys, end):
+    """Not the fault that led to it, which the task has dealt with."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / f"levels_{len(end)}.py").write_text(LEVELS % end)
+    line = ["--env-id", f"levels_{len(end)}:Levels-v0", "--run-dir", str(tmp_path)]
+    code, _, err = run_main(script, capsys, line)
+    assert code == 2
+    assert "ValueError: level must be easy or hard (" in err
+    assert "KeyError" not in err
+
+
+def test_a_stack_of_bytes_is_told_what_to_do(script):
+    """The frames stand on an axis of their own."""
+    text = script.unfit_part(gym.spaces.Box(0, 255, (4, 84, 84, 3), np.uint8))
+    assert text.endswith("a stack of images, whose channels must be on one axis")
+    text = script.unfit_part(gym.spaces.Dict(eye=gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)))
+    assert "counts as an image" in text
+    assert script.unfit_part(gym.spaces.Box(0, 255, (64,), np.uint8)) == ""

@@ -94,7 +94,7 @@ def test_no_seed_is_used_twice():
         for stream in streams
         for index in range(300 if stream == "iterations" else 64)
     ]
-    assert len(found) == len({*found}) == 25 * (300 + 4 * 64)
+    assert len(found) == len({*found}) == 25 * (300 + 5 * 64)
     short = [seed_of(seed, "environments", i, bits=31) for seed in range(25) for i in range(64)]
     assert len(short) == len({*short})
     assert max(short) < 2**31
@@ -247,6 +247,26 @@ def test_an_episode_is_written_at_the_step_it_ended(begin):
         (tags[0], 1.5, 33), (tags[1], 9.0, 33), (tags[0], -2.0, 45), (tags[1], 4.0, 45),
     ]  # fmt: skip
     assert run.recent_returns == [0.0] * 98 + [1.5, -2.0]
+
+
+def test_an_episode_of_one_process_is_written_at_the_step_of_all(begin):
+    """Two processes share four environments: at t = 0 all four have taken a step."""
+    writer = Writer()
+    run = begin(writer, num_envs=4)
+    run.envs = SimpleNamespace(num_envs=2)
+    run.step = 30
+    run.log_episodes(SimpleNamespace(episodes=[(0, 1.5, 9)]))
+    assert {step for _, _, step in writer.scalars} == {34}
+
+
+def test_each_iteration_has_a_seed_of_its_own(begin):
+    """That of the run's seed and of the step at which it begins."""
+    run = begin(seed=5, num_steps=12, total_timesteps=144)
+    found = []
+    for _ in run.iterations():
+        found.append(torch.initial_seed())
+        run.step += run.args.batch_size
+    assert found == [run_seed(5, step) for step in (0, 48, 96)]
 
 
 def begin_quarter(begin, capsys):
@@ -833,3 +853,9 @@ def test_the_first_process_proves_for_all(script, begin, monkeypatch):
     monkeypatch.setattr(script, "RANK", 1)
     monkeypatch.setattr(script, "gather_objects", lambda thing: ["gone", thing])
     assert run.pickled_envs() is None
+
+
+def run_seed(seed: int, step: int) -> int:
+    """The seed of an iteration, as numpy's documentation builds it: streams count from 1."""
+    mixed = np.random.SeedSequence(seed, spawn_key=(3, step))
+    return int(mixed.generate_state(1, np.uint64)[0]) >> 1

@@ -111,6 +111,7 @@ def table_of_runs(directory):
         metrics = [x.name.tag for x in experiment.metric_infos]
         content = found["_hparams_/session_start_info"].plugin_data.content
         started = HParamsPluginData.FromString(content).session_start_info.hparams
+        assert {"eval_episodes", "eval_sampled"} <= {*started}  # its columns are evaluations
         values[path.name] = {k: x.string_value or x.number_value for k, x in started.items()}
     return columns, metrics, values
 

@@ -327,18 +327,25 @@ def test_compiled_losses_are_those_of_eager_mode(script, compiling, env, value_f
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_the_update_takes_compiled_gradients_where_asked(script, monkeypatch, compiling, asked):
-    """Ours: what torch.compile makes of them, made once; without the flag nothing is made."""
-    made = []
+    """Ours: what torch.compile makes of them, made once; without the flag nothing is made. Both
+    losses go through it."""
+    made, losses = [], []
 
     def compile_nothing(function):
         made.append(function)
-        return function
+
+        def note(loss, *inputs):
+            losses.append(loss)
+            return function(loss, *inputs)
+
+        return note
 
     monkeypatch.setattr(torch, "compile", compile_nothing)
     run = make_run(script, "Counter", compile=asked)
     for _ in range(2):
         script.update(run.agent, run.optimizers, prepare(run), run.args, 0.5)
     assert made == [script.with_gradient] * asked
+    assert {*losses} == ({script.policy_loss, script.value_loss} if asked else set())
 
 
 @pytest.mark.parametrize("env", ["VectorBox", "VectorDiscrete"])
@@ -471,7 +478,7 @@ def test_each_critic_is_clipped_around_its_own_old_values(run):
 
 
 # ---- the update
-@pytest.mark.parametrize("env", ["VectorMultiDiscrete", "VectorBox"])
+@pytest.mark.parametrize("env", ["VectorMultiDiscrete", "VectorBox", "ImageMultiDiscrete"])
 def test_every_parameter_learns(script, env):
     """Encoder, LSTM and heads of the actor and of both critics move."""
     run = make_run(script, env, num_minibatches=1, update_epochs=1)

@@ -455,3 +455,48 @@ def test_the_gradient_of_clipped_atoms_is_that_of_their_loss(old, returned):
     facts = (target, tensor([old]), ATOMS)
     assert atom_loss(logits, *facts)[0] > atom_loss(logits, *facts, "none")[0]
     assert gradcheck(lambda x: atom_loss(x, *facts)[0], logits)
+
+
+# ------------------------------------------------------------------ gradients through both losses
+def gradient_of_loss(dist, outputs: list, targets: Tensor, returned: float, old: list) -> Tensor:
+    """That of one state and one critic, (K,) or (K + 1,)."""
+    outputs = torch.tensor([[outputs]], requires_grad=True)
+    loss, _ = dist.loss(outputs, targets, torch.tensor([returned]), torch.tensor([[old]]))
+    loss.sum().backward()
+    return outputs.grad[0, 0]
+
+
+def test_the_clipped_loss_of_quantiles_has_a_gradient():
+    """Quantiles 0 and 2 at 1/4 and 3/4, their mean 1, the old mean 0, limit 0.2, target 3. The loss
+    is (0.75 + 0.75) / 2, that of the clipped quantiles -0.8 and 1.2 is (0.95 + 1.35) / 2. The
+    latter has the gradient (-1/8, -3/8) by the clipped quantiles, less its mean by what moves."""
+    flags = {"num_quantiles": 2, "kappa": 0.0, "vf_clip": "mean_only", "norm_returns": False}
+    dist = lstm.ValueDistribution(lstm.Args(value_from="distribution", **flags))
+    found = gradient_of_loss(dist, [0.0, 2.0], torch.tensor([[3.0]]), 3.0, [-1.0, 1.0])
+    assert_close(found, torch.tensor([0.125, -0.125]))
+
+
+def test_the_clipped_loss_of_atoms_has_the_gradient_of_the_shift():
+    """Atoms -1 to 3 with p = 0.1, 0.2, 0.4, 0.2, 0.1 have the mean 1. With the old mean 0 and the
+    limit 0.2 the shift is -0.8, so that the target 1 lies at 1.8: 0.2 on atom 1 and 0.8 on atom 2.
+    The loss -0.2 log 0.4 - 0.8 log 0.2 exceeds -log 0.4. A shift by s more adds s log(0.4 / 0.2),
+    and ds is the sum of p (z - 1) dlogits: p - moved + p (z - 1) log 2."""
+    flags = {"num_atoms": 5, "v_min": -1.0, "v_max": 3.0, "vf_clip": "mean_only"}
+    args = categorical.Args(value_from="distribution", norm_returns=False, **flags)
+    dist = categorical.ValueDistribution(args)
+    p = torch.tensor([0.1, 0.2, 0.4, 0.2, 0.1])
+    on_one = torch.tensor([[0.0, 0, 1, 0, 0]])
+    found = gradient_of_loss(dist, p.log().tolist(), on_one, 1.0, [0.0])
+    assert_close(found, torch.tensor([-0.0386, 0.0614, 0.2, -0.4614, 0.2386]), atol=1e-4, rtol=0)
+
+
+def test_the_clipped_loss_of_v_has_a_gradient():
+    """V is 0.1, within 0.2 of the old 0, so both losses are 0.5 (0.1 - 1)^2: the gradient is -0.9,
+    half by each. In the feed-forward script V moves by a tenth of its output."""
+    flags = {"value_from": "mean_head", "norm_returns": False, "vf_clip": "mean_only"}
+    dist = lstm.ValueDistribution(lstm.Args(num_quantiles=2, **flags))
+    found = gradient_of_loss(dist, [0.0, 0.0, 0.1], torch.zeros(1, 1), 1.0, [0.0, 0.0, 0.0])
+    assert float(found[-1]) == pytest.approx(-0.9)
+    dist = categorical.ValueDistribution(categorical.Args(num_atoms=3, **flags))
+    found = gradient_of_loss(dist, [0.0, 0.0, 0.0, 1.0], torch.ones(1, 3) / 3, 1.0, [0.0, 0.0])
+    assert float(found[-1]) == pytest.approx(-0.09)
