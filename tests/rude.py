@@ -305,8 +305,8 @@ gym.register("Rude-v0", Rude)
 # a copy of what the id holds is not possible, so gymnasium says that there is no spec
 gym.register("Locked-v0", partial(lambda lock: Walk(), threading.Lock()))
 for probe in (
-    OldStep, OldReset, OldSeed, NoStep, Exit, Torch, Single, Unfilmed, Display, Sleeper, Mover, Dier,
-    Starter, Spaceless, Foreign, Lost,
+    OldStep, OldReset, OldSeed, NoStep, Exit, Torch, Single, Unfilmed, Display, Sleeper, Mover,
+    Dier, Starter, Spaceless, Foreign, Lost,
 ):  # fmt: skip
     gym.register(f"{probe.__name__}-v0", probe)
 for kind in MISFITS:
