@@ -1444,7 +1444,7 @@ def worth(verdicts: dict[Contest, Verdict]) -> list[str]:
         f"  * **Default critics beside scalar ones:** in our older version a run with the default "
         f"critic ends higher with probability {robots.at_the_end} on MuJoCo, "
         f"{recurrent.at_the_end} on recurrent tasks and {games.at_the_end} on MinAtar. A tie is "
-        f"0.5. By default the policy learns from V alone.",
+        f"0.5.",
         "  * **V from the distribution** was scored on CartPole-v1 and CartPoleNoVel-v1 alone. The "
         "recurrent one [learnt more slowly](tuning.md#the-two-cartpoles), but not with "
         "`--kappa 1`.",
@@ -1470,9 +1470,9 @@ def calibrated() -> list[str]:
         f"{told[0]} of {told[2]} runs, followed by `--preset critics` in {told[1]}, and "
         f"[flags for each task](tuning.md#calibration) in {(runs <= 0.05).sum()} of {len(runs)} "
         f"(older).",
-        f"  * **Known processes:** on three of them {chain} of {len(chains())} runs with "
-        f"`calibrated` and further tuned flags reach [our goals](#calibration) (feed-forward with "
-        f"201 atoms: {fine[0]} of {fine[1]}).",
+        f"  * **Known processes:** on three of them {chain} of {len(chains())} runs with tuned "
+        f"flags reach [our goals](#calibration). {fine[0]} of {fine[1]} further ones do, which "
+        f"have 201 atoms.",
         f"  * **A rare disaster's** depth is underestimated by {disasters()}.",
     ]
 
@@ -1519,10 +1519,10 @@ def trusted() -> str:
     return (
         f"* **Does it know when not to be trusted?** {short} Gravity, friction or the noise of "
         f"sensors changed after training, for {agents} runs each of {robots}. In "
-        f"{cases(fallen)} the return fell. A decile that is predicted low had warned by then in "
-        f"{first}, and before the fall in {ahead[0]}; twins far apart in {second} and "
-        f"{ahead[1]}. In {cases(len(held))} the return held, and the decile warned falsely in "
-        f"{false[0]}, the twins in {false[1]} (older preset). "
+        f"{cases(fallen)} the return fell. A low predicted decile warned in time in {first}, "
+        f"and ahead of the fall in {ahead[0]}. The distance of the twins warned in time in "
+        f"{second}, and ahead in {ahead[1]}. In {cases(len(held))} the return held; the decile "
+        f"warned falsely in {false[0]}, and the twins in {false[1]} (older preset). "
         f"[Table](results/trust.md), [figure](results/trust.png)"
     )
 
@@ -1582,8 +1582,8 @@ def beside_others() -> list[str]:
         *memory_told(),
         f"  * **On POPGym** (older), with equal flags and equal wall time, sb3-contrib makes "
         f"{shares[0]:.0f} to {shares[1]:.0f} % of our steps. Ours is {standing(quiz)} of "
-        f"{count_of(len(quiz))} tasks (by the rule below clearly better on "
-        f"{count_of(clearly_better(quiz))} only). Equal steps were not compared.",
+        f"{count_of(len(quiz))} tasks, by our rule clearly better on "
+        f"{count_of(clearly_better(quiz))} only. Equal steps were not compared.",
     ]
 
 
@@ -1611,15 +1611,12 @@ def fast() -> list[str]:
     named = {(cell.name, cell.mine, cell.peer): pace(cell) for cell in CELLS}
     lstm, one_core = named["recurrent", "ours", ""], named["recurrent", "ours-1core", "sb3-1core"]
     eight, plain = (named["cheetah-8x256", mine, ""] for mine in ("compiled", "ours"))
-    cell = next(cell for cell in CELLS if (cell.name, cell.peer) == ("recurrent", ""))
-    older = pace(cell, before_speed_up(cell))
     pole = named["cartpole", "ours", ""]
     return [
         "* **How fast are they?** A slow machine may flatter these ratios. [Details](#speed)",
         f"  * **The recurrent script** with an LSTM of 128 is {aged(lstm)} times as fast as "
-        f"sb3-contrib on two cores, and {aged(one_core)} times on one. In older rows (one thread, "
-        f"a faster machine) it is {older.ratio.middle:.1f} times as fast. Where all episodes have "
-        f"20 steps, it is {named['recurrent-episodes20', 'ours', ''].ratio.middle:.1f} times.",
+        f"sb3-contrib on two cores, and {aged(one_core)} times on one. Where all episodes have 20 "
+        f"steps, it is {named['recurrent-episodes20', 'ours', ''].ratio.middle:.1f} times.",
         f"  * **The feed-forward script** is {aged(pole)} times as fast as SB3's PPO on "
         f"CartPole-v1, {aged(plain)} times with eight HalfCheetahs, and {aged(eight)} times with "
         f"`--compile` as well.",
@@ -1674,9 +1671,9 @@ def answers(verdicts: dict[Contest, Verdict]) -> list[str]:
         f"  * **A single quantile critic** scored {fresh} times as much as the default one, with "
         f"an older preset on seeds 6 to 10{proven(fresh)}.",
         f"* **How were the flags tuned?** {how_tuned()} [Details](tuning.md#chosen-flags)",
-        "* **Can the numbers be trusted?** Trust a difference only if its interval is further from "
-        "a tie than half the interval's width. Most rows are older, with intervals that are too "
-        "narrow. [Details](#how-to-read-the-numbers)",
+        "* **Can the numbers be trusted?** A difference is clear if its interval is further from "
+        "a tie than half the interval's width, and undecided if it contains the tie. Most rows "
+        "are older, with intervals that are too narrow. [Details](#how-to-read-the-numbers)",
         f"* **What failed?** Among others {few} of {many} runs on four robots and "
         f"{(novel < 475).sum()} of {len(novel)} CartPoleNoVel-v1 runs. [More](#what-failed)",
     ]

@@ -552,14 +552,12 @@ def test_warnings_worked_by_hand(answers, monkeypatch):
     told = answers.trusted()
     assert "for two runs each of Hopper-v5" in told
     assert "** Yes. Gravity" in told
-    warned = (
-        "In 1 case the return fell. A decile that is predicted low had warned by then in 1, and"
-    )
-    assert warned in told
     assert (
-        "and before the fall in 1; twins far apart in 0 and 0. In 1 case the return held," in told
+        "In 1 case the return fell. A low predicted decile warned in time in 1, and ahead" in told
     )
-    assert "and the decile warned falsely in 0, the twins in 1 (older preset)." in told
+    assert "ahead of the fall in 1. The distance of the twins warned in time in 0," in told
+    assert "and ahead in 0. In 1 case the return held; the decile warned falsely in 0" in told
+    assert "falsely in 0, and the twins in 1 (older preset)." in told
 
 
 def test_aversion_on_robots_worked_by_hand(answers, monkeypatch):
