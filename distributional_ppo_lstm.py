@@ -3063,6 +3063,20 @@ def check_finite(when: str, *observations: np.ndarray, rewards: np.ndarray | Non
     raise RuntimeError(f"not finite: {found}, {place}, {when}; check the task")
 
 
+class NotFinite(RuntimeError):
+    """A loss or a gradient is not finite. All processes of a run find it at once."""
+
+
+def check_step(loss: float, norm: float, name: str, flag: str) -> None:
+    """Raise `NotFinite` unless the loss of a minibatch and its gradient's norm are finite.
+
+    `flag` is that of the learning rate, which the message names as a remedy.
+    """
+    if not math.isfinite(loss + norm):
+        found = f"loss {loss:g}, gradient {norm:g} of {name}"
+        raise NotFinite(f"{found}: not finite; try a smaller {flag}")
+
+
 # -------------------------------------------------------------------- metrics that only describe
 def describe_critics(
     dist: ValueDistribution,
@@ -3240,21 +3254,6 @@ def table_value(value: Any) -> str | float:
     if isinstance(value, bool) or value is None:
         return str(value).lower()
     return value if isinstance(value, int | float | str) else " ".join(map(str, value))
-
-
-# ------------------------------------------------------------------------------------ run keeping
-class NotFinite(RuntimeError):
-    """A loss or a gradient is not finite. All processes of a run find it at once."""
-
-
-def check_step(loss: float, norm: float, name: str, flag: str) -> None:
-    """Raise `NotFinite` unless the loss of a minibatch and its gradient's norm are finite.
-
-    `flag` is that of the learning rate, which the message names as a remedy.
-    """
-    if not math.isfinite(loss + norm):
-        found = f"loss {loss:g}, gradient {norm:g} of {name}"
-        raise NotFinite(f"{found}: not finite; try a smaller {flag}")
 
 
 # ---------------------------------------------------------------------------------- start of a run
@@ -5053,15 +5052,33 @@ def flush_output() -> None:
             pass
 
 
+def is_told_here(error: BaseException) -> bool:
+    """Tell whether this process prints what has ended the run.
+
+    The first process does. A mistake is printed once on each machine, since machines differ. One
+    that this process may have met alone has a note, and is printed here. Others it has met alone if
+    the first process does not meet them: then the launcher does not end this process meanwhile.
+    """
+    if RANK == 0 or not isinstance(error, UsageError):
+        return RANK == 0
+    if LOCAL_RANK > 0 and not hasattr(error, "__notes__"):
+        time.sleep(5)
+        of_this_process(error)
+    return True
+
+
+def last_line(error: BaseException) -> str:
+    """Return what has ended a run, with its notes, as one line."""
+    parts = [str(error) or "interrupted", *getattr(error, "__notes__", ())]
+    line = " ".join("; ".join(parts).split())
+    return line if isinstance(error, KeyboardInterrupt) else f"error: {line}"
+
+
 def main(argv: list[str]) -> None:
     """Run the command line. Modules of tasks are also looked for in the working directory.
 
     A mistake of the user costs a short message on stderr and exit code 2. A fault is raised. A
     signal while a run trains ends it with a checkpoint and exit code 130.
-
-    Of many processes the first one prints. A mistake is printed once on each machine, since
-    machines differ. One that the first process does not meet, a mistake of the task while it runs,
-    and a fault are printed by each process that meets them.
     """
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -5075,18 +5092,8 @@ def main(argv: list[str]) -> None:
             return
         train(args)
     except (UsageError, KeyboardInterrupt, OtherProcessEnded) as error:
-        # A mistake of a task while it runs has a note, and may be of this process alone. So may one
-        # that the first process does not meet: else the launcher ends the others meanwhile.
-        mistake = isinstance(error, UsageError)
-        if mistake and WORLD_SIZE > 1 and LOCAL_RANK > 0 and not hasattr(error, "__notes__"):
-            time.sleep(5)
-            of_this_process(error)
-        tells_mistake = mistake and (LOCAL_RANK == 0 or hasattr(error, "__notes__"))
-        if RANK == 0 or tells_mistake:
-            lines = [str(error) or "interrupted", *getattr(error, "__notes__", ())]
-            line = " ".join("; ".join(lines).split())  # one line
-            interrupted = isinstance(error, KeyboardInterrupt)
-            tell(line if interrupted else f"error: {line}", file=sys.stderr)
+        if is_told_here(error):
+            tell(last_line(error), file=sys.stderr)
         sys.exit({UsageError: 2, OtherProcessEnded: 1}.get(type(error), 130))
     except NotFinite:
         if RANK == 0:

@@ -485,3 +485,16 @@ def test_robots_that_score_little():
     assert low == {"Hopper-v5": 2, "Walker2d-v5": 1, "Ant-v5": 0, "HalfCheetah-v5": 0}
     told = "3 of 40 runs on four robots have less than half of the best published score [in the"
     assert told in README
+
+
+def test_the_table_of_defaults():
+    """Each row has the names and the defaults of both scripts; "-" where one has no such flag."""
+    table = README.split("The defaults that matter most are:")[1].split("All flags")[0]
+    rows = [[x.strip() for x in line.split("|")[1:-1]] for line in table.strip().splitlines()[2:]]
+    assert len(rows) > 10
+    for names, *columns in rows:
+        for script, column in zip(SCRIPTS, columns):
+            flags = importlib.import_module(script).Args.__dataclass_fields__
+            names_of = re.findall(r"`(\w+)`", names)
+            expected = [str(flags[name].default) if name in flags else "-" for name in names_of]
+            assert column == ", ".join(expected)
