@@ -715,8 +715,8 @@ PANELS = {
     "disaster": "2 % disaster",
 }
 DRAWN = (
-    (LSTM, "recommended", common.OURS, "-", "51 quantiles, flags of calibrated"),
-    (CATEGORICAL, "recommended", common.SKY, "--", "atoms, flags of calibrated"),
+    (LSTM, "recommended", common.OURS, "-", "51 quantiles, tuned flags"),
+    (CATEGORICAL, "recommended", common.SKY, "--", "atoms, tuned flags"),
     (LSTM, "sr_lambda, kappa 1, K 32", common.PEER, "-.", "32 quantiles, Huber κ = 1"),
     (LSTM, "lambda_return, kappa 0, K 32", common.GOLD, ":", "32 quantiles of lambda-returns"),
 )
@@ -736,7 +736,7 @@ def draw_process(panels: Any, truth: np.ndarray, drawn: list[tuple[np.ndarray, A
             ends = {"color": look["color"], "alpha": 0.25, "lw": 0}
             panel.fill_between(levels, own.min(0), own.max(0), **ends)
     below.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
-    below.set_xlabel("probability of less", fontsize=7)
+    below.set_xlabel("level of the quantile", fontsize=7)
 
 
 def draw(groups: dict[Setting, list[Row]]) -> None:
@@ -753,14 +753,14 @@ def draw(groups: dict[Setting, list[Row]]) -> None:
         draw_process(axes[:, number], law.truth, drawn)
         common.letter(axes[0, number], number, PANELS[task])
     axes[0, 0].set_ylabel("discounted return")
-    axes[1, 0].set_ylabel("error / standard deviation")
+    axes[1, 0].set_ylabel("(predicted − true) / std")
     figure.align_ylabels(axes[:, 0])
     figure.legend(
         *axes[0, 0].get_legend_handles_labels(),
         loc="outside lower center",
         ncols=5,
-        title="The preset in (a) to (c): mean of three seeds, band from the lowest to the highest; "
-        "else one seed",
+        title="Tuned flags in (a) to (c): mean of three seeds, band from the lowest to the "
+        "highest; else one seed",
         title_fontsize=7.5,
     )
     common.save(figure, RESULTS / "calibration.png")

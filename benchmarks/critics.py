@@ -360,7 +360,7 @@ def draw(families: dict[str, Family]) -> None:
     )
     handles = [plt.Line2D([], [], marker="o", **look) for look in looks]
     title = f"Bars: 95 % intervals, bootstrap over seeds by task {KNOWN}. "
-    title += "Twins, single: two critics or one"
+    title += "Twins, single: two critics or one. All runs are older ones"
     figure.legend(
         handles=handles, loc="outside lower center", ncols=3, title=title, title_fontsize=7.5
     )

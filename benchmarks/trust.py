@@ -260,35 +260,39 @@ def report() -> None:
 
 
 def draw(rows: list[Row]) -> None:
-    """Return and warnings over the levels: a panel for each task and change, a line a seed."""
+    """When the return falls and when the signals warn: a panel for each task and change, a line of
+    marks for each seed."""
     tasks = [task for task in TASKS if any(row["task"] == task for row in rows)]
     size = (len(tasks), len(CHANGES))
-    options = {"figsize": (common.WIDTH, 2.4 * len(tasks) + 0.5), "squeeze": False, "sharey": True}
+    options = {"figsize": (common.WIDTH, 1.5 * len(tasks) + 0.7), "squeeze": False}
     figure, axes = common.pyplot().subplots(*size, **options)
+    marks = (  # what happens, and by how much a mark stands above its line
+        ("the return falls", {"color": common.INK, "marker": "|", "ms": 18, "mew": 2}, 0.0),
+        ("the first decile warns", {"color": common.OURS, "marker": "o"}, 0.15),
+        ("the distance of the twins warns", {"color": common.PEER, "marker": "D"}, -0.15),
+    )
+    lines = dict.fromkeys(axes.flat, 0)
     for task, change, _, own in cases(rows):
         axis = axes[tasks.index(task)][[*CHANGES].index(change)]
-        levels = range(len(own))
-        returns = np.array([float(row["return_mean"]) for row in own])
-        relative = 1 + (returns - returns[0]) / abs(returns[0])
-        low = [float(row["low_warns"]) for row in own]
-        twins = [float(row["twins_warns"]) for row in own]
-        for label, colour, values in (
-            ("return over the unchanged robot's", common.INK, relative),
-            ("P(first decile tells a changed episode)", common.OURS, low),
-            ("P(distance of the twins tells it)", common.PEER, twins),
-        ):
-            axis.plot(levels, values, color=colour, marker=".", alpha=0.7, label=label)
-        axis.set_xticks(levels, [f"{float(row['level']):g}" for row in own])
+        lines[axis] += 1
+        axis.axhline(lines[axis], color="0.9", lw=0.8, zorder=0)
+        for at, (label, style, above) in zip(onset(own), marks):
+            x = len(own) if at is None else at
+            axis.plot(x, lines[axis] + above, ls="none", label=label, **style)
+        names = [*(f"{float(row['level']):g}" for row in own), "never"]
+        axis.set_xticks(range(len(names)), names, fontsize=7)
+        axis.set_xlim(-0.5, len(own) + 0.5)
         axis.set_xlabel("standard deviation" if change == "noise" else f"times its {change}")
     for number, axis in enumerate(axes.flat):
-        for border in {WARNS, FALLEN}:
-            axis.axhline(border, color=common.FLOOR, lw=0.8, ls="--", zorder=1)
         task, change = tasks[number // len(CHANGES)], [*CHANGES][number % len(CHANGES)]
         common.letter(axis, number, f"{task}, {change}")
-    handles, labels = axes[0][0].get_legend_handles_labels()
+        axis.set_ylim(lines[axis] + 0.6, 0.4)
+        axis.set_yticks(range(1, lines[axis] + 1), [])
+        axis.grid(visible=False)
     for row_of_axes in axes:
-        row_of_axes[0].set_ylabel("ratio or probability")
-    title = "A line is a run. Dashed: a return below has fallen, a probability above warns."
+        row_of_axes[0].set_ylabel("one run a line")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    title = "A warning is in time if it stands on its black mark, or left of it"
     figure.legend(handles[:3], labels[:3], loc="outside lower center", ncols=3, title=title)
     common.save(figure, RESULTS / "trust.png")
 
