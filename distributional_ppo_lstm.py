@@ -250,7 +250,8 @@ class PPOArgs:
     anneal_lr: bool = True
     """Lower the learning rates of actor and critics linearly towards 0 over the run."""
     gamma: Fraction = 0.99
-    """Discount per step."""
+    """Discount per step. 1 suits tasks that terminate by themselves. Where only time limits end
+    episodes, values would then grow without end, since limits are bootstrapped."""
     gae_lambda: Fraction = 0.9
     """Lambda of GAE, and of --value-target sr_lambda. 0 looks one step ahead, 1 to the end of the
     episode or of the rollout."""
@@ -368,7 +369,8 @@ class RunArgs:
     """Evaluate actions that the policy samples. The default evaluates the policy's mode."""
     checkpoint_every: CountOrZero = 100
     """Iterations between checkpoints. 0: none in between. In any case there is one at the end,
-    after a signal, and with each new best evaluation."""
+    after a signal, with each new best evaluation and, with --capture-video, ahead of each
+    evaluation."""
     save_envs: Literal["proven", "always", "never"] = "proven"
     """Save the environments as well, for an exact resume. proven: if a test succeeds, in which
     another process reads copies back and steps them once. always: if they can be pickled. never: a
@@ -576,7 +578,7 @@ def collect_rollout(
             current_obs, rewards[t], terminated[t], truncated[t], info = result
             next_obs[t] = current_obs  # replaced below where an episode ended
             ended = terminated[t] | truncated[t]
-            if ended.any():  # `make_together` asks for SAME_STEP: the next one is open
+            if ended.any():  # `make_together` asks for SAME_STEP: the next episode is open already
                 next_obs[t, ended] = np.stack(info["final_obs"][ended])
                 state = state * ~ended[:, None]  # (2, N, H): zero where the next episode opens
                 episodes += finished_episodes(info, ended, t)
@@ -2348,8 +2350,8 @@ class Agent(nn.Module):
 #
 #     start, open_episodes                 begin a run, anew or resumed
 #     iterations, lap, end_iteration       keep its time, log, evaluations and checkpoints (`Run`)
-#     results                              evaluates what was learnt, and returns the last metrics
-#     check_flags, UsageError              refuse flags that cannot work
+#     results                              returns the last metrics and the run's directory
+#     check_flags, flag_error, UsageError  refuse flags that cannot work
 #     tasks_draw_apart                     keeps random numbers of tasks apart
 #     finished_episodes                    reads returns and lengths from gymnasium's info
 #     check_finite, check_step             raise where a number is not finite
@@ -2468,6 +2470,8 @@ def vector_view(space: gym.Space, args: Args, hidden: tuple[int, ...]) -> tuple[
     unfit = unfit_part(space)
     if unfit:
         remedy = "it has no place in a vector; wrap the task in a module of yours, module:id"
+        if "image" in unfit:
+            remedy = "images are not joined with other parts; wrap the task and leave one out"
         raise UsageError(f"--env-id {args.env_id}: {unfit}; {remedy}")
     is_flat = isinstance(space, Box) and len(space.shape) == 1
     keep = np.ones(gym.spaces.flatdim(space), bool)
@@ -2768,6 +2772,9 @@ def advice(error: Exception, args: Args) -> str:
     if isinstance(error, gym.error.NameNotFound) and ":" not in args.env_id:
         if "NoFrameskip" in args.env_id or "Deterministic" in args.env_id:
             return f" Use {newest_atari_id(args.env_id)}, after {packages}"
+        if "NoVel" in args.env_id:
+            known = ", ".join(VELOCITIES)
+            return f" Known without velocities are {known}; hide others by --masked-obs"
         return " A task of your own is named module:id"
     return ""
 
@@ -2796,8 +2803,8 @@ def make_env(args: Args, **options: Any) -> gym.Env:
         except UsageError:
             raise
         except Exception as error:  # from gymnasium, from a missing package, from the task itself
-            told = bool(place_in_task(error))  # else gymnasium raised it, maybe from the task's own
-            cause = error if told else error.__cause__ or error.__context__ or error
+            from_task = bool(place_in_task(error))  # else gymnasium's, which may hide the task's
+            cause = error if from_task else error.__cause__ or error.__context__ or error
             place = place_in_task(cause)
             text = f"{type(cause).__name__}: {cause} ({place})" if place else str(error)
             text = f"{text or repr(error)}{advice(error, args)}"
@@ -2868,7 +2875,7 @@ def differing_spaces(args: Args) -> Iterator[None]:
 
 
 def of_this_process(mistake: UsageError) -> UsageError:
-    """Mark a mistake that one process may have met alone. `main` prints it from every process."""
+    """Mark a mistake that this process may have met alone. Its `main` then prints it."""
     if WORLD_SIZE > 1:
         mistake.add_note(f"in process {RANK}")
     return mistake
@@ -3293,25 +3300,38 @@ def tasks_draw_apart() -> Iterator[None]:
         generator.set_state(before)
 
 
+def global_generators() -> tuple:
+    """Return where the global generators of Python, NumPy and torch (on the CPU) are."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def set_global_generators(found: tuple) -> None:
+    """Put the global generators where `global_generators` found them."""
+    random.setstate(found[0])
+    np.random.set_state(found[1])
+    torch.set_rng_state(found[2])
+
+
 @contextlib.contextmanager
 def generators_apart(seed: int) -> Iterator[None]:
     """Seed the global generators of Python, NumPy and torch, from which tasks may draw.
 
     Afterwards they are where they were, whatever a task has done to them.
     """
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    before = global_generators()
     for set_seed in (random.seed, np.random.seed, torch.default_generator.manual_seed):
         set_seed(seed)
     try:
         yield
     finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
+        set_global_generators(before)
 
 
 def start(args: Args) -> tuple[Run, Agent, Optimizers, gym.vector.VectorEnv]:
-    """Make what a run consists of: anew, resumed, or with the weights of another run."""
+    """Make what a run consists of: anew, resumed, or with the weights of another run.
+
+    It seeds the global generators. At the end of the run they are where they were ahead of it.
+    """
     check_flags(args)  # again: a flag may have changed since
     if args.evaluate:
         text = "is for the command line; in Python use load_agent and evaluate"
@@ -3321,18 +3341,19 @@ def start(args: Args) -> tuple[Run, Agent, Optimizers, gym.vector.VectorEnv]:
     else:
         check_presets(args)
 
-    set_up_process(args)
-    here = Path.cwd()  # a task may change the working directory
-    envs, eval_env = open_environments(args)
-    try:
+    before = global_generators()
+    with contextlib.ExitStack() as after_a_fault:
+        after_a_fault.callback(set_global_generators, before)
+        set_up_process(args)
+        here = Path.cwd()  # a task may change the working directory
+        envs, eval_env = open_environments(args)
+        for env in filter(None, (envs, eval_env)):
+            after_a_fault.callback(close_quietly, env)
         agent = make_agent(envs, args, here)
         optimizers = make_optimizers(agent, args)
         run = Run(args, agent, optimizers, envs, eval_env, here)
-    except BaseException:
-        for env in (envs, eval_env):
-            if env is not None:
-                close_quietly(env)
-        raise
+        run.generators_before = before
+        after_a_fault.pop_all()
     return run, agent, optimizers, envs
 
 
@@ -3592,6 +3613,7 @@ class Run:
         self.envs = envs
         self.eval_env = eval_env  # None in all processes but the first, and without evaluations
         self.unused_envs: list[gym.Env] = []  # others were read back in their place
+        self.generators_before: tuple | None = None  # of the program, ahead of the run
         # Episodes and generators of the checkpoint that was resumed. A save ahead of the first
         # iteration, as by an evaluation, writes them again, since nothing was stepped meanwhile.
         self.untouched: dict[str, Any] = {}
@@ -3658,9 +3680,9 @@ class Run:
             facts.append("--log-std-init has no effect on them")
         if isinstance(space, Box) and not reachable(space):
             if np.isfinite((space.low, space.high)).all():
-                facts.append("clipped and not rescaled, though bounds near -1 and 1 would be best")
+                facts.append("clipped and not rescaled, see Other bounds of actions in README")
             else:
-                facts.append("without bounds on some side, while a policy starts around 0")
+                facts.append("without bounds on some side, see Other bounds of actions in README")
         if self.agent.sees_images and not args.norm_obs:
             facts.append("--no-norm-obs has no effect on images")
         if not self.agent.sees_images and math.prod(self.agent.obs_shape) > 10_000:
@@ -3707,6 +3729,8 @@ class Run:
                 raise
         finally:
             self.unlock_directory()
+            if self.generators_before is not None:
+                set_global_generators(self.generators_before)
 
         foreign = isinstance(error, ValueError) and not isinstance(error, UsageError)
         if foreign and str(error).startswith("--env-id"):  # see `Checked`
@@ -3722,14 +3746,18 @@ class Run:
         """End the run after this iteration, or this episode of an evaluation.
 
         A second signal kills, unless it is a hang-up: a closed terminal may send several of those.
-        Under torchrun a batch system's SIGTERM comes twice, from itself and from torchrun. So
-        further signals are ignored there.
+        In a program that has imported the script, a notebook say, a second Ctrl-C raises
+        KeyboardInterrupt at once. Under torchrun a batch system's SIGTERM comes twice, from itself
+        and from torchrun. So further signals are ignored there.
         """
         self.signals.append(number)
         for handled in self.handlers:
-            hangs_up = handled == getattr(signal, "SIGHUP", None)
-            ignored = hangs_up or WORLD_SIZE > 1
-            signal.signal(handled, signal.SIG_IGN if ignored else signal.SIG_DFL)
+            again = signal.SIG_DFL
+            if handled == getattr(signal, "SIGHUP", None) or WORLD_SIZE > 1:
+                again = signal.SIG_IGN
+            elif handled == signal.SIGINT and __name__ != "__main__":
+                again = signal.default_int_handler
+            signal.signal(handled, again)
         if RANK == 0:
             part = "episode" if self.evaluating else "iteration"
             line = f"stopping after this {part}"
@@ -3749,7 +3777,7 @@ class Run:
     @property
     def quoted(self) -> str:
         """Return the run's directory as a shell takes it."""
-        return shlex.quote(str(self.directory))
+        return as_word(self.directory)
 
     @property
     def env_seeds(self) -> list[int]:
@@ -3788,7 +3816,7 @@ class Run:
         if self.best_step:
             best = f"return {self.best_return:.1f} after {self.best_step:,} steps"
             self.say(f"best evaluation: {best}, {self.directory / 'best.pt'}")
-        self.say(f"to watch: tensorboard --logdir {shlex.quote(str(self.directory.parent))}")
+        self.say(f"to watch: tensorboard --logdir {as_word(self.directory.parent)}")
 
         typed = __name__ == "__main__" and "__file__" in globals()  # a notebook has no file
         if not typed and WORLD_SIZE == 1:
@@ -3796,7 +3824,7 @@ class Run:
             self.say(f"to continue: train(dataclasses.replace(args, {changes}))")
             return
         name = Path(globals().get("__file__", f"{SCRIPT}.py")).name
-        script = shlex.quote(sys.argv[0] if typed else name)
+        script = as_word(sys.argv[0] if typed else name)
         program = "python"
         if WORLD_SIZE > 1:
             here = processes_here()
@@ -4169,6 +4197,11 @@ def loaded_versions() -> dict[str, str]:
         if isinstance(version, str) and "." not in name:
             found[name] = version
     return found
+
+
+def as_word(path: str | Path) -> str:
+    """Return a path as one word of a command line: for sh, or for the shells of Windows."""
+    return subprocess.list2cmdline([str(path)]) if os.name == "nt" else shlex.quote(str(path))
 
 
 def on_cpu(thing: Any) -> Any:
@@ -4612,6 +4645,8 @@ def make_eval_env(args: Args) -> gym.Env:
             close_quietly(unfilmed)
 
         remedy = "needs moviepy (pip install moviepy) and a task that renders rgb_array"
+        if hasattr(unfilmed.unwrapped, "mujoco_renderer"):
+            remedy += "; without a screen, set MUJOCO_GL=egl in the environment"
         raise UsageError(f"--capture-video: {str(error) or repr(error)}; {remedy}") from error
     return env
 
@@ -4847,8 +4882,9 @@ def check_sizes(args: Args) -> None:
         raise flag_error(args, "seq_len", "must divide num_steps (0 takes all of them)")
     sequences = args.batch_size // args.sequence_length // WORLD_SIZE
     if sequences % args.num_minibatches:
-        text = f"must divide the {sequences} training sequences, {size} / seq_len / processes"
-        raise flag_error(args, "num_minibatches", text)
+        text = f"must divide the {sequences} training sequences of a rollout"
+        remedy = "lower it, or cut more sequences by --seq-len"
+        raise flag_error(args, "num_minibatches", f"{text}; {remedy}")
 
 
 def preset_flags(names: Iterable[str]) -> dict[str, Any]:
@@ -4977,7 +5013,9 @@ def require_stored_flags(args: Args, stored: Args, path: str) -> None:
     changed = {name for name, value in asdict(args).items() if value != before[name]}
     names = ", ".join(sorted(changed - {*free.split(), "resume", "evaluate"}))
     if names:
-        raise UsageError(f"{names}: not as in {path}; only these may differ: {free}")
+        text = f"not as in {path}; only these may differ: {free}"
+        remedy = "" if args.evaluate else "; to train on with others take --init-from"
+        raise UsageError(f"{names}: {text}{remedy}")
     least = stored.total_timesteps
     if args.total_timesteps < least:
         raise flag_error(args, "total_timesteps", f"must not be below the run's, {least}")
@@ -5056,8 +5094,9 @@ def is_told_here(error: BaseException) -> bool:
     """Tell whether this process prints what has ended the run.
 
     The first process does. A mistake is printed once on each machine, since machines differ. One
-    that this process may have met alone has a note, and is printed here. Others it has met alone if
-    the first process does not meet them: then the launcher does not end this process meanwhile.
+    that this process may have met alone has a note, and is printed here. Without a note it waits
+    five seconds: if the first process meets the mistake as well, the launcher ends this process in
+    that time. If not, the mistake gets a note and is printed here.
     """
     if RANK == 0 or not isinstance(error, UsageError):
         return RANK == 0

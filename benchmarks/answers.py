@@ -1471,8 +1471,8 @@ def calibrated() -> list[str]:
         f"[flags for each task](tuning.md#calibration) in {(runs <= 0.05).sum()} of {len(runs)} "
         f"(older).",
         f"  * **Known processes:** on three of them {chain} of {len(chains())} runs with tuned "
-        f"flags reach [our goals](#calibration). {fine[0]} of {fine[1]} further ones do, which "
-        f"have 201 atoms.",
+        f"flags reach [our goals](#calibration). Of {fine[1]} further ones, with 201 atoms, "
+        f"{fine[0]} do.",
         f"  * **A rare disaster's** depth is underestimated by {disasters()}.",
     ]
 
@@ -1616,10 +1616,10 @@ def fast() -> list[str]:
         "* **How fast are they?** A slow machine may flatter these ratios. [Details](#speed)",
         f"  * **The recurrent script** with an LSTM of 128 is {aged(lstm)} times as fast as "
         f"sb3-contrib on two cores, and {aged(one_core)} times on one. Where all episodes have 20 "
-        f"steps, it is {named['recurrent-episodes20', 'ours', ''].ratio.middle:.1f} times.",
+        f"steps, it is {aged(named['recurrent-episodes20', 'ours', ''])} times.",
         f"  * **The feed-forward script** is {aged(pole)} times as fast as SB3's PPO on "
         f"CartPole-v1, {aged(plain)} times with eight HalfCheetahs, and {aged(eight)} times with "
-        f"`--compile` as well.",
+        f"`--compile`.",
     ]
 
 

@@ -266,7 +266,7 @@ def draw(rows: list[Row]) -> None:
     size = (len(tasks), len(CHANGES))
     options = {"figsize": (common.WIDTH, 1.5 * len(tasks) + 0.7), "squeeze": False}
     figure, axes = common.pyplot().subplots(*size, **options)
-    marks = (  # what happens, and by how much a mark stands above its line
+    marks = (  # what happens, and by how much a mark stands below its line
         ("the return falls", {"color": common.INK, "marker": "|", "ms": 18, "mew": 2}, 0.0),
         ("the first decile warns", {"color": common.OURS, "marker": "o"}, 0.15),
         ("the distance of the twins warns", {"color": common.PEER, "marker": "D"}, -0.15),
@@ -276,9 +276,9 @@ def draw(rows: list[Row]) -> None:
         axis = axes[tasks.index(task)][[*CHANGES].index(change)]
         lines[axis] += 1
         axis.axhline(lines[axis], color="0.9", lw=0.8, zorder=0)
-        for at, (label, style, above) in zip(onset(own), marks):
+        for at, (label, style, below) in zip(onset(own), marks):
             x = len(own) if at is None else at
-            axis.plot(x, lines[axis] + above, ls="none", label=label, **style)
+            axis.plot(x, lines[axis] + below, ls="none", label=label, **style)
         names = [*(f"{float(row['level']):g}" for row in own), "never"]
         axis.set_xticks(range(len(names)), names, fontsize=7)
         axis.set_xlim(-0.5, len(own) + 0.5)
@@ -292,7 +292,7 @@ def draw(rows: list[Row]) -> None:
     for row_of_axes in axes:
         row_of_axes[0].set_ylabel("one run a line")
     handles, labels = axes[0][0].get_legend_handles_labels()
-    title = "A warning is in time if it stands on its black mark, or left of it"
+    title = "A warning is in time on its black mark or left of it, and false where that is at never"
     figure.legend(handles[:3], labels[:3], loc="outside lower center", ncols=3, title=title)
     common.save(figure, RESULTS / "trust.png")
 

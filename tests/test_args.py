@@ -84,6 +84,7 @@ BAD = [
     ("--env-id probes:CameraObservation-v0", "wrap the task", "observation[1]['camera'] is Box"),
     ("--env-id probes:ImageBox-v0 --masked-obs 1", "masked-obs", "shows images"),
     ("--env-id ale:ALE/Pong-v5", "ale:ALE/Pong-v5", "No module named 'ale'"),
+    ("--env-id HumanoidNoVel-v5", "HumanoidNoVel", "SwimmerNoVel; hide others by --masked-obs"),
     ("--env-id mine.py:Nothing-v0", "mine.py:Nothing-v0", "Name the module alone, mine:Nothing-v0"),
     ("--env-id sub/mine:Nothing-v0", "sub/mine:Nothing-v0", "alone, mine:Nothing-v0, and run in"),
     (r"--env-id C:\sub\mine.py:Nothing-v0", "Nothing-v0", "Name the module alone, mine:Nothing-v0"),
@@ -683,7 +684,7 @@ def test_an_explanation_is_one_paragraph(script, capsys, monkeypatch):
 
 def test_a_flag_without_an_explanation_does_not_break_the_help(script, monkeypatch, tmp_path):
     """As somebody may add one to a copy of the script."""
-    explained = '    """Discount per step."""\n'
+    explained = '    """Activation of all hidden layers."""\n'
     text = Path(script.__file__).read_text()
     assert text.count(explained) == 1
     copy = tmp_path / "copy.py"

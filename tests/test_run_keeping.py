@@ -538,8 +538,9 @@ def test_environments_are_pickled_as_they_stand(script):
 
 
 @pytest.mark.parametrize("fault", [None, RuntimeError, KeyboardInterrupt])
-def test_the_first_signal_asks_and_the_second_one_kills(begin, fault):
-    """The wish is noted, and handlers are the default ones until the run has ended. Hang-ups are
+def test_the_first_signal_asks_and_the_second_one_kills(script, begin, monkeypatch, fault):
+    """The wish is noted, and handlers are the default ones until the run has ended: of a program
+    that imported the script Ctrl-C is Python's own. Hang-ups are
     ignored then: a closed terminal may send several."""
 
     def earlier(number, frame):
@@ -555,8 +556,13 @@ def test_the_first_signal_asks_and_the_second_one_kills(begin, fault):
             assert [signal.getsignal(number) for number in numbers] == [run.request_stop] * 2
             signal.raise_signal(signal.SIGTERM)
             assert run.signals == [signal.SIGTERM]
-            assert [signal.getsignal(number) for number in numbers] == [signal.SIG_DFL] * 2
+            again = [signal.default_int_handler, signal.SIG_DFL]  # a program's Ctrl-C raises
+            assert [signal.getsignal(number) for number in numbers] == again
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            monkeypatch.setattr(script, "__name__", "__main__")
+            signal.signal(signal.SIGTERM, run.request_stop)
+            signal.raise_signal(signal.SIGTERM)
+            assert [signal.getsignal(number) for number in numbers] == [signal.SIG_DFL] * 2
             if fault:
                 raise fault
         assert [signal.getsignal(number) for number in numbers] == [earlier] * 2
@@ -859,3 +865,29 @@ def run_seed(seed: int, step: int) -> int:
     """The seed of an iteration, as numpy's documentation builds it: streams count from 1."""
     mixed = np.random.SeedSequence(seed, spawn_key=(3, step))
     return int(mixed.generate_state(1, np.uint64)[0]) >> 1
+
+
+def test_a_run_leaves_the_generators_of_its_program(script, tmp_path):
+    """Or a random search would train the same sample again and again. Also where it fails."""
+    args = small_args(script, "Walk", run_dir=str(tmp_path), total_timesteps=48, eval_episodes=1)
+    bad = replace(args, env_id="Nothing-v0")
+    with undisturbed():
+        for flags in (args, bad):
+            for seed in (random.seed, np.random.seed, torch.manual_seed):
+                seed(9)
+            expected = random.random(), np.random.random(), float(torch.rand(()))
+            for seed in (random.seed, np.random.seed, torch.manual_seed):
+                seed(9)
+            if flags is bad:
+                with pytest.raises(script.UsageError):
+                    script.train(flags)
+            else:
+                script.train(flags)
+            assert (random.random(), np.random.random(), float(torch.rand(()))) == expected
+
+
+@pytest.mark.parametrize(("system", "word"), [("posix", "'a b'"), ("nt", '"a b"')])
+def test_paths_are_quoted_as_the_shell_asks(script, monkeypatch, system, word):
+    """cmd.exe knows double quotes alone."""
+    monkeypatch.setattr(script, "os", SimpleNamespace(name=system))
+    assert script.as_word("a b") == word
