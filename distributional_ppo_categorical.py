@@ -337,7 +337,7 @@ class ValueDistributionArgs:
     predicted before the update."""
 
 
-CALIBRATED = {"target_encoding": "two_hot"}  # the presets calibrated and averse set this flag
+CALIBRATED = {"target_encoding": "two_hot", "num_atoms": 201}  # of the presets calibrated, averse
 
 
 # ---- end of value distribution -------------------------------------------------------------------

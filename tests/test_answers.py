@@ -632,3 +632,27 @@ def test_the_score_beside_the_best_is_worked_by_hand(answers, monkeypatch):
     assert {task: own.tolist() for task, own in low.items() if len(own)} == {
         answers.FOUR[0]: [40.0]
     }
+
+
+def test_what_201_atoms_bring_to_calibration():
+    """Errors of six runs with 51 and with 201 atoms, paired by task and seed, after `critics` and
+    before it: by the rule the change joins the preset `calibrated`."""
+    errors: dict[tuple[bool, bool], dict[tuple[str, str], float]] = {}
+    for row in common.rows_of_file(FOLDER / "results" / "tuning_calibration.csv"):
+        other = "--gae-lambda" in row["flags"] or "--preset" not in row["flags"]
+        if row["task"] in ("LunarLander-v3", "Hopper-v5") and not other:
+            kind = "critics" in row["flags"], "--num-atoms 201" in row["flags"]
+            errors.setdefault(kind, {})[row["task"], row["seed"]] = float(row["coverage"])
+    few, many = errors[True, False], errors[True, True]
+    gaps = np.array([many[run] - few[run] for run in many])
+    assert many.keys() == few.keys()
+    assert len(gaps) == 6
+    error = gaps.std(ddof=1) / len(gaps) ** 0.5
+    assert gaps.mean() < -error
+    after = f"{np.mean([*many.values()]):.3f} instead of {np.mean([*few.values()]):.3f}"
+    before = [f"{np.mean([*errors[False, atoms].values()]):.3f}" for atoms in (True, False)]
+    told = (
+        f"It joined: {after} ({gaps.mean():.3f}, standard error {error:.3f}). Before `critics` the "
+        f"error is {before[0]} instead of {before[1]}."
+    )
+    assert told in (FOLDER / "tuning.md").read_text()

@@ -1169,7 +1169,11 @@ def test_atoms_lie_apart():
 def test_presets_for_a_purpose_set_what_they_say(script):
     """Their flags by hand."""
     recurrent = "lstm" in script.__name__
-    own = {"kappa": 0.0, "num_quantiles": 51} if recurrent else {"target_encoding": "two_hot"}
+    own = (
+        {"kappa": 0.0, "num_quantiles": 51}
+        if recurrent
+        else {"target_encoding": "two_hot", "num_atoms": 201}
+    )
     sampled = {"value_target": "sr_lambda", "twin_reduce": "mean"} | own
     assert script.PRESETS["calibrated"].flags == sampled
     assert script.PRESETS["averse"].flags == sampled | {"cvar_alpha": 0.1, "cvar_weight": 1.0}
