@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from conftest import ONE_SCRIPT, SCRIPTS
 from gymnasium.spaces import Box, Discrete
 from gymnasium.wrappers import TimeLimit
@@ -1829,3 +1830,36 @@ def test_a_pair_is_renewed_on_both_sides_or_on_none(tmp_path, monkeypatch, peers
     expected = ["8001", "8002"] if 8002 in peers else ["1", "2"]
     for cell in pair:
         assert [row["seed"] for row in learning.rows_of(cell)] == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_risky_arm_is_the_second_action(name):
+    """Odds of e^(log 3) to 1: 0.75."""
+    risk = importlib.import_module("risk")
+    script = importlib.import_module(name)
+    agent = make_agent(script, small_args(script, "ConstantReward"))
+    with torch.no_grad():
+        agent.actor_head.weight.zero_()
+        agent.actor_head.bias.copy_(torch.tensor([0.0, np.log(3)]))
+    first = np.zeros(1, np.float32)
+    assert risk.second_action(agent, first) == pytest.approx(0.75)
+
+
+def test_coverage_worked_by_hand(monkeypatch):
+    """Returns 0.05, 0.15 to 0.95, of which each decile of the uniform distribution has its share
+    below. A mean of 0.6 is 0.1 too high, and the deviation of the returns is sqrt(0.0825). A step
+    behind the end of an episode does not count."""
+    calibration = importlib.import_module("calibration")
+    returns = np.append(np.arange(10) / 10 + 0.05, 99.0)[:, None]
+    played = calibration.Episodes(np.zeros((11, 1, 1)), returns < 9, returns)
+    dist = SimpleNamespace(
+        quantile=lambda outputs, level: torch.full((11, 1), level),
+        mean=lambda outputs: torch.full((11, 1), 0.6),
+    )
+    monkeypatch.setattr(calibration, "critic_outputs", lambda agent, obs: None)
+    monkeypatch.setattr(calibration, "predicted_std", lambda *inputs: np.full((11, 1), 0.5))
+    found = calibration.measure_real(None, SimpleNamespace(value_dist=dist), played)
+    scale = 0.0825**0.5
+    assert found == pytest.approx(
+        {"coverage": 0, "bias": 0.1 / scale, "spread": 1, "predicted": 0.5 / scale}, abs=1e-4
+    )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -139,3 +141,24 @@ def test_a_run_at_tiny_size(trust, monkeypatch, tmp_path, capsys):
     trust.report()
     assert "| Hopper-v5 | gravity | 1 |" in (tmp_path / "trust.md").read_text()
     assert (tmp_path / "trust.png").stat().st_size > 10_000
+
+
+def test_a_low_decile_warns_and_a_high_one_does_not(trust, monkeypatch):
+    """3 in usual episodes and 2 in changed ones, where the twins lie further apart as well."""
+    masked = np.ma.masked_array
+    usual = trust.Seen(np.ones(2), masked(np.full((2, 5), 3.0)), masked(np.full((2, 5), 0.1)))
+    changed = trust.Seen(np.ones(2), masked(np.full((2, 5), 2.0)), masked(np.full((2, 5), 0.4)))
+    monkeypatch.setattr(trust, "CHANGES", {"gravity": (1.0, 2.0)})
+    monkeypatch.setattr(trust, "play", lambda *given: changed if len(given) > 4 else usual)
+    monkeypatch.setattr(trust.common, "trained", lambda *given: contextlib.nullcontext(Done()))
+    script = SimpleNamespace(load_agent=lambda directory: (None, None), PRESETS={})
+    monkeypatch.setattr(trust.common, "load_script", lambda name: script)
+    cell = trust.Cell("Hopper-v5", trust.CATEGORICAL, "calibrated", "--gamma 0.9", [1])
+    rows = trust.run_one(trust.Run(cell, 1))
+    assert [(row["low_warns"], row["twins_warns"]) for row in rows] == [(0.5, 0.5), (1, 1)]
+
+
+class Done:
+    """A run that has a folder."""
+
+    directory = "nowhere"
