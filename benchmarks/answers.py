@@ -138,17 +138,17 @@ def as_today(version: str, cell: common.Cell) -> bool:
 
 
 def newest(cell: common.Cell) -> str | None:
-    """The last version in versions.csv with the preset's own flags and enough seeds of a task."""
+    """The version in versions.csv with the preset's own flags and most seeds of a task, at least
+    FEWEST; the last one of several."""
     known = dict.fromkeys(row["version"] for row in versions.TABLE.rows())
-    enough = [
-        version
-        for version in known
-        if version.split()[0] not in OLDER | ASTRAY | {JOINT}
-        and as_today(version, cell)
-        and len(versions.seeds_of(version, cell.task) & versions.seeds_of(JOINT, cell.task))
-        >= FEWEST
-    ]
-    return enough[-1] if enough else None
+    before = versions.seeds_of(JOINT, cell.task)
+    shared = {
+        version: len(versions.seeds_of(version, cell.task) & before)
+        for version in reversed(known)
+        if version.split()[0] not in OLDER | ASTRAY | {JOINT} and as_today(version, cell)
+    }
+    best = max(shared, key=shared.get, default=None)
+    return best if best and shared[best] >= FEWEST else None
 
 
 def figure(value: float, size: float | None = None) -> str:

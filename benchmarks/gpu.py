@@ -96,8 +96,8 @@ def measure_all(name: str, repeat: int) -> None:
 
 # ------------------------------------------------------------------------------------------ report
 def values(rows: list[Row], name: str, program: str, column: str = "value") -> list[float]:
-    """What a program measured in the repeats that all programs have, by the newest version and on
-    the GPU that it ran on."""
+    """What a program measured in the repeats that all programs have: one version on one GPU, with
+    most repeats; the newest of several."""
     found: list[float] = []
     for origin in dict.fromkeys((row["gpu"], row["commit"]) for row in rows if row["work"] == name):
         own = {
@@ -110,7 +110,8 @@ def values(rows: list[Row], name: str, program: str, column: str = "value") -> l
             for repeat in sorted({repeat for _, repeat in own})
             if all((other, repeat) in own for other in PROGRAMS)
         ]
-        found = [float(own[program, repeat][column]) for repeat in repeats] or found
+        if len(repeats) >= len(found):
+            found = [float(own[program, repeat][column]) for repeat in repeats]
     return found
 
 

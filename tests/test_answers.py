@@ -180,7 +180,7 @@ def archive(answers, monkeypatch, rows):
 
 def test_the_newest_version_with_the_own_flags_is_compared(answers, monkeypatch):
     """Variants, other flags, few seeds, what was taken back and old versions do not count; flags
-    that the preset has do."""
+    that the preset has do. One with more seeds is not displaced by a newer one with fewer."""
     task, joint = "Hopper-v5", answers.JOINT
     joined = " --norm-adv-memory 0"  # the preset since
     one, two = "1111111" + joined, "2222222" + joined
@@ -193,6 +193,8 @@ def test_the_newest_version_with_the_own_flags_is_compared(answers, monkeypatch)
         ([("0da0e65" + joined, task, 8, 0), (min(answers.OLDER) + joined, task, 8, 0)], one),
         ([(two + " --norm-returns-memory 10", task, 8, 0)], two + " --norm-returns-memory 10"),
         ([(two, task, 6, 0)], two),
+        ([(two, task, 4, 0)], two),
+        ([(two, task, 8, 0), ("3333333" + joined, task, 4, 0)], two),
         ([("7cffc2f" + joined, task, 8, 0)], "7cffc2f" + joined),  # no rate is scaled
     ):
         archive(answers, monkeypatch, rows + more)

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -1023,7 +1024,7 @@ def test_speed_runs_and_times_the_parts_of_the_floor(cell, monkeypatch):
     """Both scripts, without the evaluation at the end; every part of the floor once."""
     speed = importlib.import_module("speed")
     work = speed.CELLS[cell]
-    work = work._replace(flags=work.flags | {"num_steps": 32, "update_epochs": 1})
+    work = work._replace(flags=work.flags | {"num_steps": 32, "update_epochs": 2})
     module = importlib.import_module(work.script)
     keep_as_it_is(monkeypatch, module.Run, "evaluate")
     monkeypatch.setattr(module, "play", None)  # no episode is played
@@ -1033,6 +1034,8 @@ def test_speed_runs_and_times_the_parts_of_the_floor(cell, monkeypatch):
     monkeypatch.setattr(speed, "milliseconds", lambda call: [call(), 1.0][1])
     parts = speed.floor(work)
     assert list(parts) == list(speed.PARTS)
+    # a millisecond each: 32 steps that are acted in, one pass of values, 2 epochs of 4 minibatches
+    assert [*parts.values()] == [32, 32, 1, 8]
 
 
 def test_speed_compiles_what_can_be_compiled(monkeypatch):
@@ -1317,9 +1320,28 @@ def test_rows_of_other_flags_do_not_pass_as_done(monkeypatch, tmp_path):
 
 
 def test_peers_have_our_flags():
-    """The peer's limit of the KL divergence is 1.5 times smaller, since it multiplies it by 1.5."""
+    """The peer's limit of the KL divergence is 1.5 times smaller, since it multiplies it by 1.5.
+    16 environments of 25 steps in 8 minibatches: 50 samples each. The rate falls to 0."""
     learning, common = map(importlib.import_module, ("learning", "common"))
     ours = importlib.import_module(NAMES[0])
+    words = (
+        "--num-envs 16 --num-steps 25 --num-minibatches 8 --update-epochs 3 --learning-rate 4e-3 "
+        "--gamma 0.9 --gae-lambda 0.8 --clip-coef 0.3 --ent-coef 0.02 --max-grad-norm 0.7"
+    )
+    same = learning.same_options(ours.parse_args(words.split()))
+    assert same.pop("learning_rate")(0.5) == pytest.approx(2e-3)
+    assert same == {
+        "n_steps": 25,
+        "batch_size": 50,
+        "n_epochs": 3,
+        "gamma": 0.9,
+        "gae_lambda": 0.8,
+        "clip_range": 0.3,
+        "ent_coef": 0.02,
+        "vf_coef": 0.5,
+        "max_grad_norm": 0.7,
+        "target_kl": None,
+    }
     args = ours.parse_args(["--preset", "mujoco_novel", "--activation", "tanh"])
     assert learning.same_options(args)["target_kl"] * 1.5 == pytest.approx(args.target_kl)
     args.target_kl = None
@@ -1863,3 +1885,87 @@ def test_coverage_worked_by_hand(monkeypatch):
     assert found == pytest.approx(
         {"coverage": 0, "bias": 0.1 / scale, "spread": 1, "predicted": 0.5 / scale}, abs=1e-4
     )
+
+
+def test_errors_of_a_distribution_worked_by_hand():
+    """The truth is uniform on [0, 1], so its deviation is 1 / sqrt(12), and the prediction lies 0.1
+    above it. The mean of the worst twentieth is 0.025, 0.475 below the mean: 0.095 above it are a
+    fifth. A decile has a share of 0.1 too much below, but for ties within 0.001."""
+    calibration = importlib.import_module("calibration")
+    truth = calibration.LEVELS
+    shape = calibration.Shape(truth + 0.1, {"cvar05": 0.12, "cvar25": 0.125 - 0.0375})
+    found = calibration.errors(shape, truth)
+    expected = {"w1": 0.1 * 12**0.5, "std": 0, "cvar05": 0.2, "cvar25": -0.1, "decile": 0.099}
+    assert found == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ["gaussian", "skewed", "time_limit", "heavy_tail", "disaster"])
+def test_processes_have_the_returns_that_are_called_true(name):
+    """4,000 episodes; the endless one is followed for 40 steps, whose rest weighs 0.8^40. Mean and
+    deviation of a sample, and its Wasserstein distance from the truth, in standard deviations."""
+    calibration = importlib.import_module("calibration")
+    law = calibration.PROCESSES[name]
+    env = calibration.Process(name)
+    env.reset(seed=0)
+    returns = np.zeros(4000)
+    for i in range(len(returns)):
+        env.reset()
+        for t in range(law.length or 40):
+            _, reward, terminated, *_ = env.step(0)
+            returns[i] += law.gamma**t * reward
+        assert terminated == (law.length > 0)
+    levels = (np.arange(4000) + 0.5) / 4000
+    truth = np.interp(levels, calibration.LEVELS, law.truth)
+    assert np.abs(np.sort(returns) - truth).mean() < 0.06 * law.truth.std()
+    assert abs(returns.mean() - law.truth.mean()) < 0.06 * law.truth.std()
+    assert returns.std() == pytest.approx(law.truth.std(), rel=0.1)
+
+
+@pytest.fixture
+def evaluated(monkeypatch):
+    """Every run has ended with these figures."""
+    common = importlib.import_module("common")
+    figures = {"return_mean": 1.0, "return_std": 2.0, "return_cvar": 3.0, "length_mean": 4.0}
+    metrics = {f"eval/{name}": value for name, value in figures.items()} | {"charts/SPS": 5.0}
+    told = {"args": {"total_timesteps": 6}, "versions": {"torch": "2"}}
+
+    @contextlib.contextmanager
+    def trained(script, task, seed, flags):
+        with tempfile.TemporaryDirectory() as top:
+            (Path(top) / "args.json").write_text(json.dumps(told))
+            yield SimpleNamespace(metrics=metrics, directory=Path(top), seconds=7)
+
+    point = importlib.import_module("learning").Point
+    monkeypatch.setattr(common, "trained", trained)
+    monkeypatch.setattr(
+        common, "scalars", lambda folder, tags: {tag: [point(1, 1.0)] for tag in tags}
+    )
+    return figures
+
+
+def test_figures_of_an_evaluation_stand_in_their_columns(evaluated):
+    """In rows of learning and of tuning."""
+    for name in ("learning", "tune"):
+        program, run = tiny_run(name, "CartPole-v1", NAMES[1], "default")
+        made = program.run_one(run)
+        row = getattr(made, "row", made)
+        assert row["return_mean"] == 1
+        assert {key: row[key] for key in evaluated if key in row}.items() <= evaluated.items()
+
+
+def test_samples_are_evaluated_beside_the_mode(evaluated, monkeypatch):
+    """The road's policy, which a run has evaluated by its mode."""
+    risk, run = tiny_run("risk", "road", NAMES[1])
+    script = risk.common.load_script(NAMES[1])
+    asked = []
+
+    def evaluate(agent, args):
+        asked.append(args.eval_sampled)
+        return {f"eval/return_{name}": 9.0 for name in risk.MEASURED}
+
+    monkeypatch.setattr(script, "load_agent", lambda directory: (None, script.Args()))
+    monkeypatch.setattr(script, "evaluate", evaluate)
+    row = risk.run_one(run)
+    assert asked == [True]
+    assert [row[f"sampled_{name}"] for name in risk.MEASURED] == [9] * len(risk.MEASURED)
+    assert [row["mean"], row["cvar"]] == [1, 3]

@@ -60,3 +60,19 @@ def test_the_gain_is_over_the_faster_cpu(gpu):
         rows.append(same | {"program": program, "repeat": "3", "value": "900"})
     rows = [row | {"commit": "older", "value": "1"} for row in rows] + rows
     assert gpu.gain_of(rows, "CartPole-v1") == (2.5, 2.0, 5.0)
+
+
+def test_one_repeat_of_a_newer_version_displaces_no_two(gpu):
+    """It has gains of 2 and 3, and one of 9 since: a median of 2.5. Two newer repeats displace
+    it."""
+    same = {"work": "CartPole-v1", "gpu": "H200"}
+
+    def made(commit, *gains):
+        return [
+            same | {"commit": commit, "program": program, "repeat": str(repeat), "value": value}
+            for repeat, gain in enumerate(gains)
+            for program, value in (("one thread", "1"), ("four threads", "1"), ("GPU", gain))
+        ]
+
+    assert gpu.gain_of(made("older", 2, 3) + made("newer", 9), "CartPole-v1").middle == 2.5
+    assert gpu.gain_of(made("older", 2, 3) + made("newer", 9, 9), "CartPole-v1").middle == 9

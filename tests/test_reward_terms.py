@@ -52,6 +52,24 @@ def test_with_one_term_it_is_the_script(program, tmp_path):
     assert torch.equal(theirs.value_dist.moments.mean, mine.dists[0].moments.mean)
 
 
+def test_terms_have_equal_weights_and_the_whole_has_none(program, monkeypatch):
+    """The last head only watches."""
+    weighed = []
+
+    class Enough(Exception):
+        """The first batch is prepared."""
+
+    def prepare_batch(agent, rollout, terms, weights, args):
+        weighed.append(weights.tolist())
+        raise Enough
+
+    monkeypatch.setattr(program, "prepare_batch", prepare_batch)
+    for together in (False, True):
+        with pytest.raises(Enough):
+            program.train(program.args_of(1, 240, **SMALL), together)
+    assert weighed == [pytest.approx([1 / 3, 1 / 3, 1 / 3, 0]), [1]]
+
+
 def test_terms_add_up_to_the_reward(program, prepared):
     """What the task paid, but for the rounding of a sum; also where an episode ended. A term that
     is left out is noticed."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -207,6 +209,42 @@ def test_a_task_without_hits_is_measured_as_it_is(monkeypatch):
     assert row["mean"] == row["safe_mean"] == row["length"]
     assert row["cvar_10"] == row["safe_cvar_10"] <= row["mean"]
     assert row["risky_share"] == 0
+
+
+def test_a_penalty_is_trained_on_and_not_scored(tails, monkeypatch):
+    """Its policy plays the task of the others, for as many episodes."""
+    trained, played = [], []
+    done = SimpleNamespace(directory="nowhere", seconds=1)
+
+    def train(script, task, *given):
+        trained.append(task)
+        return contextlib.nullcontext(done)
+
+    script = tails.common.load_script(tails.CATEGORICAL)
+    monkeypatch.undo()  # the fixture's lack of run_one
+    monkeypatch.setattr(tails.common, "trained", train)
+    monkeypatch.setattr(script, "load_agent", lambda directory: (None, script.Args()))
+    monkeypatch.setattr(tails, "measure", lambda script, agent, args: played.append(args) or {})
+    for cell in tails.cells(pilot=False):
+        tails.run_one(tails.Run(cell, 8001))
+    task = f"envs:{tails.TASK}"
+    penalised = [cell.variant == "penalty" for cell in tails.cells(pilot=False)]
+    assert sum(penalised) == 1
+    assert trained == [f"{task}Penalty-v0" if own else f"{task}-v0" for own in penalised]
+    assert {(args.env_id, args.eval_episodes) for args in played} == {
+        (f"{task}-v0", tails.EPISODES)
+    }
+
+
+def test_the_worst_tenth_worked_by_hand(tails, monkeypatch):
+    """Returns 0, 1 to 19, each of as many steps: the worst two have a mean of 0.5, the worst one
+    0."""
+    script = tails.common.load_script(tails.CATEGORICAL)
+    monkeypatch.setattr(script, "make_eval_env", lambda args: gym.make("CartPole-v1"))
+    monkeypatch.setattr(script, "play", lambda *given: [np.ones(n) for n in range(20)])
+    found = tails.measure(script, None, None)
+    assert found["mean"] == found["safe_mean"] == found["length"] == 9.5
+    assert (found["cvar_10"], found["cvar_5"], found["safe_cvar_10"]) == (0.5, 0, 0.5)
 
 
 def rows_of_a_pilot(tails, safe, **better):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
@@ -156,6 +157,25 @@ def test_a_low_decile_warns_and_a_high_one_does_not(trust, monkeypatch):
     cell = trust.Cell("Hopper-v5", trust.CATEGORICAL, "calibrated", "--gamma 0.9", [1])
     rows = trust.run_one(trust.Run(cell, 1))
     assert [(row["low_warns"], row["twins_warns"]) for row in rows] == [(0.5, 0.5), (1, 1)]
+
+
+def test_the_signals_are_the_lowest_decile_and_the_distance_of_twins(trust, monkeypatch):
+    """A critic says the level that it is asked for, and its twins 5 and 7."""
+    script = trust.common.load_script(trust.CATEGORICAL)
+    args = script.preset_args("mujoco", env_id="Hopper-v5", hidden_size=8)
+    env = script.make_env(args)
+    agent = script.Agent(env.observation_space, env.action_space, args)
+    monkeypatch.setattr(trust, "EPISODES", 1)
+
+    def quantile(outputs, level):
+        return torch.full(outputs.shape[:1], level)
+
+    monkeypatch.setattr(agent.value_dist, "quantile", quantile)
+    twins = torch.tensor([[5.0], [7.0]])
+    monkeypatch.setattr(agent.value_dist, "value", lambda outputs: twins.expand(outputs.shape[:2]))
+    seen = trust.play(script, agent, args, 0)
+    assert seen.low.compressed() == pytest.approx(0.1)
+    assert seen.twins.compressed() == pytest.approx(2)
 
 
 class Done:
