@@ -1243,9 +1243,13 @@ PRESETS = {
         "Trains the critics alone, after --init-from. Name that run's presets first.",
         {
             "total_timesteps": 200_000,
+            "num_steps": 1000,
+            "seq_len": 100,
+            "num_minibatches": 20,
+            "update_epochs": 6,
             "learning_rate": 0.0,
             "critic_learning_rate": 1e-3,
-            "update_epochs": 2,
+            "gae_lambda": 1.0,
         },
     ),
 }

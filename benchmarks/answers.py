@@ -1809,7 +1809,7 @@ def script_of(preset: str) -> str:
 PURPOSES = {  # the origin of the presets that go after that of a task
     "calibrated": "loss and number by themselves, on known processes; twins on real tasks",
     "averse": "`calibrated`, not tuned",
-    "critics": "by hand, on seed 1000 of two tasks",
+    "critics": "rates by hand, on seed 1000 of two tasks; the rest by the rule under Calibration",
 }
 
 

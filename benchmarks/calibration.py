@@ -17,11 +17,13 @@ tuned on --seed 1000 and up; of the real tasks these runs are in results/tuning_
 
 `presets` are runs with the preset of a task and `calibrated` (PRESETS), and `critics` are the same
 runs after 200,000 further steps with the preset `critics`: the policy stays as it is and the
-critics alone are trained. Of seven of the pairs the first half is of an earlier commit: the run was
-repeated for the second one, and measured there alone. Goal, written ahead of these runs: a coverage
-error of at most 0.05 in all three runs of each task. The flags of `critics` were found on seed 1000
-of two tasks. CartPoleNoVel-v1 got its entropy bonus after the reported seeds had been seen without
-it ("no bonus").
+critics alone are trained. Goal, written ahead of these runs: a coverage error of at most 0.05 in
+all three runs of each task. CartPoleNoVel-v1 got its entropy bonus after the reported seeds had
+been seen without it ("no bonus"). Seeds 8001 to 8003 ("before") have 51 atoms and an older preset
+`critics`, which trained for two epochs on the task's own rollouts; of seven of these pairs the
+first half is of an earlier commit, since the run was repeated for the second half and measured
+there alone. With --presets two changes of the presets were tried on seeds 1000 to 1002 (tuning.md);
+there `critics` without further flags is the older one.
 
 Recommended for calibration: --value-target sr_lambda --twin-reduce mean, with --kappa 0
 --num-quantiles 51 or with --target-encoding two_hot. On the real tasks also 201 atoms, many
@@ -300,7 +302,7 @@ def preset_cells() -> list[Cell]:
     """Real tasks with nothing but presets. A run is told before and after its critics are trained
     alone."""
     return [
-        Cell(task, script, "critics", flags, range(8001, 8004))
+        Cell(task, script, "critics", flags, range(8004, 8007))
         for task, (script, flags) in PRESETS.items()
     ]
 

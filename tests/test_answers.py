@@ -658,3 +658,38 @@ def test_what_201_atoms_bring_to_calibration():
         f"error is {before[0]} instead of {before[1]}."
     )
     assert told in (FOLDER / "tuning.md").read_text()
+
+
+def test_what_longer_rollouts_bring_to_the_critics():
+    """Fifteen runs of five tasks, those of the feed-forward script with 201 atoms, with `critics`
+    as it was and with two changes: by the rule the better one joins."""
+    short = "--gae-lambda 1"
+    errors: dict[str, dict[tuple[str, str], float]] = {}
+    for row in common.rows_of_file(FOLDER / "results" / "tuning_calibration.csv"):
+        task, flags = row["task"], row["flags"]
+        many = task not in ("LunarLander-v3", "Hopper-v5") or "--num-atoms 201" in flags
+        if " critics" in flags and many:
+            kind = "long" if "--num-steps" in flags else "short" if short in flags else "before"
+            errors.setdefault(kind, {})[task, row["seed"]] = float(row["coverage"])
+    before = np.array([*errors["before"].values()])
+    assert len(before) == 15
+    found = {}
+    for kind in ("long", "short"):
+        assert errors[kind].keys() == errors["before"].keys()
+        own = np.array([*errors[kind].values()])
+        gaps = own - before
+        found[kind] = own.mean(), gaps.mean(), gaps.std(ddof=1) / len(gaps) ** 0.5
+    after, gap, error = found["long"]
+    assert after < found["short"][0]
+    assert gap < -error
+    told = (
+        f"The second one joined: {after:.3f} instead of {before.mean():.3f} ({gap:.3f}, standard "
+        f"error {error:.3f}); the first one has {found['short'][0]:.3f}. LunarLander-v3 gained "
+        f"most; Hopper-v5 and PendulumNoVel-v1 lost."
+    )
+    assert told in (FOLDER / "tuning.md").read_text()
+    gains: dict[str, float] = {}
+    for run in errors["long"]:
+        gains[run[0]] = gains.get(run[0], 0) + errors["before"][run] - errors["long"][run]
+    assert max(gains, key=gains.get) == "LunarLander-v3"
+    assert {task for task in gains if gains[task] < 0} == {"Hopper-v5", "PendulumNoVel-v1"}

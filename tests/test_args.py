@@ -1179,10 +1179,13 @@ def test_presets_for_a_purpose_set_what_they_say(script):
     assert script.PRESETS["averse"].flags == sampled | {"cvar_alpha": 0.1, "cvar_weight": 1.0}
     assert script.PRESETS["critics"].flags == {
         "total_timesteps": 200_000,
+        "num_steps": 1000,
+        "num_minibatches": 20,
+        "update_epochs": 6,
         "learning_rate": 0.0,
         "critic_learning_rate": 1e-3,
-        "update_epochs": 2,
-    }
+        "gae_lambda": 1.0,
+    } | ({"seq_len": 100} if recurrent else {})
 
 
 def test_the_presets_for_memory_evaluate_samples():

@@ -761,7 +761,7 @@ def test_calibration_of_a_task_is_measured(script, monkeypatch):
 def test_critics_are_measured_before_and_after_they_train_alone(monkeypatch, tmp_path):
     """Two rows of a run. The policy is the same in both, so the second run starts from the weights
     of the first one, and the same episodes serve both."""
-    flags = "--preset calibrated --num-envs 2"
+    flags = "--preset calibrated --num-envs 2 --seq-len 16"
     calibration, run = tiny_run("calibration", "CartPoleNoVel-v1", NAMES[0], "critics", flags)
     table = replace(calibration.TABLE, path=tmp_path / "calibration.csv")
     monkeypatch.setattr(calibration, "TABLE", table)
@@ -787,7 +787,7 @@ def test_critics_are_measured_before_and_after_they_train_alone(monkeypatch, tmp
 def test_ways_to_train_the_critics_are_tried_behind_one_run(monkeypatch, tmp_path):
     """A row of the run and a row of every line, which tells its flags. A run that has its rows is
     not missing."""
-    flags = "--preset calibrated --num-envs 2"
+    flags = "--preset calibrated --num-envs 2 --seq-len 16"
     calibration, run = tiny_run("calibration", "CartPoleNoVel-v1", NAMES[0], "critics", flags)
     tuning = replace(calibration.TUNING, path=tmp_path / "tuning.csv")
     monkeypatch.setattr(calibration, "TUNING", tuning)
