@@ -518,8 +518,9 @@ def train(args: Args) -> dict[str, Any]:
 
     Returns the last value of every metric that is a number, and `run_dir`. A fault while it trains
     is raised with a note that names the last checkpoint. The first Ctrl-C ends the run after its
-    iteration, or within an evaluation, with a checkpoint and KeyboardInterrupt. Sets the seeds of
-    all random number generators and options of torch.
+    iteration, or within an evaluation, with a checkpoint and KeyboardInterrupt. The generators of
+    Python, NumPy and torch on the CPU are afterwards what they were. Options of torch stay as the
+    run set them, among them the number of threads.
     """
     run, agent, optimizers, envs = start(args)  # anew, resumed, or with the weights of another run
     with run:
@@ -682,17 +683,23 @@ def gae(
     The two masks differ. Termination cuts the bootstrap, since nothing follows. Either end cuts the
     recursion, since the rewards of the next episode must not leak into this one.
 
-    Raises ValueError for entries that are not finite, and TypeError for other masks.
+    Raises ValueError for other shapes and for entries that are not finite, and TypeError for masks
+    of another dtype.
     Source: Schulman et al. 2016, eq. 16; time limits: Pardo et al. 2018.
     """
     if terminated.dtype != torch.bool or truncated.dtype != torch.bool:  # ~1 would be -2
         raise TypeError("gae: terminated and truncated must be bool")
+    shapes = [tuple(x.shape) for x in (rewards, values, next_values, terminated, truncated)]
+    steps = rewards.shape[: terminated.dim()]  # masks lack further axes
+    if shapes != [rewards.shape] * 3 + [steps] * 2:
+        names = "rewards, values, next_values, terminated and truncated"
+        raise ValueError(f"gae: the shapes of {names} are {shapes}")
     for name, x in (("rewards", rewards), ("values", values), ("next_values", next_values)):
         bad = int((~torch.isfinite(x)).sum())
         if bad:
             raise ValueError(f"gae: {bad} of {x.numel()} {name} are not finite")
 
-    shape = terminated.shape + (1,) * (values.dim() - terminated.dim())  # masks lack further axes
+    shape = terminated.shape + (1,) * (values.dim() - terminated.dim())
     goes_on = (~terminated).to(values.dtype).view(shape)
     unbroken = (~(terminated | truncated)).to(values.dtype).view(shape)
     delta = rewards + gamma * goes_on * next_values - values  # (T, N)
@@ -900,9 +907,10 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor, dict]:
     """Compute the actor's loss on a minibatch: clipped surrogate and entropy.
 
-    Returns the loss, a scalar with its graph, the mean KL(old || new) in nats, and metrics. A
-    metric is a scalar, or has one number for each sample. With one process this is a pure function
-    of the parameters and the minibatch.
+    The advantages of the minibatch are already normalised. `ent_coef` counts only where a flag of
+    the entropy is set (`args.uses_entropy`). Returns the loss, a scalar with its graph, the mean
+    KL(old || new) in nats, and metrics. A metric is a scalar, or has one number for each sample.
+    With one process this is a pure function of the parameters and the minibatch.
 
     Source: Schulman et al. 2017, eq. 9, without the critics' part.
     """
@@ -963,15 +971,17 @@ def update(
     rollout for `update_epochs` epochs of shuffled minibatches. With `target_kl` the actor may stop
     early. The critics then stop after as many minibatches as it has evaluated.
 
-    The result is that of two loops, one after the other:
+    `progress` is the share of the run that is done, 0 to 1. It sets the learning rates and the
+    entropy coefficient (`schedules`). Then the advantages are normalised (`scale_advantages`). The
+    rest is what two loops do, one after the other:
 
         for mb in actor_batches:
             loss, kl, _ = policy_loss(agent, mb, args, ent_coef)
             if kl > target_kl: break
-            take a step of the actor
+            take a clipped step of the actor, and keep its log-std in range
         for mb in as many of critic_batches:
             loss, _ = value_loss(agent, mb, args)
-            take a step of the critics
+            take a clipped step of the critics
 
     They run at the same time where that pays (`run_both`), and draw no random numbers. Neither
     writes what the other reads. The critics do not know when the actor will stop, so they wait for
@@ -1090,7 +1100,7 @@ def with_gradient(compute_loss: Callable, parameters: list[nn.Parameter], *input
 
 
 def take_step(optimizer: optim.Adam, gradient: Tensor, norm: float, max_norm: float) -> None:
-    """Take a step of Adam along a gradient, whose norm is clipped.
+    """Take a step of Adam down a gradient, whose norm is clipped.
 
     Adam has one parameter, the vector of `make_optimizers`. The parameters of the network are parts
     of it, in the order of `agent.parts()`.
@@ -1112,13 +1122,14 @@ def make_optimizers(agent: Agent, args: Args) -> Optimizers:
 
     A step costs time for each tensor, however small. So the parameters become views of the vector,
     which a later `agent.to(...)` would break. `VectorAdam` is Adam without hooks, and `update` sets
-    the learning rates.
+    the learning rates anew.
     """
     adams = []
-    for parameters in agent.parts():
+    learning_rates = schedules(args, 0.0)[:2]
+    for parameters, learning_rate in zip(agent.parts(), learning_rates):
         vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
         nn.utils.vector_to_parameters(vector, parameters)
-        adams.append(VectorAdam([vector], args.learning_rate, eps=1e-5, fused=True))
+        adams.append(VectorAdam([vector], learning_rate, eps=1e-5, fused=True))
     return Optimizers(*adams)
 
 
@@ -1285,11 +1296,14 @@ def clipped_policy_loss(
         approx_kl = mean((r - 1) - log r)            in nats, >= 0 (Schulman's k3 estimator)
         clip fraction = mean(|r - 1| > eps)
 
-    Both inputs are (B,), and each entry counts. The clamp keeps exp finite. Beyond it there is no
-    gradient, so it is wide: a tight one would remove the gradient where r is far above 1 and A is
-    negative, where PPO needs it most.
+    Both inputs are (B,), and each entry counts. ValueError is raised if they differ. The clamp
+    keeps exp finite. Beyond it there is no gradient, so it is wide: a tight one would remove the
+    gradient where r is far above 1 and A is negative, where PPO needs it most.
     Source: Schulman et al. 2017, eq. 7.
     """
+    if log_ratio.shape != advantages.shape:  # (B,) and (B, 1) would give (B, B)
+        shapes = f"{tuple(log_ratio.shape)} and {tuple(advantages.shape)}"
+        raise ValueError(f"clipped_policy_loss: log_ratio and advantages are {shapes}")
     log_ratio = log_ratio.clamp(-20, 20)
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - clip_coef, 1 + clip_coef)
@@ -1313,14 +1327,15 @@ def entropy_loss(
 
 
 def explained_variance(predictions: Tensor, targets: Tensor) -> Tensor:
-    """Compute 1 - Var(targets - predictions) / Var(targets), a scalar.
+    """Compute 1 - Var(targets - predictions) / Var(targets), a scalar. Both have one shape.
 
     It is 0 where the targets do not vary.
     """
     variance = targets.var(correction=0)
     residual = (targets - predictions).var(correction=0)
-    varies = (variance > 0) & (targets.max() > targets.min())  # equal ones may vary by rounding
-    return torch.where(varies, 1 - residual / variance, 0)
+    # Equal targets may vary by rounding.
+    constant = (variance == 0) | (targets.max() == targets.min())
+    return torch.where(constant, 0, 1 - residual / variance)
 
 
 class RunningMoments(nn.Module):
@@ -1363,6 +1378,7 @@ class RunningMoments(nn.Module):
         """Take in a batch. Training does not call this; it uses `merge`.
 
         All axes ahead of the shape of the moments are samples. A batch of none changes nothing.
+        `max_count` counts samples here. Entries have to be finite, here and in `merge`.
         """
         x = x.double().reshape(-1, *self.mean.shape)
         if len(x) == 0:
@@ -1372,9 +1388,10 @@ class RunningMoments(nn.Module):
 
     @torch.no_grad()
     def merge(self, mean: Tensor, var: Tensor, weight: float) -> None:
-        """Take in moments that were computed elsewhere.
+        """Take in moments that were computed elsewhere, with this weight.
 
-        `weight` has the unit of `max_count`: samples for observations, rollouts for others.
+        `count` and `max_count` have its unit. It is the number of samples for observations, and 1
+        for each rollout of returns and of advantages.
         """
         old_count = self.count.clamp(max=self.max_count)  # one that was loaded may exceed it
         past = old_count / (old_count + weight)  # weight of the past in the merged moments
@@ -1455,14 +1472,19 @@ def clip_quantiles(
 
 
 def squared_error(values: Tensor, returns: Tensor) -> Tensor:
-    """Compute 0.5 (V - R)^2 of values (..., 1) and returns (...). Values (..., 0) give 0."""
+    """Compute 0.5 (V - R)^2 of values (..., 1) and returns (...). Values (..., 0) give 0.
+
+    Raises ValueError where the last axis of values is longer.
+    """
+    if values.shape[-1] > 1:  # (B,) and (B,) would be summed over all pairs
+        raise ValueError(f"squared_error: values are {tuple(values.shape)}, not (..., 1)")
     return 0.5 * (values - returns[..., None]).square().sum(-1)
 
 
 def clip_values(values: Tensor, old_values: Tensor, clip_delta: float) -> Tensor:
     """Compute V_old + clamp(V - V_old, -d, d), as the reference code of Schulman et al. 2017.
 
-    Old values have no graph.
+    Old values should have no graph, or their gradient counts.
     """
     return old_values + (values - old_values).clamp(-clip_delta, clip_delta)
 
@@ -1949,8 +1971,14 @@ class GaussianActions(nn.Module):
         return torch.stack((outputs, self.log_std.expand_as(outputs)), -2)
 
     def log_prob(self, params: Tensor, actions: Tensor) -> Tensor:
-        """Return the log-density (...) of actions (..., A), in nats."""
+        """Return the log-density (...) of actions (..., A), in nats.
+
+        The actions are those of `sample`. Those of `to_env`, and so of `Agent.act`, are clipped,
+        and have another density. Raises ValueError where the last axis is not A.
+        """
         mean, log_std = params.unbind(-2)
+        if actions.shape[-1] != self.num_outputs:  # (N,) would be taken for (1, N)
+            raise ValueError(f"log_prob: actions are {tuple(actions.shape)}; A: {self.num_outputs}")
         z = (actions - mean) * (-log_std).exp()
         densities = -0.5 * z.square() - log_std - HALF_LOG_2PI
         return densities.sum(-1)
@@ -1975,7 +2003,7 @@ class GaussianActions(nn.Module):
         return 0.5 * (log_ratio.expm1() - log_ratio + difference).sum(-1)
 
     def noise(self, *size: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draw Gaussian numbers (*size, A) of the policy's std, which `sample` adds."""
+        """Draw Gaussian numbers (*size, A), times the policy's std. `sample` adds them to means."""
         drawn = torch.randn(*size, self.num_outputs, generator=generator)
         return drawn * self.log_std.detach().exp().cpu()
 
@@ -2020,7 +2048,11 @@ class CategoricalActions(nn.Module):
         return logits.log_softmax(-1)
 
     def log_prob(self, params: Tensor, actions: Tensor) -> Tensor:
-        """Return the log-probability (...) of actions (..., P), in nats."""
+        """Return the log-probability (...) of actions (..., P), in nats.
+
+        The actions are the indices of `sample`. Those of `to_env`, and so of `Agent.act`, count
+        from the space's `start`.
+        """
         chosen = params.gather(-1, actions[..., None])
         return chosen.sum((-2, -1))
 
@@ -2165,8 +2197,13 @@ class Body(nn.Module):
 class Agent(nn.Module):
     """It holds actor, critics, and the statistics that normalise what they see and predict.
 
-    The spaces are those of `make_env`: vectors (D,) or images, channels first. The networks take
-    normalised observations; `act` and `normalize_obs` take raw ones.
+    The spaces are those of `make_env`: vectors (D,) or images, channels first. Arrays of
+    observations are raw, and so are the arguments of `normalize_obs` and `update_obs_moments`. The
+    bodies take what `normalize_obs` gives, and make the features of `policy_params` and
+    `value_outputs`.
+
+    A function that takes an agent and `args` expects those of the agent: the value distribution
+    reads its own.
     """
 
     def __init__(self, observation_space: Box, action_space: gym.Space, args: Args) -> None:
@@ -2214,7 +2251,7 @@ class Agent(nn.Module):
         return self.obs_moments.mean.float(), (1 / self.obs_moments.std).float()
 
     def normalize_obs(self, obs: Tensor) -> Tensor:
-        """Turn raw observations into what the networks see.
+        """Turn raw observations, float32, into what the networks see: within -10 to 10.
 
         Vectors stay as they are without `norm_obs`, and images do in any case: `Convolutions`
         scales their pixels.
@@ -2227,12 +2264,13 @@ class Agent(nn.Module):
     def update_obs_moments(self, obs: Tensor) -> None:
         """Take in the raw observations (T, N, D) of a rollout, from all processes.
 
-        A policy that is not trained (a learning rate of 0) keeps the statistics that it has, since
-        others would change what it does.
+        They weigh as much as a rollout of the run does, however many there are. A policy that is
+        not trained (a learning rate of 0) keeps the statistics that it has, since others would
+        change what it does.
         """
         keeps = self.args.learning_rate == 0 and self.obs_moments.count > 0
         if not self.sees_images and not keeps:
-            moments = batch_moments(obs.double().flatten(0, 1))
+            moments = batch_moments(obs.double().flatten(0, -2))
             self.obs_moments.merge(*moments, weight=self.args.batch_size)
 
     def initial_state(self, num_envs: int) -> Tensor:
@@ -2247,7 +2285,9 @@ class Agent(nn.Module):
         """Return a function for acting: raw observations (N, D), state -> outputs, next state.
 
         It does what `normalize_obs`, one step of `actor_body` and `actor_head` do.
-        A state is (2, N, H). Make a new policy when weights or statistics change.
+        A state is (2, N, H). Make a new policy when weights or statistics change. The older one is
+        no copy: on the CPU it may follow the weights, but not the statistics. To keep a policy,
+        copy the agent.
         """
         encoder = in_numpy(self.actor_body.encoder)
         lstm = lstm_in_numpy(self.actor_body.lstm)
@@ -2786,10 +2826,11 @@ def advice(error: Exception, args: Args) -> str:
 def make_env(args: Args, **options: Any) -> gym.Env:
     """Make one environment that shows images, channels first, or float32 vectors.
 
-    It checks what the task gives, and counts the return and the length of episodes. `options` go to
-    `gymnasium.make`. Atari games have sticky actions, and a lost life does not end an episode
-    (Machado et al. 2018). They have only the actions that the game knows. Raises `UsageError` for
-    ids, packages, spaces and masks that do not work.
+    It checks what the task gives, and counts the return and the length of episodes. Of `info` it
+    leaves these alone, under STATS where an episode ends. `options` go to `gymnasium.make`. Atari
+    games have sticky actions, and a lost life does not end an episode (Machado et al. 2018). They
+    have only the actions that the game knows. Raises `UsageError` for ids, packages, spaces and
+    masks that do not work.
     """
     hidden = velocities(args.env_id)
     name = args.env_id.replace("NoVel", "", 1) if hidden else args.env_id
@@ -4388,8 +4429,9 @@ def is_scalar(value: Any) -> bool:
 def load_agent(path: str | Path) -> tuple[Agent, Args]:
     """Load agent and flags of a saved run, from its directory or a checkpoint.
 
-    No code of the file is run, but the module that its `env_id` names is imported. Falls back to
-    the CPU. Raises `UsageError` for files that this script did not write.
+    No code of the file is run, but the module that its `env_id` names is imported, and the task is
+    made once and closed. Falls back to the CPU. Raises `UsageError` for files that this script did
+    not write.
     """
     saved, args = read_checkpoint(path)
     env = make_env(args)
@@ -4516,7 +4558,7 @@ def checkpoint_path(path: str | Path) -> Path:
 
 # ------------------------------------------------------------------------------------- evaluation
 def evaluate(agent: Agent, args: Args, video_dir: Path | None = None) -> dict[str, float]:
-    """Play `eval_episodes` episodes and summarise them. Statistics stay as they are.
+    """Play `eval_episodes` episodes, summarise them and print a line. Statistics stay as they are.
 
     With `capture_video` films go to `video_dir`. Without a folder nothing is filmed. Raises
     `UsageError` without episodes.

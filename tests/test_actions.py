@@ -296,3 +296,12 @@ def test_the_range_of_entropies(script):
     assert actions_of(script, "Box").entropy_range() == pytest.approx(expected)
     found = actions_of(script, "MultiDiscrete").entropy_range()
     assert found == pytest.approx((0, math.log(24)), rel=1e-5)
+
+
+def test_actions_without_their_axis_are_refused(script):
+    """Of five samples with one entry each, (5,) would be taken for (1, 5)."""
+    dist = script.GaussianActions(gym.spaces.Box(-1, 1, (1,)), 0.0)
+    params = dist(torch.zeros(5, 1))
+    assert dist.log_prob(params, torch.zeros(5, 1)).shape == (5,)
+    with pytest.raises(ValueError, match=r"log_prob: actions are \(5,\); A: 1"):
+        dist.log_prob(params, torch.zeros(5))

@@ -311,3 +311,22 @@ def test_explained_variance_of_targets_that_vary_little(script):
     """Ours, unit-free: targets 0 and 0.2 by predictions 0.05 and 0.15: 1 - 0.05^2 / 0.1^2."""
     predictions = tensor([0.05, 0.15])
     assert float(script.explained_variance(predictions, tensor([0, 0.2]))) == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize("name", ["rewards", "values", "next_values", "terminated", "truncated"])
+@pytest.mark.parametrize("change", [lambda x: x[0], lambda x: x[..., None], lambda x: x[:, :1]])
+def test_shapes_that_would_be_broadcast_are_refused(script, name, change):
+    """A row that stands for all steps, one more axis, and one environment that stands for all."""
+    names = (*NAMES, "terminated", "truncated")
+    inputs = dict(zip(names, rollout(5, 3)))
+    with pytest.raises(ValueError, match=r"^gae: the shapes of rewards, values"):
+        script.gae(**inputs | {name: change(inputs[name])}, gamma=0.9, gae_lambda=0.9)
+    terms = {key: torch.randn(5, 3, 2) for key in NAMES}
+    with pytest.raises(ValueError, match=r"^gae: the shapes"):
+        script.gae(**inputs | terms | {"values": inputs["values"]}, gamma=0.9, gae_lambda=0.9)
+
+
+def test_explained_variance_of_targets_that_are_no_numbers_is_none(script):
+    """They are not constant."""
+    targets = torch.tensor([1.0, float("nan")])
+    assert script.explained_variance(torch.zeros(2), targets).isnan()

@@ -173,3 +173,9 @@ def test_linear_schedule_goes_from_start_to_end_and_stays(script, start, end):
     expected = {-0.5: start, 0: start, 0.25: quarter, 1: end, 1.5: end}
     for progress, value in expected.items():
         assert script.linear_schedule(start, end, progress) == pytest.approx(value)
+
+
+def test_advantages_of_another_shape_are_refused(script):
+    """(B,) and (B, 1) would give (B, B)."""
+    with pytest.raises(ValueError, match=r"log_ratio and advantages are \(4,\) and \(4, 1\)"):
+        script.clipped_policy_loss(torch.zeros(4), torch.zeros(4, 1), 0.2)

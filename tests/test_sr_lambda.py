@@ -329,3 +329,10 @@ def test_a_draw_of_zero_is_a_draw():
     )
     for one, other in zip(zeros, ones):
         assert_close(one, other)
+
+
+def test_rewards_that_are_integers_are_refused():
+    """Discounted sums would be cut to whole numbers."""
+    data = (REWARDS.long(), next_probs(), ATOMS, TERMINATED, TRUNCATED, GAMMA, 0.5)
+    with pytest.raises(TypeError, match=r"rewards are torch\.int64, not floats"):
+        categorical.sr_lambda_atoms(*data)

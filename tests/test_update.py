@@ -52,6 +52,28 @@ def run_update(run, ent_coef=0.0, algorithm=torch.optim.Adam, batch=None, **flag
     return metrics, agent
 
 
+def test_each_adam_starts_with_its_own_rate(script):
+    """Also for loops that do not call `update`. Without a rate of their own critics have the
+    actor's."""
+    run = make_run(script, "VectorBox")
+    run.args.learning_rate = 1e-4
+    for rate, expected in ((None, 1e-4), (1e-3, 1e-3)):
+        run.args.critic_learning_rate = rate
+        actor, critics = run.script.make_optimizers(run.agent, run.args)
+        assert (actor.param_groups[0]["lr"], critics.param_groups[0]["lr"]) == (1e-4, expected)
+
+
+def test_observations_may_come_without_an_axis_of_steps(script):
+    """(6, D) are those of (2, 3, D)."""
+    run = make_run(script, "VectorBox")
+    obs = torch.randn(2, 3, *run.agent.obs_shape)
+    one, two = copy.deepcopy(run.agent), copy.deepcopy(run.agent)
+    one.update_obs_moments(obs)
+    two.update_obs_moments(obs.flatten(0, 1))
+    assert_close(one.obs_moments.var, two.obs_moments.var)
+    assert one.obs_moments.var.shape == run.agent.obs_shape
+
+
 @pytest.mark.parametrize("env", ["VectorBox", "VectorDiscrete"])
 def test_critics_train_alone_where_the_actor_s_rate_is_0(script, env):
     """No parameter of the actor moves, and all of the critics do."""

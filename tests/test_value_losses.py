@@ -387,3 +387,10 @@ def test_cross_entropy_is_finite_for_huge_logits():
     target = torch.tensor([[1.0, 0.0]])
     logits = torch.tensor([[-500.0, 500.0]])
     assert float(categorical.categorical_cross_entropy(target, logits)) == 1000
+
+
+@pytest.mark.parametrize("script", [lstm, categorical])
+def test_values_without_an_axis_of_their_own_are_refused(script):
+    """(B,) and (B,) would be summed over all pairs."""
+    with pytest.raises(ValueError, match=r"values are \(3,\), not"):
+        script.squared_error(torch.zeros(3), torch.zeros(3))
