@@ -1701,12 +1701,12 @@ class ValueDistribution(nn.Module):
         """
         theta = self.decode(self.split(next_outputs)[0])
         size = (len(theta), self.args.num_envs, theta.shape[-1])
-        draws = torch.zeros(size, device=theta.device)  # those of all processes, see `own`
+        draws = torch.zeros(size)  # those of all processes, see `own`
         if gae_lambda < 1:
-            draws.uniform_()
+            draws.uniform_()  # on the CPU, whose generator tasks do not share
         return sr_lambda_targets(
             rollout.rewards, theta, rollout.terminated, rollout.truncated,
-            self.args.gamma, gae_lambda, draws=own(draws),
+            self.args.gamma, gae_lambda, draws=own(draws).to(theta.device),
         )  # fmt: skip
 
     def risk_advantages(self, targets: Tensor, outputs: Tensor) -> Tensor:
@@ -2004,7 +2004,8 @@ class GaussianActions(nn.Module):
 
     def noise(self, *size: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw Gaussian numbers (*size, A), times the policy's std. `sample` adds them to means."""
-        drawn = torch.randn(*size, self.num_outputs, generator=generator)
+        floats = {"dtype": torch.float32, "device": "cpu"}  # programs may prefer others
+        drawn = torch.randn(*size, self.num_outputs, generator=generator, **floats)
         return drawn * self.log_std.detach().exp().cpu()
 
     def sample(self, outputs: np.ndarray, noise: np.ndarray | float) -> np.ndarray:
@@ -2070,8 +2071,8 @@ class CategoricalActions(nn.Module):
 
     def noise(self, *size: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw Gumbel numbers (*size, P, largest part) for `sample`."""
-        drawn = torch.empty(*size, *self.padding.shape).exponential_(generator=generator)
-        return -drawn.log()
+        drawn = torch.empty(*size, *self.padding.shape, dtype=torch.float32, device="cpu")
+        return -drawn.exponential_(generator=generator).log()
 
     def sample(self, outputs: np.ndarray, noise: np.ndarray | float) -> np.ndarray:
         """Turn the actor's outputs into random actions (..., P). Noise 0 gives the mode.
@@ -2275,7 +2276,8 @@ class Agent(nn.Module):
 
     def initial_state(self, num_envs: int) -> Tensor:
         """Return the state (2, N, H) of actor or critics where an episode opens: zeros."""
-        return torch.zeros(2, num_envs, self.args.lstm_hidden_size, device=self.device)
+        size = (2, num_envs, self.args.lstm_hidden_size)
+        return torch.zeros(size, dtype=torch.float32, device=self.device)
 
     def policy_params(self, features: Tensor) -> Tensor:
         """Turn features (..., H) into params of the action distributions."""
@@ -3042,7 +3044,7 @@ class Group(gym.Env):
             if hasattr(os, "setpgrp"):
                 os.setpgrp()  # and so is what a closing terminal sends
             torch.set_num_threads(1)
-            seed_generators(args, WORLD_SIZE + index)
+            seed_generators(args, WORLD_SIZE + index)  # for tasks that draw while they are made
             torch.manual_seed(derived_seed(args.seed, "tasks", WORLD_SIZE + index))
         self.envs = make_together(args, size)
         self.observation_space = self.envs.observation_space
@@ -3057,7 +3059,14 @@ class Group(gym.Env):
         signal.signal(signal.SIGTERM, lambda *_: signal.alarm(60))
 
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[np.ndarray, dict]:
-        """Open an episode in each environment."""
+        """Open an episode in each environment.
+
+        Seeds also set the generators of this process. They depend on the step, so that tasks do not
+        meet the numbers of the run's beginning again where a resume opens new episodes.
+        """
+        if seed is not None:
+            for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+                set_seed(derived_seed(seed[0], "tasks", 0, bits=32))
         with faults_that_travel():
             return self.envs.reset(seed=seed, options=options)
 
@@ -3076,7 +3085,7 @@ class Group(gym.Env):
 
     def close(self) -> None:
         """Close them."""
-        self.envs.close()
+        close_quietly(self.envs)
 
 
 def open_episodes(envs: gym.vector.VectorEnv, agent: Agent, run: Run) -> tuple[Carry, Tensor]:
@@ -3087,6 +3096,7 @@ def open_episodes(envs: gym.vector.VectorEnv, agent: Agent, run: Run) -> tuple[C
     if run.carried is not None:
         *acting, critic_state = run.carried
         return Carry(*acting), critic_state.to(agent.device)
+    torch.manual_seed(run.env_seeds[0])  # tasks may draw from it; `Run.iterations` seeds it anew
     obs, _ = envs.reset(seed=run.env_seeds)
     check_finite("the first reset", obs)
     state = agent.initial_state(len(obs))
@@ -3405,6 +3415,7 @@ def start(args: Args) -> tuple[Run, Agent, Optimizers, gym.vector.VectorEnv]:
 def set_up_process(args: Args) -> None:
     """Set options of torch and the seeds of all generators."""
     set_torch((torch.float32, True))  # a program may have set others
+    torch.set_default_device(None)
     if WORLD_SIZE > 1 and args.cuda:
         torch.cuda.set_device(LOCAL_RANK)
     torch.set_num_threads(args.torch_threads)
@@ -3581,11 +3592,18 @@ class VectorAdam(optim.Adam):
 
 # --------------------------------------------------------------------------- what a run keeps
 def close_quietly(env: gym.Env | gym.vector.VectorEnv) -> None:
-    """Close environments. A fault becomes a warning, so that no result is lost."""
-    try:
-        env.close()
-    except (Exception, SystemExit) as error:  # from the task, of any kind
-        tell(f"warning: the task's close() failed: {error!r}", file=sys.stderr)
+    """Close environments. A fault becomes a warning, so that no result is lost.
+
+    Several in this process are closed one by one, since SyncVectorEnv stops at the first fault.
+    """
+    several = isinstance(env, gym.vector.VectorEnv) and hasattr(env, "envs")
+    for one in env.envs if several else [env]:
+        try:
+            one.close()
+        except (Exception, SystemExit) as error:  # from the task, of any kind
+            tell(f"warning: the task's close() failed: {error!r}", file=sys.stderr)
+    if several:
+        env.closed = True
 
 
 def tell(line: str, end: str = "\n", file: Any = None) -> None:
@@ -3604,7 +3622,7 @@ class StatusLine:
 
     def __init__(self, seconds: float = 5.0) -> None:
         self.seconds = seconds  # between lines of a file
-        self.shown_at = time.time()
+        self.shown_at = time.monotonic()
         self.notices: set[str] = set()
 
     @property
@@ -3617,11 +3635,11 @@ class StatusLine:
     @property
     def due(self) -> bool:
         """Tell whether the last line is old enough."""
-        return time.time() - self.shown_at > (0.2 if self.terminal else self.seconds)
+        return time.monotonic() - self.shown_at > (0.2 if self.terminal else self.seconds)
 
     def show(self, line: str, last: bool = False) -> None:
         """Show a line. The last one stays."""
-        self.shown_at = time.time()
+        self.shown_at = time.monotonic()
         tell(line, end="   \r" if self.terminal and not last else "\n")
 
     def notice(self, line: str) -> None:
@@ -3682,7 +3700,7 @@ class Run:
         self.signals: list[int] = []  # received, and not yet obeyed
         self.handlers: dict[int, Any] = {}  # of signals, as they were before
         self.times: dict[str, float] = {}  # seconds of the parts of this iteration
-        self.lap_start = time.time()
+        self.lap_start = time.monotonic()
         self.status = StatusLine()
         self.evaluation_status = StatusLine(seconds=30)
         self.warned = False
@@ -3849,7 +3867,7 @@ class Run:
             # Noise, samples and permutations depend on the run's seed and on the step alone. All
             # processes draw the same ones, and a resumed run draws what it would have drawn.
             torch.manual_seed(derived_seed(self.args.seed, "iterations", self.step))
-            self.lap_start = time.time()
+            self.lap_start = time.monotonic()
             yield self.step / self.total_steps
         if self.lacks_its_result:
             self.evaluate()
@@ -3890,7 +3908,7 @@ class Run:
 
     def lap(self, part: str) -> None:
         """Take the time of a part of the iteration, which ends here."""
-        now = time.time()
+        now = time.monotonic()
         self.times[f"time/{part}"] = now - self.lap_start
         self.lap_start = now
 
@@ -3911,7 +3929,7 @@ class Run:
         metrics = average_metrics(metrics) | self.times
         metrics["charts/SPS"] = self.step / self.seconds
         if self.recent_returns:
-            returns = torch.tensor(self.recent_returns).double()
+            returns = torch.tensor(self.recent_returns, dtype=torch.float64)
             metrics["charts/recent_returns"] = returns
             metrics["cvar/empirical"] = empirical_cvar(returns, args.cvar_alpha)
         self.log(metrics, self.step, histograms=last or iteration % 10 == 1)
@@ -4082,6 +4100,7 @@ class Run:
         part = {
             "carried": self.carried,
             "rngs": (random.getstate(), np.random.get_state()),
+            "settings": Checked.tasks_settings,
             "envs": self.pickled_envs(),
         }
         versions = loaded_versions() | self.sources
@@ -4177,9 +4196,13 @@ class Run:
             lost = self.read_envs(part["envs"], self.untouched["versions"])
             if not lost:
                 self.carried = part["carried"]
+                Checked.tasks_settings |= part.get("settings", {})  # older checkpoints have none
             python_rng, numpy_rng = part["rngs"]  # now: reading a task back may draw numbers
             random.setstate(python_rng)
             np.random.set_state(numpy_rng)
+        else:  # not where they were at the beginning of the run
+            for set_seed in (random.seed, np.random.seed):
+                set_seed(derived_seed(self.args.seed, "tasks", self.step + RANK, bits=32))
         reasons = gather_objects(lost)
         if any(reasons) and self.step < self.total_steps:
             which = "episodes" if all(reasons) else "episodes of some processes"
@@ -4597,7 +4620,7 @@ def play(
     if films:
         env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: episode < 3)
     status = status or StatusLine(seconds=30)
-    status.shown_at = time.time()
+    status.shown_at = time.monotonic()
     generator = torch.Generator()  # of the policy
     generator.manual_seed(derived_seed(args.seed, "evaluations", 0))
     for episode in range(args.eval_episodes):
@@ -4854,6 +4877,9 @@ def check_presets(args: Args) -> None:
             raise UsageError(f"--preset {name}: {text}, or in Python use preset_args({name!r})")
     if "critics" in args.preset and not args.init_from:
         raise UsageError("--preset critics: needs --init-from, the run whose policy acts")
+    if "critics" in args.preset and args.learning_rate > 0:
+        text = "must be 0 with --preset critics, since the policy stays as it is; leave it out"
+        raise flag_error(args, "learning_rate", text)
 
 
 def check_kind(args: Args, name: str, kind: Any) -> None:

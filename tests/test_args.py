@@ -1137,6 +1137,8 @@ def test_names_of_presets_set_no_flags_from_python(script, tmp_path):
     assert script.preset_args("averse", cvar_weight=0.5).cvar_weight == 0.5
     with pytest.raises(script.UsageError, match="--preset critics: needs --init-from"):
         script.train(script.preset_args("critics"))
+    with pytest.raises(script.UsageError, match=r"--learning-rate 0\.01: must be 0 with --preset"):
+        script.train(script.preset_args("critics", init_from="a run", learning_rate=0.01))
     args = small_args(script, "Walk", run_dir=str(tmp_path), total_timesteps=48, eval_episodes=0)
     path = Path(script.train(args)["run_dir"]) / "checkpoint.pt"
     content = torch.load(path, weights_only=True)

@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -898,6 +899,97 @@ def test_an_evaluation_keeps_the_parts_of_other_processes(script, tmp_path, monk
     change_run(path, lambda kept: kept | {"parts": kept["parts"] * 2})
     resumed(script, monkeypatch, path.parent, "--eval-episodes", "1")
     assert len(pickle.loads(torch.load(path, weights_only=True)["run"])["parts"]) == 2
+
+
+def test_other_processes_do_not_begin_with_the_first_numbers(script, tmp_path, monkeypatch):
+    """A run of two processes goes on in one. Tasks there do not meet the numbers of its start."""
+    args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0")
+    directory = stopped(script, monkeypatch, args, 1)
+    change_run(directory / "checkpoint.pt", lambda kept: kept | {"parts": kept["parts"] * 2})
+    found = []
+    for flags in ({}, {"resume": str(directory)}, {"resume": str(directory)}):
+        run, *_ = script.start(replace(args, **flags))
+        with undisturbed(), run:
+            found.append((random.random(), np.random.random()))
+    first, second, third = found
+    assert first[0] != second[0]
+    assert first[1] != second[1]
+    assert second == third
+
+
+def test_first_states_are_not_drawn_again_where_episodes_are_lost(script, tmp_path, monkeypatch):
+    """A task that draws from torch in `reset` has other numbers at another step of the run."""
+    drawn = []
+
+    class Draws(gym.Env):
+        """An episode of one step."""
+
+        observation_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+        action_space = gym.spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            """Draw."""
+            drawn.append(float(torch.rand(())))
+            return np.zeros(1, np.float32), {}
+
+        def step(self, action):
+            """End."""
+            return np.zeros(1, np.float32), 0.0, True, False, {}
+
+    gym.register("Draws-v0", Draws)
+    try:
+        args = flags_for(script, tmp_path, 2, env_id="Draws-v0", save_envs="never")
+        directory = stopped(script, monkeypatch, args, 1)
+        firsts = []
+        for flags in ({}, {}, {"resume": str(directory)}):
+            run, agent, _, envs = script.start(replace(args, **flags))
+            drawn.clear()
+            given = (envs, agent, run) if "lstm" in script.__name__ else (envs, run)
+            with undisturbed(), run:
+                script.open_episodes(*given)
+            firsts.append(tuple(drawn))
+    finally:
+        gym.registry.pop("Draws-v0")
+    assert firsts[0] == firsts[1]
+    assert not set(firsts[0]) & set(firsts[2])
+
+
+def test_processes_of_environments_draw_anew_at_another_step(script, tmp_path):
+    """`Group.reset` seeds the generators from the first of its seeds."""
+    args = flags_for(script, tmp_path, 1, env_id="probes:Walk-v0")
+    before = script.global_generators()
+    group = script.Group(args, os.getpid(), 1, 2)
+    found = []
+    for seeds in ([1, 2], [1, 2], [3, 4]):
+        group.reset(seed=seeds)
+        found.append((random.random(), np.random.random(), float(torch.rand(()))))
+        group.reset()
+        assert random.random() != found[-1][0]
+    group.close()
+    script.set_global_generators(before)
+    assert found[0] == found[1]
+    assert not set(found[0]) & set(found[2])
+
+
+def test_settings_of_torch_that_a_task_found_are_resumed(script, tmp_path, monkeypatch):
+    """It had changed the default dtype in `reset`, which no resumed episode calls."""
+    args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0")
+    settings = {"probes:Walk-v0": (torch.float64, True)}
+    monkeypatch.setattr(script.Checked, "tasks_settings", {})
+    keep = script.Run.to_resume
+
+    def to_resume(run):
+        monkeypatch.setattr(script.Checked, "tasks_settings", settings.copy())
+        return keep(run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script.Run, "to_resume", to_resume)
+        directory = stopped(script, patch, args, 1)
+    monkeypatch.setattr(script.Checked, "tasks_settings", {})
+    run, *_ = script.start(replace(args, resume=str(directory)))
+    with undisturbed(), run:
+        assert run.carried is not None
+        assert script.Checked.tasks_settings == settings
 
 
 def test_generators_go_on_where_environments_are_lost(script, tmp_path, monkeypatch):

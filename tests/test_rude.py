@@ -592,6 +592,71 @@ def test_a_program_that_prefers_float64(script, somewhere):
         script.set_torch(settings)
 
 
+@with_both_scripts
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_an_agent_acts_in_a_program_that_prefers_another_dtype(script, somewhere, dtype):
+    """With the same actions, and with float32 where it carries something."""
+    args = flags_for(script, somewhere, 1, env_id="probes:Walk-v0")
+    agent, _ = script.load_agent(script.train(args)["run_dir"])
+    obs = np.ones((3, 1), np.float32)
+
+    def act():
+        generator = torch.Generator().manual_seed(1)
+        found = agent.act(obs, deterministic=False, generator=generator)
+        return found if isinstance(found, tuple) else (found,)
+
+    expected = act()
+    settings = script.torch_settings()
+    try:
+        torch.set_default_dtype(dtype)
+        for one, other in zip(act(), expected, strict=True):
+            assert one.dtype == other.dtype
+            np.testing.assert_array_equal(one, other)
+    finally:
+        script.set_torch(settings)
+
+
+@with_both_scripts
+@pytest.mark.parametrize("env_id", ["probes:Walk-v0", "probes:VectorBox-v0"])
+def test_a_program_that_prefers_another_device(script, somewhere, env_id):
+    """There tensors would have no numbers. Training goes back to the CPU, and an agent that acts
+    stays there."""
+    args = flags_for(script, somewhere, 1, env_id=env_id, value_target="sr_lambda")
+    try:
+        torch.set_default_device("meta")
+        directory = script.train(args)["run_dir"]
+        agent, _ = script.load_agent(directory)
+        torch.set_default_device("meta")
+        obs = np.zeros((3, *agent.obs_shape), np.float32)
+        found = agent.act(obs, deterministic=False)
+        assert len(found[0] if isinstance(found, tuple) else found) == 3
+    finally:
+        torch.set_default_device(None)
+
+
+@with_both_scripts
+def test_all_environments_are_closed_though_one_cannot(script, capsys):
+    """Each that fails costs a warning."""
+    closed = []
+
+    class Fails(gym.Wrapper):
+        """The second one raises."""
+
+        def close(self):
+            """Note it."""
+            closed.append(self)
+            if len(closed) == 2:
+                raise OSError("no")
+
+    makers = [lambda: Fails(gym.make("CartPole-v1"))] * 3
+    envs = gym.vector.SyncVectorEnv(makers)
+    script.close_quietly(envs)
+    assert len(closed) == 3
+    assert capsys.readouterr().err == "warning: the task's close() failed: OSError('no')\n"
+    envs.close()
+    assert len(closed) == 3
+
+
 def test_a_proof_that_cannot_be_begun_is_none(script, tmp_path, monkeypatch, capsys):
     """Without room for its file the environments are not saved, and the run goes on."""
 
