@@ -243,6 +243,39 @@ def test_the_speed_beside_the_recurrent_peer():
     assert f"all episodes have 20 steps, and {long} where they have 60 or more" in README
 
 
+def test_episodes_of_the_faster_script_are_longer():
+    """Three times as long as the peer's, in the medians of the first line."""
+    tables = (RESULTS / "speed.md").read_text().split("\n\n")
+    [line] = [x for x in tables[1].splitlines() if x.startswith("| recurrent: ")]
+    ours, peers = map(float, line.split("|")[9].split(","))
+    assert 1 / 4 < peers / ours < 1 / 2.5
+    assert "its episodes were a third as long as ours" in README
+
+
+def test_known_processes_that_are_close_to_the_truth():
+    """Of those that are judged, with tuned flags and with 201 atoms."""
+    calibration = importlib.import_module("calibration")
+    good = {}
+    for row in calibration.TABLE.rows():
+        law = calibration.PROCESSES.get(row["task"])
+        if law and law.judged:
+            good.setdefault(row["variant"], []).append(calibration.reached(row))
+    tuned, atoms = good["recommended"], good["201 atoms"]
+    assert all(tuned)
+    told = f"all {len(tuned)} runs with tuned flags come close to the truth, and {sum(atoms)} of "
+    assert f"{told}{len(atoms)} with the preset's 201 atoms" in README
+
+
+def test_the_road_of_samples():
+    """The worst tenth of drives of the averse policy as it samples."""
+    rows = importlib.import_module("risk").groups()[
+        "road", "distributional_ppo_categorical", "weight 1"
+    ]
+    assert (
+        f"where they sample, to {mean(float(row['sampled_cvar']) for row in rows):.1f})" in README
+    )
+
+
 def test_what_a_gpu_gains():
     """The ratios are those of its table: the largest two, and the range of those below 1."""
     lines = [x.split("|") for x in (RESULTS / "gpu.md").read_text().splitlines() if "|" in x]
