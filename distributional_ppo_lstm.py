@@ -1978,7 +1978,8 @@ class GaussianActions(nn.Module):
         """
         mean, log_std = params.unbind(-2)
         if actions.shape[-1] != self.num_outputs:  # (N,) would be taken for (1, N)
-            raise ValueError(f"log_prob: actions are {tuple(actions.shape)}; A: {self.num_outputs}")
+            shape = f"(..., {self.num_outputs})"
+            raise ValueError(f"log_prob: actions are {tuple(actions.shape)}, not {shape}")
         z = (actions - mean) * (-log_std).exp()
         densities = -0.5 * z.square() - log_std - HALF_LOG_2PI
         return densities.sum(-1)

@@ -15,15 +15,16 @@ lifted. A seed k below 1000 trains with --seed 100 k: environments took consecut
 rows were made, so that runs on neighbouring ones would have shared most of their data. Flags were
 tuned on --seed 1000 and up; of the real tasks these runs are in results/tuning_calibration.csv.
 
-`presets` are runs with the preset of a task and `calibrated` (PRESETS), and `critics` are the same
-runs after 200,000 further steps with the preset `critics`: the policy stays as it is and the
-critics alone are trained. Goal, written ahead of these runs: a coverage error of at most 0.05 in
-all three runs of each task. CartPoleNoVel-v1 got its entropy bonus after the reported seeds had
-been seen without it ("no bonus"). Seeds 8001 to 8003 ("before") have 51 atoms and an older preset
-`critics`, which trained for two epochs on the task's own rollouts; of seven of these pairs the
-first half is of an earlier commit, since the run was repeated for the second half and measured
-there alone. With --presets two changes of the presets were tried on seeds 1000 to 1002 (tuning.md);
-there `critics` without further flags is the older one.
+`default` are runs with the preset of a task alone (DEFAULTS), `presets` those with `calibrated`
+besides (PRESETS), and `critics` are the latter after 200,000 further steps with the preset
+`critics`: the policy stays as it is and the critics alone are trained. Goal, written ahead of these
+runs: a coverage error of at most 0.05 in all three runs of each task. CartPoleNoVel-v1 got its
+entropy bonus after the reported seeds had been seen without it ("no bonus"). Seeds 8001 to 8003
+("before") have 51 atoms and an older preset `critics`, which trained for two epochs on the task's
+own rollouts; of seven of these pairs the first half is of an earlier commit, since the run was
+repeated for the second half and measured there alone. With --presets two changes of the presets
+were tried on seeds 1000 to 1002 (tuning.md); there `critics` without further flags is the older
+one.
 
 Recommended for calibration: --value-target sr_lambda --twin-reduce mean, with --kappa 0
 --num-quantiles 51 or with --target-encoding two_hot. On the real tasks also 201 atoms, many
@@ -225,6 +226,14 @@ PRESETS = {  # flags of a task's preset, with `calibrated`
     "Hopper-v5": (CATEGORICAL, "--preset mujoco calibrated --compile"),
     "LunarLander-v3": (CATEGORICAL, "--preset lunarlander calibrated"),
 }
+DEFAULTS = {  # the same without `calibrated`, as the task is usually trained
+    "CartPoleNoVel-v1": "",
+    "PendulumNoVel-v1": "--preset pendulum_novel",
+    "popgym:popgym-HigherLowerEasy-v0": "--preset memory",
+    "Hopper-v5": "--preset mujoco --compile",
+    "LunarLander-v3": "--preset lunarlander",
+}
+CLOSING = range(8004, 8007)  # seeds of runs with presets
 LONG = "--gae-lambda 1 --num-steps 1000 --num-minibatches 20 --update-epochs 6"
 CRITICS = {  # flags that are tried behind the preset `critics`
     LSTM: ("", "--gae-lambda 1", f"{LONG} --seq-len 100"),
@@ -302,14 +311,20 @@ def preset_cells() -> list[Cell]:
     """Real tasks with nothing but presets. A run is told before and after its critics are trained
     alone."""
     return [
-        Cell(task, script, "critics", flags, range(8004, 8007))
-        for task, (script, flags) in PRESETS.items()
+        Cell(task, script, "critics", flags, CLOSING) for task, (script, flags) in PRESETS.items()
+    ]
+
+
+def default_cells() -> list[Cell]:
+    """The same tasks without `calibrated`."""
+    return [
+        Cell(task, PRESETS[task][0], "default", flags, CLOSING) for task, flags in DEFAULTS.items()
     ]
 
 
 def cells() -> list[Cell]:
     """The grid, what is judged first."""
-    return [*chain_cells(), *real_cells(), *preset_cells()]
+    return [*chain_cells(), *real_cells(), *preset_cells(), *default_cells()]
 
 
 # ------------------------------------------------------------------------------------- measurements
@@ -591,7 +606,8 @@ def run_one(run: Run) -> dict[str, Any] | list[dict[str, Any]]:
     origin = common.origin()
     script = common.load_script(run.cell.script)
     env_id = f"calibration:{task}-v0" if task in PROCESSES else task
-    with common.trained(script, env_id, 100 * run.seed, run.cell.flags) as done:
+    seed = 100 * run.seed if run.seed < 1000 else run.seed
+    with common.trained(script, env_id, seed, run.cell.flags) as done:
         agent, args = script.load_agent(done.directory)
     row = {**run.cell.setting._asdict(), "seed": run.seed, "seconds": done.seconds, **origin}
     if task in PROCESSES:
@@ -685,7 +701,7 @@ def report() -> None:
     groups = common.by_setting(rows)
     tasks = [*PROCESSES, *dict.fromkeys([*REAL, *PRESETS])]
     place = {cell.setting: i for i, cell in enumerate(cells())}
-    for variant in ("presets, no bonus", "presets"):
+    for variant in ("presets, no bonus", "presets, before", "critics, before", "presets"):
         place |= {setting._replace(variant=variant): i for setting, i in place.items()}
 
     def rank(setting: Setting) -> tuple[int, int]:

@@ -157,10 +157,66 @@ def test_a_mistake_of_the_task_is_not_the_films(script, capsys):
     assert "moviepy" not in err.splitlines()[-1]
 
 
+def test_the_line_of_an_evaluation_worked_by_hand(script, capsys):
+    """Returns of 0 and 4: a mean of 2, a population std of 2, and a worst half of 0."""
+    args = small_args(script, "Walk", cvar_alpha=0.5)
+    script.summarise([[0.0], [4.0]], args)
+    told = "evaluation of 2 episodes: return 2.0 +- 2.0, CVaR_0.5 0.0"
+    assert capsys.readouterr().out.startswith(told)
+
+
+def test_an_evaluation_has_the_threads_that_are_asked_for(script, tmp_path, capsys):
+    """And seeds, for tasks that draw while they are made."""
+    directory = script.train(small_args(script, "Walk", run_dir=str(tmp_path)))["run_dir"]
+    threads = torch.get_num_threads()
+    drawn = []
+    try:
+        for _ in range(2):
+            torch.set_num_threads(1)
+            code, *_ = run_main(script, capsys, ["--evaluate", directory, "--torch-threads", "2"])
+            assert code == 0
+            assert torch.get_num_threads() == 2
+            drawn.append((random.random(), np.random.random()))
+    finally:
+        torch.set_num_threads(threads)
+    assert drawn[0] == drawn[1]
+
+
+def test_checkpoints_of_a_gpu_are_read_without_one(script, tmp_path, monkeypatch):
+    """Tensors go to the CPU, and nothing else than weights is read."""
+    directory = script.train(small_args(script, "Walk", run_dir=str(tmp_path)))["run_dir"]
+    load = torch.load
+    asked = []
+
+    def noted(*given, **options):
+        asked.append(options)
+        return load(*given, **options)
+
+    monkeypatch.setattr(script.torch, "load", noted)
+    script.load_agent(directory)
+    assert asked == [{"map_location": "cpu", "weights_only": True}]
+
+
+def test_evaluated_tasks_have_a_stream_of_their_own(script, monkeypatch):
+    """The sixth one, which counts from 1: NumPy's seed sequence with the key (6, episode)."""
+    run = make_run(script, "Walk", eval_episodes=2)
+    seeds = []
+    apart = script.generators_apart
+
+    def noted(seed):
+        seeds.append(seed)
+        return apart(seed)
+
+    monkeypatch.setattr(script, "generators_apart", noted)
+    script.evaluate(run.agent, run.args)
+    keys = [np.random.SeedSequence(run.args.seed, spawn_key=(6, episode)) for episode in range(2)]
+    assert seeds == [int(key.generate_state(1, np.uint64)[0]) >> 32 for key in keys]
+
+
 def test_a_film_needs_a_place(script, tmp_path, capsys, monkeypatch):
     """Someone else's run is evaluated, but not filmed into its folder."""
     directory = script.train(small_args(script, "Walk", run_dir=str(tmp_path)))["run_dir"]
-    monkeypatch.setattr(script.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(script.os, "access", lambda path, mode: mode != os.W_OK)
     line = ["--evaluate", directory]
     code, _, err = run_main(script, capsys, [*line, "--capture-video"])
     assert code == 2

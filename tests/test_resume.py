@@ -911,6 +911,11 @@ def test_other_processes_do_not_begin_with_the_first_numbers(script, tmp_path, m
         run, *_ = script.start(replace(args, **flags))
         with undisturbed(), run:
             found.append((random.random(), np.random.random()))
+        if flags:
+            monkeypatch.setattr(script, "RANK", 1)
+            run.take_up_episodes()
+            assert random.random() != found[-1][0]
+            monkeypatch.setattr(script, "RANK", 0)
     first, second, third = found
     assert first[0] != second[0]
     assert first[1] != second[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import random
@@ -701,6 +702,52 @@ def test_a_run_says_what_it_sees_and_which_preset_it_has(script, capsys, tmp_pat
         said = capsys.readouterr().out
     assert "networks see images, 2 x 12 x 12" in said
     assert "; preset averse; " in said
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "told"),
+    [
+        (-1, 1, ""),
+        (0, 1, "; clipped and not rescaled, see Other bounds of actions in README"),
+        (-1000, 1000, "; clipped and not rescaled, see Other bounds of actions in README"),
+        (-np.inf, 1, "; without bounds on some side, see Other bounds of actions in README"),
+    ],
+)
+def test_bounds_of_actions_are_told_where_a_policy_may_miss_them(script, begin, low, high, told):
+    """It begins around 0 with a standard deviation of 1."""
+    run = begin()
+    space = gym.spaces.Box(low, high, (1,), np.float32)
+    run.agent.action_dist = script.GaussianActions(space, 0.0)
+    first, actions, *more = run.facts()
+    assert "".join(f"; {fact}" for fact in more) == told
+    assert first.startswith("probes:Walk-v0: networks see")
+    assert actions.startswith("actions Box(")
+
+
+def test_behind_an_evaluation_a_signal_waits_for_the_iteration(begin, capsys):
+    """An evaluation is over once it has been logged."""
+    run = begin(eval_episodes=1)
+    run.evaluate()
+    capsys.readouterr()
+    run.request_stop(signal.SIGTERM, None)
+    assert "stopping after this iteration" in capsys.readouterr().err
+
+
+def test_the_versions_of_a_run_are_those_of_what_made_its_numbers(script, begin):
+    """torch, gymnasium, NumPy, tyro and Python."""
+    told = json.loads((begin().directory / "args.json").read_text())["versions"]
+    assert told.keys() == {"torch", "gymnasium", "numpy", "tyro", "python"}
+    assert told["gymnasium"] == gym.__version__
+
+
+def test_the_table_of_runs_tells_where_weights_came_from(script):
+    """And weights have a stream of their own, the second one: the key (2, 0)."""
+    assert script.describe_run(script.Args(init_from="x"))["init_from"] == "x"
+    before = torch.get_rng_state()
+    script.seed_torch(script.Args(seed=5))
+    key = np.random.SeedSequence(5, spawn_key=(2, 0)).generate_state(1, np.uint64)
+    assert torch.initial_seed() == int(key[0]) >> 1
+    torch.set_rng_state(before)
 
 
 def test_a_resumed_run_says_so(script, capsys, tmp_path):

@@ -165,6 +165,10 @@ def test_an_evaluation_is_kept_beside_its_checkpoint(script, tmp_path, capsys):
     more = json.loads((directory / "evaluation.json").read_text())
     assert more.keys() - kept.keys() == {"best.pt_eval_sampled-True_seed-7"}
     assert kept.items() <= more.items()
+    script.main(["--evaluate", str(directory), "--eval-sampled", "--eval-episodes", "2"])
+    more = json.loads((directory / "evaluation.json").read_text())
+    other = more["checkpoint.pt_eval_episodes-2_eval_sampled-True"]
+    assert (other["episodes"], other["sampled"]) == (2, True)
 
 
 @with_one_script
