@@ -29,7 +29,8 @@ These things differ most from other PPO scripts:
                          their two values.
     Normalised returns   Critics predict (return - running mean) / running std.
                          Advantages are normalised once for a rollout, not for each minibatch.
-    Apart                Actor and critics share no parameter. Each has its loss and its Adam.
+    Apart                The actor shares no parameter with the critics. It has a loss and an Adam,
+                         and the two critics together have one of each.
     Stop before a step   With `--target-kl` the KL divergence from the policy that acted is measured
                          ahead of each step. The actor stops before its step on the first
                          minibatch whose divergence is larger than that. The critics stop after
@@ -48,7 +49,7 @@ Shapes are written with these letters:
     B   rows of a rollout, T * N, or of a minibatch
     D   entries of an observation; an image has three axes instead, channels first
     F   features that convolutions give
-    A   floats of a continuous action
+    A   floats of a continuous action; in formulas A is an advantage
     P   parts of a discrete action
     H   width of the hidden layers
     C   critics
@@ -135,6 +136,7 @@ SCRIPT = "distributional_ppo_categorical"  # checkpoints remember it
 
 
 # ------------------------------------------------------------------------------------------- flags
+# These types give flags their ranges. The flags themselves begin at `TaskArgs`.
 @dataclass(frozen=True)
 class Range:
     """The finite numbers that a flag may be, from `low` to `high`."""
@@ -169,8 +171,8 @@ def bounded(kind: Any, *bounds: Any, above_low: bool = False) -> Any:
 class IdleWhile:
     """Says that a flag has no effect while another one, `flag`, equals `value`.
 
-    Without a `value`: while `flag` is set to anything but "", 0 or False. To type a flag that has
-    no effect is refused.
+    Without a `value` it has none while `flag` is set to anything but "", 0 or False. To type a flag
+    that has no effect is refused.
     """
 
     flag: str
@@ -258,7 +260,7 @@ class PPOArgs:
     norm_adv: Annotated[bool, UNTRAINED] = True
     """Normalise the advantages of each rollout."""
     norm_adv_memory: Annotated[CountOrZero, IdleWhile("norm_adv", False), UNTRAINED] = 100
-    """Rollouts over which the running std of advantages fades. Advantages are divided by their own
+    """Rollouts that the running std of advantages remembers. Advantages are divided by their own
     std or by this one, whichever is larger. 0: always by their own."""
     clip_coef: Annotated[Positive, UNTRAINED] = 0.2
     """Clipping range of the probability ratio."""
@@ -273,9 +275,9 @@ class PPOArgs:
     max_grad_norm: Positive = 0.5
     """The norm of the gradient is clipped to this, for the actor and for the critics separately."""
     target_kl: Annotated[PositiveOrNone, UNTRAINED] = None
-    """KL divergence from the policy that acted, in nats. It is measured ahead of each step. At the
-    first minibatch above this the actor stops, without that step. The critics then stop after one
-    step more than the actor has taken. None: no limit."""
+    """KL divergence from the policy that acted, in nats. It is measured before each step of Adam.
+    At the first minibatch above this the actor stops, without that step. The critics stop after as
+    many minibatches as the actor has evaluated, this one included. None: no limit."""
 
 
 @dataclass
@@ -285,7 +287,7 @@ class CriticArgs:
     critic_learning_rate: PositiveOrNone = None
     """Learning rate of the critics' Adam at the start of the run. None: the same as the actor's."""
     num_critics: Literal[1, 2] = 2
-    """Value heads, each with a hidden layer of its own. They share the layers ahead of it."""
+    """Value heads, each with a hidden layer of its own. They share the layers before it."""
     value_from: Literal["distribution", "mean_head"] = "mean_head"
     """Where V comes from. distribution: the mean of the predicted distribution. mean_head: that
     mean plus a correction, the mean output. Squared error fits the correction, so V learns rare
@@ -296,7 +298,8 @@ class CriticArgs:
     norm_returns: bool = True
     """Critics predict (return - running mean) / running std."""
     norm_returns_memory: Annotated[Count, IdleWhile("norm_returns", False)] = 100
-    """Rollouts over which the return statistics fade."""
+    """Rollouts that the return statistics remember. The newest one weighs at least
+    1 / (this + 1)."""
     vf_clip_coef: Annotated[Positive, IdleWhile("vf_clip", "none")] = 0.2
     """How far value clipping lets a prediction move in an update, in normalised returns, or in the
     task's units with --no-norm-returns. Needs --vf-clip."""
@@ -468,7 +471,7 @@ class Rollout(NamedTuple):
     obs: Tensor  # (T, N, D) s_t, raw
     next_obs: Tensor  # (T, N, D) true successor s'_t, raw: the final one where an episode ended
     actions: Tensor  # (T, N, P) indices or (T, N, A) floats, as they were sampled
-    params: Tensor  # (T, N, P, largest part) or (T, N, 2, A), the action distribution
+    params: Tensor  # (T, N, P, largest part) or (T, N, 2, A), of the action distribution
     rewards: Tensor  # (T, N) float64, in the task's units; those of Atari games are clipped
     terminated: Tensor  # (T, N) bool: s'_t is terminal and nothing follows
     truncated: Tensor  # (T, N) bool: cut by a time limit; s'_t has a value, unless terminated too
@@ -518,7 +521,7 @@ def train(args: Args) -> dict[str, Any]:
             batch, metrics = prepare_batch(agent, rollout, args)
             run.lap("values")
             metrics |= update(agent, optimizers, batch, args, progress)
-            agent.update_obs_moments(rollout.obs)  # now: the update saw inputs as the actor did
+            agent.update_obs_moments(rollout.obs)  # `prepare_batch` saw as the actor did
             run.lap("update")
             run.end_iteration(rollout, metrics, (obs,))
     return run.results
@@ -548,7 +551,8 @@ def collect_rollout(
     episodes = []
 
     policy = agent.numpy_policy()
-    # All processes draw the noise of all environments, and each takes its own part.
+    # The noise of the whole rollout. All processes draw that of all environments, and each takes
+    # its own part. Gaussian noise has the policy's std already.
     noise = own(agent.action_dist.noise(T, args.num_envs)).numpy()
     with tasks_draw_apart():
         for t in range(T):
@@ -620,8 +624,8 @@ def gae(
 
     All tensors are (T, N), and terminated and truncated are bool. s'_t is the true successor: the
     final observation where an episode ended. A step that is terminated and truncated counts as
-    terminated. A + V is the lambda-return where next_values[t] is values[t + 1] inside episodes.
-    Rewards of several terms have one more axis, (T, N, terms), and so have values; the masks stay
+    terminated. A + V is the lambda-return, since next_values[t] is values[t + 1] inside episodes.
+    Other programs may pass rewards of several terms, (T, N, terms), and such values; the masks stay
     (T, N). The results keep the graph of values, if they have one.
 
     The two masks differ. Termination cuts the bootstrap, since nothing follows. Either end cuts the
@@ -662,8 +666,9 @@ def gae(
 def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, dict]:
     """Turn a rollout into a batch. Returns it and metrics.
 
-    The order matters (van Hasselt et al. 2016). The return statistics of earlier rollouts decode
-    the values of this one, std * z + mean. These give its advantages. Targets move the statistics,
+    The order matters (van Hasselt et al. 2016). The return statistics of earlier rollouts,
+    `dist.moments`, turn this one's values into the task's units: std * value + mean. These give its
+    advantages. Targets move the statistics,
     and the mean outputs are rescaled to fit them. Atoms cannot be.
 
     The new statistics normalise targets and old values for the update, and decode the next rollout.
@@ -681,7 +686,7 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     obs = agent.normalize_obs(rollout.obs)
     next_obs = agent.normalize_obs(rollout.next_obs)
     outputs, next_outputs = run_critics(agent, rollout, obs, next_obs)
-    reduced = dist.reduce_twins(outputs)  # (T, N, K or K + 1)
+    reduced = dist.reduce_twins(outputs)  # of C critics to one, (T, N, K or K + 1)
     next_reduced = dist.reduce_twins(next_outputs)
 
     # 2. They give advantages and targets, in the task's units.
@@ -769,23 +774,22 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
     is the root of the mean variance of recent rollouts. `agent.adv_moments` holds it, and each call
     takes one rollout into it.
 
-    Where all returns are alike, the std is the noise of rounding and of the critics. Dividing by it
-    would turn that noise into a gradient of full size. Once an earlier rollout has varied, the
-    running std keeps the gradient small. But Adam divides by the size of recent gradients, so after
-    a few thousand small ones the noise has its full effect again. Before any rollout has varied,
-    nothing restrains it.
+    Where all returns are alike, the std is noise, and dividing by it would turn that noise into a
+    gradient of full size. The running std prevents that once an earlier rollout has varied. It does
+    so for a few thousand steps, since Adam divides by the size of recent gradients.
 
     The running std is our addition. `norm_adv_memory` 0 leaves it out, and without `norm_adv` the
     advantages stay as they are.
     """
     if not args.norm_adv:
         return advantages
-    eps = 1e-30  # far below rewards of any unit; it is the smallest std of `RunningMoments`
+    eps = 1e-30  # so small that advantages in any unit are divided by their std alone
     normalized = normalize_advantages(advantages, eps, average)
     if not args.norm_adv_memory:
         return normalized
+
+    # The running std takes in this rollout. With means of 0 `merge` averages the variances alone.
     _, variance = batch_moments(advantages.flatten())
-    # With means of 0 `merge` averages the variances alone.
     agent.adv_moments.merge(torch.zeros_like(variance), variance, weight=1)
     relative_std = (variance / agent.adv_moments.var).sqrt()
     relative_std = relative_std.nan_to_num(1.0)  # 0 / 0: no rollout has varied yet
@@ -813,7 +817,8 @@ def minibatches(batch: Batch, args: Args) -> Iterator[Batch]:
     `update` calls it once for the actor and once for the critics, so their orders differ.
 
     The number of minibatches divides that of the rows; `check_sizes` requires it. The orders are
-    drawn at once, so that random numbers do not depend on which of two threads is ahead.
+    drawn at once: the loops of actor and critics may run in two threads, and random numbers must
+    not depend on which one is faster.
     """
     orders = [torch.randperm(len(batch.obs)) for _ in range(args.update_epochs)]
     orders = torch.stack(orders).to(batch.obs.device)
@@ -846,8 +851,8 @@ def policy_loss(
     loss = pg_loss
     if args.uses_entropy:
         # The floor applies to the mean entropy of all processes, not to that of each.
-        everywhere = with_common_mean(entropy)
-        loss = loss + entropy_loss(everywhere, ent_coef, args.min_entropy, args.min_entropy_penalty)
+        of_all = with_common_mean(entropy)
+        loss = loss + entropy_loss(of_all, ent_coef, args.min_entropy, args.min_entropy_penalty)
 
     kl = agent.action_dist.kl(mb.params, params.detach()).mean()
     metrics = {
@@ -903,10 +908,10 @@ def update(
             loss, _ = value_loss(agent, mb, args)
             take a clipped step of the critics
 
-    They run at the same time where that pays (`run_both`), and draw no random numbers. Neither
-    writes what the other reads. The critics do not know when the actor will stop, so they wait for
-    a ticket ahead of each step. The actor puts one into a queue for each minibatch that it has
-    evaluated.
+    Where it is faster, both loops run at the same time (`run_both`). The result is the same, since
+    neither draws random numbers, and neither writes what the other reads. The critics do not know
+    when the actor will stop, so they wait for a ticket before each step. The actor puts one into a
+    queue for each minibatch that it has evaluated.
 
     Returns the metrics of `describe_advantages` and `describe_update`, and what `schedules` gave.
     Raises RuntimeError for a loss or a gradient that is not finite.
@@ -1255,10 +1260,13 @@ def entropy_loss(
 
 
 def explained_variance(predictions: Tensor, targets: Tensor) -> Tensor:
-    """Compute 1 - Var(targets - predictions) / Var(targets), a scalar. Both have one shape.
+    """Compute 1 - Var(targets - predictions) / Var(targets), a scalar.
 
-    It is 0 where the targets do not vary.
+    It is 0 where the targets do not vary. Raises ValueError where the shapes differ.
     """
+    if predictions.shape != targets.shape:  # (B,) and (B, 1) would give (B, B)
+        shapes = f"{tuple(predictions.shape)} and {tuple(targets.shape)}"
+        raise ValueError(f"explained_variance: predictions and targets are {shapes}")
     variance = targets.var(correction=0)
     residual = (targets - predictions).var(correction=0)
     # Equal targets may vary by rounding.
@@ -1988,7 +1996,7 @@ class GaussianActions(nn.Module):
 
     def sample(self, outputs: np.ndarray, noise: np.ndarray | float) -> np.ndarray:
         """Turn the actor's outputs (..., A) into random actions. Noise 0 gives the mode."""
-        return outputs + noise
+        return outputs + noise  # mean + std z: `noise` has the std already
 
     def to_env(self, actions: np.ndarray) -> np.ndarray:
         """Turn actions (N, A) into those of the space, (N, ...), clipped to its bounds."""
@@ -2193,9 +2201,8 @@ class Agent(nn.Module):
     def update_obs_moments(self, obs: Tensor) -> None:
         """Take in the raw observations (T, N, D) of a rollout, from all processes.
 
-        They weigh as much as a rollout of the run does, however many there are. A policy that is
-        not trained (a learning rate of 0) keeps the statistics that it has, since others would
-        change what it does.
+        Their weight is `args.batch_size`, also if there are fewer. A policy that is not trained (a
+        learning rate of 0) keeps its statistics, since others would change what it does.
         """
         keeps = self.args.learning_rate == 0 and self.obs_moments.count > 0
         if not self.sees_images and not keeps:
@@ -3160,7 +3167,8 @@ DESCRIPTIONS = {
     "twin/loss_1": "Loss of the first critic.",
     "twin/loss_2": "Loss of the second critic, or of the only one.",
     "value/bias": "Mean of the value minus the lambda-return.",
-    "value/clip_fraction": "Share of predictions that value clipping holds back.",
+    "value/clip_fraction": "Share of predictions that value clipping holds back, of atoms also "
+    "those that moved with the return statistics.",
     "value/crossing_fraction": "Share of neighbouring quantiles that are out of order.",
     "value/distribution_gap": "Mean distance of the distribution's mean from the value.",
     "value/outside_support": "Share of the targets' mass beyond the atoms.",

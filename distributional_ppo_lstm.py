@@ -25,11 +25,12 @@ These things differ most from other PPO scripts:
                          mean but one more output of the same head, the mean output
                          (`--value-from`). With `--cvar-weight` the policy learns from the tail of
                          the distribution.
-    Two critics          Two value heads predict the return. By default V is the smaller one of
-                         their two values.
+    Two critics          Two value heads on one encoder and one LSTM predict the return. By default
+                         V is the smaller one of their two values.
     Normalised returns   Critics predict (return - running mean) / running std.
                          Advantages are normalised once for a rollout, not for each minibatch.
-    Apart                Actor and critics share no parameter. Each has its loss and its Adam.
+    Apart                The actor shares no parameter with the critics. It has a loss and an Adam,
+                         and the two critics together have one of each.
     Stop before a step   With `--target-kl` the KL divergence from the policy that acted is measured
                          ahead of each step. The actor stops before its step on the first
                          minibatch whose divergence is larger than that. The critics stop after
@@ -46,11 +47,11 @@ Shapes are written with these letters:
     T   steps of a rollout
     N   environments, of one process
     L   steps of a training sequence: successive ones of one environment, across episodes
-    M   training sequences of a rollout, or of a minibatch
-    B   samples of a minibatch
+    M   training sequences: all of a rollout, N T / L, or those of a minibatch
+    B   samples of a minibatch, L M
     D   entries of an observation; an image has three axes instead, channels first
     F   inputs of an LSTM, which its encoder gives
-    A   floats of a continuous action
+    A   floats of a continuous action; in formulas A is an advantage
     P   parts of a discrete action
     H   width of an LSTM
     C   critics
@@ -138,6 +139,7 @@ SCRIPT = "distributional_ppo_lstm"  # checkpoints remember it
 
 
 # ------------------------------------------------------------------------------------------- flags
+# These types give flags their ranges. The flags themselves begin at `TaskArgs`.
 @dataclass(frozen=True)
 class Range:
     """The finite numbers that a flag may be, from `low` to `high`."""
@@ -172,8 +174,8 @@ def bounded(kind: Any, *bounds: Any, above_low: bool = False) -> Any:
 class IdleWhile:
     """Says that a flag has no effect while another one, `flag`, equals `value`.
 
-    Without a `value`: while `flag` is set to anything but "", 0 or False. To type a flag that has
-    no effect is refused.
+    Without a `value` it has none while `flag` is set to anything but "", 0 or False. To type a flag
+    that has no effect is refused.
     """
 
     flag: str
@@ -265,7 +267,7 @@ class PPOArgs:
     norm_adv: Annotated[bool, UNTRAINED] = True
     """Normalise the advantages of each rollout."""
     norm_adv_memory: Annotated[CountOrZero, IdleWhile("norm_adv", False), UNTRAINED] = 100
-    """Rollouts over which the running std of advantages fades. Advantages are divided by their own
+    """Rollouts that the running std of advantages remembers. Advantages are divided by their own
     std or by this one, whichever is larger. 0: always by their own."""
     clip_coef: Annotated[Positive, UNTRAINED] = 0.2
     """Clipping range of the probability ratio."""
@@ -280,9 +282,9 @@ class PPOArgs:
     max_grad_norm: Positive = 0.5
     """The norm of the gradient is clipped to this, for the actor and for the critics separately."""
     target_kl: Annotated[PositiveOrNone, UNTRAINED] = None
-    """KL divergence from the policy that acted, in nats. It is measured ahead of each step. At the
-    first minibatch above this the actor stops, without that step. The critics then stop after one
-    step more than the actor has taken. None: no limit."""
+    """KL divergence from the policy that acted, in nats. It is measured before each step of Adam.
+    At the first minibatch above this the actor stops, without that step. The critics stop after as
+    many minibatches as the actor has evaluated, this one included. None: no limit."""
 
 
 @dataclass
@@ -292,7 +294,7 @@ class CriticArgs:
     critic_learning_rate: PositiveOrNone = None
     """Learning rate of the critics' Adam at the start of the run. None: the same as the actor's."""
     num_critics: Literal[1, 2] = 2
-    """Value heads, each with a hidden layer of its own. They share the layers ahead of it."""
+    """Value heads, each with a hidden layer of its own. They share the layers before it."""
     value_from: Literal["distribution", "mean_head"] = "mean_head"
     """Where V comes from. distribution: its mean. mean_head: the mean output, one more output.
     Squared error fits it, so V learns rare rewards, too."""
@@ -302,7 +304,8 @@ class CriticArgs:
     norm_returns: bool = True
     """Critics predict (return - running mean) / running std (PopArt)."""
     norm_returns_memory: Annotated[Count, IdleWhile("norm_returns", False)] = 10
-    """Rollouts over which the return statistics fade."""
+    """Rollouts that the return statistics remember. The newest one weighs at least
+    1 / (this + 1)."""
     vf_clip_coef: Annotated[Positive, IdleWhile("vf_clip", "none")] = 0.2
     """How far value clipping lets a prediction move in an update, in normalised returns, or in the
     task's units with --no-norm-returns. Needs --vf-clip."""
@@ -465,7 +468,7 @@ class Carry(NamedTuple):
 
     obs: np.ndarray  # (N, D) raw, to act on next
     episode_start: np.ndarray  # (N,) bool, whether obs opens an episode
-    actor_state: np.ndarray  # (2, N, H) h and c ahead of obs, zero where an episode opens
+    actor_state: np.ndarray  # (2, N, H) h and c before obs is seen, zero where an episode opens
 
 
 class Rollout(NamedTuple):
@@ -475,11 +478,11 @@ class Rollout(NamedTuple):
     next_obs: Tensor  # (T, N, D) true successor s'_t, raw: the final one where an episode ended
     episode_start: Tensor  # (T, N) bool, whether s_t opens an episode
     actions: Tensor  # (T, N, P) indices or (T, N, A) floats, as they were sampled
-    params: Tensor  # (T, N, P, largest part) or (T, N, 2, A), the action distribution
+    params: Tensor  # (T, N, P, largest part) or (T, N, 2, A), of the action distribution
     rewards: Tensor  # (T, N) float64, in the task's units; those of Atari games are clipped
     terminated: Tensor  # (T, N) bool: s'_t is terminal and nothing follows
     truncated: Tensor  # (T, N) bool: cut by a time limit; s'_t has a value, unless terminated too
-    actor_state: Tensor  # (T / L, 2, N, H) ahead of each training sequence
+    actor_state: Tensor  # (T / L, 2, N, H) before each training sequence
     episodes: list[tuple[int, float, int]]  # step t, return and length of each that ended
 
 
@@ -491,8 +494,8 @@ class Batch(NamedTuple):
 
     obs: Tensor  # (L, M, D) normalised; images as they are
     episode_start: Tensor  # (L, M) bool
-    actor_state: Tensor  # (2, M, H) ahead of the sequence
-    critic_state: Tensor  # (2, M, H) ahead of the sequence; not zeroed yet if an episode opens
+    actor_state: Tensor  # (2, M, H) before the sequence
+    critic_state: Tensor  # (2, M, H) before the sequence; not zeroed yet if an episode opens
     actions: Tensor  # (L, M, P) or (L, M, A)
     params: Tensor  # (L, M, P, largest part) or (L, M, 2, A) of the policy that acted
     log_probs: Tensor  # (L, M) of the actions under that policy, nats
@@ -531,7 +534,7 @@ def train(args: Args) -> dict[str, Any]:
             batch, critic_state, metrics = prepare_batch(agent, rollout, critic_state, args)
             run.lap("values")
             metrics |= update(agent, optimizers, batch, args, progress)
-            agent.update_obs_moments(rollout.obs)  # now: the update saw inputs as the actor did
+            agent.update_obs_moments(rollout.obs)  # `prepare_batch` saw as the actor did
             run.lap("update")
             run.end_iteration(rollout, metrics, (*carry, critic_state.cpu()))
     return run.results
@@ -563,7 +566,8 @@ def collect_rollout(
 
     current_obs, starts, state = carry
     policy = agent.numpy_policy()
-    # All processes draw the noise of all environments, and each takes its own part.
+    # The noise of the whole rollout. All processes draw that of all environments, and each takes
+    # its own part. Gaussian noise has the policy's std already.
     noise = own(agent.action_dist.noise(T, args.num_envs)).numpy()
     with tasks_draw_apart():
         for t in range(T):
@@ -614,20 +618,22 @@ def run_critics(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Predict the return distribution of every state s_t and of every true successor s'_t.
 
-    obs and next_obs are (T, N, D), normalised; state is (2, N, H), that of the critics' LSTM ahead
-    of step 0. Returns the outputs of all critics for both, each (C, T, N, K or K + 1), the states
-    (T / L, 2, N, H) ahead of each training sequence, and the state after the last step.
+    obs and next_obs are (T, N, D), normalised; state is (2, N, H), that of the critics' LSTM before
+    step 0. Returns the outputs of all critics for both, each (C, T, N, K or K + 1), the states
+    (T / L, 2, N, H) before each training sequence, and the state after the last step.
 
-    The pass over time is cut into stretches. Within a stretch s'_t is s_{t+1}, so the outputs for
-    successors are those for states, one step later. The last step of a stretch has no later one:
-    from the state after it the LSTM takes one extra step, to s'_t, and what state that leaves is
-    dropped.
+    The pass over time is cut into stretches. A stretch ends for one of two reasons:
 
-    A stretch ends with each training sequence, whose state the next one starts from, and nn.LSTM
-    returns only its last state. It also ends where a time limit cuts an episode of any environment,
-    since there s'_t is not s_{t+1} but the final observation (Pardo et al. 2018). After a
-    termination the outputs for s'_t may be of the next episode. They have no effect: `gae` and
-    `sr_lambda_targets` multiply them by 0. (0 times NaN would be NaN, but `gae` refuses values that
+        a training sequence ends        Its last state is needed, and nn.LSTM returns no other.
+        a time limit cuts an episode    There s'_t is not s_{t+1} but the final observation, in one
+                                        environment or more (Pardo et al. 2018).
+
+    Elsewhere s'_t is s_{t+1}, so the outputs for successors are those for states, one step later.
+    The last step of a stretch has no later one. From the state after it the LSTM takes one extra
+    step, to s'_t. The state that this leaves is dropped.
+
+    A termination cuts nothing. The outputs for its s'_t are of the next episode, but `gae` and the
+    targets multiply them by 0. (0 times NaN would be NaN, but `gae` refuses values that
     are not finite.)
 
     The states are not reset: one may be left over from an episode that has ended. `unroll_lstm`
@@ -648,7 +654,8 @@ def run_critics(
         if first % args.sequence_length == 0:  # a training sequence begins; a limit only cuts
             states.append(state)
         starts = rollout.episode_start[first:end]
-        stretch, after = unroll_lstm(body.lstm, inputs[first:end], state.split(1), starts)
+        h_and_c = state.split(1)  # (1, N, H) each
+        stretch, after = unroll_lstm(body.lstm, inputs[first:end], h_and_c, starts)
         state = torch.cat(after)
         successor, _ = body.step(next_obs[end - 1], state)
         features.append(stretch)
@@ -676,8 +683,8 @@ def gae(
 
     All tensors are (T, N), and terminated and truncated are bool. s'_t is the true successor: the
     final observation where an episode ended. A step that is terminated and truncated counts as
-    terminated. A + V is the lambda-return where next_values[t] is values[t + 1] inside episodes.
-    Rewards of several terms have one more axis, (T, N, terms), and so have values; the masks stay
+    terminated. A + V is the lambda-return, since next_values[t] is values[t + 1] inside episodes.
+    Other programs may pass rewards of several terms, (T, N, terms), and such values; the masks stay
     (T, N). The results keep the graph of values, if they have one.
 
     The two masks differ. Termination cuts the bootstrap, since nothing follows. Either end cuts the
@@ -720,8 +727,9 @@ def prepare_batch(
 ) -> tuple[Batch, Tensor, dict]:
     """Turn a rollout into a batch. Returns it, the critics' state after the rollout, and metrics.
 
-    The order matters (van Hasselt et al. 2016). The return statistics of earlier rollouts decode
-    the values of this one, std * z + mean. These give its advantages. Targets move the statistics,
+    The order matters (van Hasselt et al. 2016). The return statistics of earlier rollouts,
+    `dist.moments`, turn this one's values into the task's units: std * value + mean. These give its
+    advantages. Targets move the statistics,
     and the value heads are rescaled in the same moment.
 
     The new statistics normalise targets and old values for the update, and decode the next rollout.
@@ -741,7 +749,7 @@ def prepare_batch(
     outputs, next_outputs, critic_states, last_critic_state = run_critics(
         agent, rollout, obs, next_obs, critic_state, args
     )
-    reduced = dist.reduce_twins(outputs)  # (T, N, K or K + 1)
+    reduced = dist.reduce_twins(outputs)  # of C critics to one, (T, N, K or K + 1)
     next_reduced = dist.reduce_twins(next_outputs)
 
     # 2. They give advantages and targets, in the task's units.
@@ -768,7 +776,7 @@ def prepare_batch(
         advantages=cut(advantages),
         targets=cut(dist.encode_targets(targets)),
         returns=cut(dist.moments.normalize(returns).float()),
-        old_predictions=cut(old_predictions.movedim(0, 2).float()),
+        old_predictions=cut(old_predictions.movedim(0, 2).float()),  # C comes third
     )
     return batch, last_critic_state, metrics
 
@@ -845,23 +853,22 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
     is the root of the mean variance of recent rollouts. `agent.adv_moments` holds it, and each call
     takes one rollout into it.
 
-    Where all returns are alike, the std is the noise of rounding and of the critics. Dividing by it
-    would turn that noise into a gradient of full size. Once an earlier rollout has varied, the
-    running std keeps the gradient small. But Adam divides by the size of recent gradients, so after
-    a few thousand small ones the noise has its full effect again. Before any rollout has varied,
-    nothing restrains it.
+    Where all returns are alike, the std is noise, and dividing by it would turn that noise into a
+    gradient of full size. The running std prevents that once an earlier rollout has varied. It does
+    so for a few thousand steps, since Adam divides by the size of recent gradients.
 
     The running std is our addition. `norm_adv_memory` 0 leaves it out, and without `norm_adv` the
     advantages stay as they are.
     """
     if not args.norm_adv:
         return advantages
-    eps = 1e-30  # far below rewards of any unit; it is the smallest std of `RunningMoments`
+    eps = 1e-30  # so small that advantages in any unit are divided by their std alone
     normalized = normalize_advantages(advantages, eps, average)
     if not args.norm_adv_memory:
         return normalized
+
+    # The running std takes in this rollout. With means of 0 `merge` averages the variances alone.
     _, variance = batch_moments(advantages.flatten())
-    # With means of 0 `merge` averages the variances alone.
     agent.adv_moments.merge(torch.zeros_like(variance), variance, weight=1)
     relative_std = (variance / agent.adv_moments.var).sqrt()
     relative_std = relative_std.nan_to_num(1.0)  # 0 / 0: no rollout has varied yet
@@ -889,7 +896,8 @@ def minibatches(batch: Batch, args: Args) -> Iterator[Batch]:
     `update` calls it once for the actor and once for the critics, so their orders differ.
 
     The number of minibatches divides that of the sequences; `check_sizes` requires it. The orders
-    are drawn at once, so that random numbers do not depend on which of two threads is ahead.
+    are drawn at once: the loops of actor and critics may run in two threads, and random numbers
+    must not depend on which one is faster.
     """
     orders = [torch.randperm(batch.obs.shape[1]) for _ in range(args.update_epochs)]
     orders = torch.stack(orders).to(batch.obs.device)
@@ -925,8 +933,8 @@ def policy_loss(
     loss = pg_loss
     if args.uses_entropy:
         # The floor applies to the mean entropy of all processes, not to that of each.
-        everywhere = with_common_mean(entropy)
-        loss = loss + entropy_loss(everywhere, ent_coef, args.min_entropy, args.min_entropy_penalty)
+        of_all = with_common_mean(entropy)
+        loss = loss + entropy_loss(of_all, ent_coef, args.min_entropy, args.min_entropy_penalty)
 
     kl = agent.action_dist.kl(mb.params, params.detach()).mean()
     metrics = {
@@ -983,10 +991,10 @@ def update(
             loss, _ = value_loss(agent, mb, args)
             take a clipped step of the critics
 
-    They run at the same time where that pays (`run_both`), and draw no random numbers. Neither
-    writes what the other reads. The critics do not know when the actor will stop, so they wait for
-    a ticket ahead of each step. The actor puts one into a queue for each minibatch that it has
-    evaluated.
+    Where it is faster, both loops run at the same time (`run_both`). The result is the same, since
+    neither draws random numbers, and neither writes what the other reads. The critics do not know
+    when the actor will stop, so they wait for a ticket before each step. The actor puts one into a
+    queue for each minibatch that it has evaluated.
 
     Returns the metrics of `describe_advantages` and `describe_update`, and what `schedules` gave.
     Raises RuntimeError for a loss or a gradient that is not finite.
@@ -1327,10 +1335,13 @@ def entropy_loss(
 
 
 def explained_variance(predictions: Tensor, targets: Tensor) -> Tensor:
-    """Compute 1 - Var(targets - predictions) / Var(targets), a scalar. Both have one shape.
+    """Compute 1 - Var(targets - predictions) / Var(targets), a scalar.
 
-    It is 0 where the targets do not vary.
+    It is 0 where the targets do not vary. Raises ValueError where the shapes differ.
     """
+    if predictions.shape != targets.shape:  # (B,) and (B, 1) would give (B, B)
+        shapes = f"{tuple(predictions.shape)} and {tuple(targets.shape)}"
+        raise ValueError(f"explained_variance: predictions and targets are {shapes}")
     variance = targets.var(correction=0)
     residual = (targets - predictions).var(correction=0)
     # Equal targets may vary by rounding.
@@ -1499,17 +1510,16 @@ def cvar_weights(num_quantiles: int, alpha: float, dtype: torch.dtype | None = N
 
         CVaR_alpha = (1 / alpha) * integral_0^alpha F^-1(tau) dtau
 
-    Quantile k of level tau_k lies at x = k on the axis x = K tau - 0.5, which runs from -0.5 to
-    K - 0.5. F^-1 is taken as linear between neighbouring quantiles; the first and the last segment
-    reach on to the ends of the axis. So a CVaR may lie below the smallest quantile.
+    Quantile k lies at x = k on the axis x = K tau - 0.5. F^-1 is linear between neighbours: segment
+    k runs from k to k + 1. The first one is continued to -0.5 and the last one to K - 0.5, so a
+    CVaR may lie below the smallest quantile.
 
-    Segment k runs from k to k + 1; the first begins at -0.5, and the last ends at K - 0.5. Let
-    [a, b] be the part of it that lies below x = alpha K - 0.5, and let m = (a + b) / 2 - k be the
-    middle of that part. A linear function has its mean in the middle, which is
-    (1 - m) q_k + m q_{k+1}. The part's share of the integral is (b - a) / (alpha K).
+    Let [a, b] be the part of segment k below x = alpha K - 0.5, and m = (a + b) / 2 - k its middle.
+    A linear function has its mean there, (1 - m) q_k + m q_{k+1}. The part's share of the integral
+    is (b - a) / (alpha K).
 
-    For alpha = 1 all weights are 1 / K, which is the mean of the quantiles. The extension gives
-    more to the first and the last one, so the weights jump as alpha reaches 1.
+    For alpha = 1 all weights are 1 / K instead, which gives the mean of the quantiles. So the
+    weights jump as alpha reaches 1.
 
     The weights are on the CPU. Raises ValueError for alpha outside [1e-3, 1].
     Source: Rockafellar & Uryasev 2000, who have losses, the negative of returns, and the level
@@ -1579,7 +1589,7 @@ def sr_lambda_targets(
     bootstraps = (draws >= gae_lambda) | (terminated | truncated)[..., None]
     discount = gamma * (~terminated).to(rewards.dtype)[..., None]
     targets = torch.empty_like(next_quantiles)
-    x = next_quantiles[-1]
+    x = next_quantiles[-1]  # so that the last step bootstraps, whatever is drawn
     for t in reversed(range(len(rewards))):
         y = next_quantiles[t].where(bootstraps[t], x)
         x = rewards[t, :, None] + discount[t] * y
@@ -1724,10 +1734,9 @@ class ValueDistribution(nn.Module):
         returns are equal, that of the targets would go to 0, and a small error of V would be
         divided by almost nothing.
 
-        Decoded predictions stay what they were (PopArt, van Hasselt et al. 2016). There is one
-        exception. Where the std is within 100 times its floor, hardly anything has varied yet, as
-        where all rewards were 0. Heads rescaled from there would vanish, so they and `outputs` stay
-        as they are.
+        Decoded predictions stay what they were (PopArt, van Hasselt et al. 2016), with one
+        exception. Where the old std is almost its floor, no return has varied yet, and heads that
+        are rescaled from there would vanish. So they and `outputs` stay as they are.
 
         The last layers of the heads change in place. Returns `outputs` (C, T, N, K or K + 1) in
         the new units, and metrics.
@@ -1743,7 +1752,8 @@ class ValueDistribution(nn.Module):
         if self.args.norm_returns:
             self.merge_targets(targets, values)
 
-        # 3. Predictions and heads are converted to the new units.
+        # 3. Predictions and heads are converted to the new units. (Without `norm_returns` these are
+        #    the old ones.)
         new_outputs = outputs
         if rescales:
             new_outputs = self.moments.normalize(decoded).to(outputs)
@@ -1848,12 +1858,15 @@ def unroll_lstm(
     one direction, biases, no projection, and batch_first=False.
 
     The trick is that a reset becomes one more time step of the LSTM. Each environment is a column
-    of rows: its T steps, and one reset row ahead of each step that opens an episode. Columns with
+    of rows: its T steps, and one reset row before each step that opens an episode. Columns with
     fewer resets end with rest rows. With T = 3, where the second environment opens an episode at
     step 1, the two columns are
 
-        step 0    step 1    step 2    rest
-        step 0    reset     step 1    step 2
+        row    first environment    second environment
+        0      step 0               step 0
+        1      step 1               reset
+        2      step 2               step 1
+        3      rest                 step 2
 
     Two further inputs mark the rows that are no steps. Their weights of 1e4 outweigh what biases
     and h add, so that these gates are exactly 0 or 1 in floating point:
@@ -2011,7 +2024,7 @@ class GaussianActions(nn.Module):
 
     def sample(self, outputs: np.ndarray, noise: np.ndarray | float) -> np.ndarray:
         """Turn the actor's outputs (..., A) into random actions. Noise 0 gives the mode."""
-        return outputs + noise
+        return outputs + noise  # mean + std z: `noise` has the std already
 
     def to_env(self, actions: np.ndarray) -> np.ndarray:
         """Turn actions (N, A) into those of the space, (N, ...), clipped to its bounds."""
@@ -2239,7 +2252,7 @@ class Agent(nn.Module):
 
     @property
     def second_thread_pays(self) -> bool:
-        """Tell whether training in two threads is faster. On CPUs, with an LSTM, it is."""
+        """Tell whether training in two threads is faster. With an LSTM it is, on CPUs."""
         return not self.args.cuda
 
     def parts(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -2266,9 +2279,8 @@ class Agent(nn.Module):
     def update_obs_moments(self, obs: Tensor) -> None:
         """Take in the raw observations (T, N, D) of a rollout, from all processes.
 
-        They weigh as much as a rollout of the run does, however many there are. A policy that is
-        not trained (a learning rate of 0) keeps the statistics that it has, since others would
-        change what it does.
+        Their weight is `args.batch_size`, also if there are fewer. A policy that is not trained (a
+        learning rate of 0) keeps its statistics, since others would change what it does.
         """
         keeps = self.args.learning_rate == 0 and self.obs_moments.count > 0
         if not self.sees_images and not keeps:
@@ -2288,9 +2300,9 @@ class Agent(nn.Module):
         """Return a function for acting: raw observations (N, D), state -> outputs, next state.
 
         It does what `normalize_obs`, one step of `actor_body` and `actor_head` do.
-        A state is (2, N, H). Make a new policy when weights or statistics change. The older one is
-        no copy: on the CPU it may follow the weights, but not the statistics. To keep a policy,
-        copy the agent.
+        A state is (2, N, H). Make a new policy when weights or statistics change. On the CPU the
+        encoder and the head of the older one follow the weights; its LSTM and its statistics do
+        not. To keep a policy, copy the agent.
         """
         encoder = in_numpy(self.actor_body.encoder)
         lstm = lstm_in_numpy(self.actor_body.lstm)
@@ -3273,7 +3285,8 @@ DESCRIPTIONS = {
     "twin/loss_1": "Loss of the first critic.",
     "twin/loss_2": "Loss of the second critic, or of the only one.",
     "value/bias": "Mean of the value minus the lambda-return.",
-    "value/clip_fraction": "Share of predictions that value clipping holds back.",
+    "value/clip_fraction": "Share of predictions that value clipping holds back, of atoms also "
+    "those that moved with the return statistics.",
     "value/crossing_fraction": "Share of neighbouring quantiles that are out of order.",
     "value/distribution_gap": "Mean distance of the distribution's mean from the value.",
     "value/outside_support": "Share of the targets' mass beyond the atoms.",

@@ -377,7 +377,7 @@ def make_peer(run: Run, ours: ModuleType, args: Any, make: Callable) -> Any:
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.vec_env import VecNormalize
 
-    seed = run.seed
+    seed = 1000 * run.seed  # SB3 gives environment i the seed plus i, and runs should share none
     if run.cell.variant == "zoo":
         options, net = zoo_options(run.cell.task)
         envs = make_vec_env(make, options.pop("n_envs"), seed)

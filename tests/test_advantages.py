@@ -326,6 +326,12 @@ def test_shapes_that_would_be_broadcast_are_refused(script, name, change):
         script.gae(**inputs | terms | {"values": inputs["values"]}, gamma=0.9, gae_lambda=0.9)
 
 
+def test_predictions_of_another_shape_are_refused(script):
+    """(B,) and (B, 1) would give (B, B)."""
+    with pytest.raises(ValueError, match=r"predictions and targets are \(3,\) and \(3, 1\)"):
+        script.explained_variance(torch.zeros(3), torch.zeros(3, 1))
+
+
 def test_explained_variance_of_targets_that_are_no_numbers_is_none(script):
     """They are not constant."""
     targets = torch.tensor([1.0, float("nan")])

@@ -678,7 +678,7 @@ def test_an_explanation_is_one_paragraph(script, capsys, monkeypatch):
         "0: always by their own. (default: 100)",
         "whose V is the mean of theirs. (default: min)",
     )
-    for begin, end in zip(("Rollouts over which the running", "How two critics"), ends):
+    for begin, end in zip(("Rollouts that the running", "How two critics"), ends):
         assert sum(begin in line and end in line for line in lines) == 1
 
 

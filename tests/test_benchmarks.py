@@ -1352,6 +1352,29 @@ def test_peers_have_our_flags():
     assert network["log_std_init"] == -0.5
 
 
+@pytest.mark.parametrize("variant", ["default", "zoo", "same_flags"])
+def test_runs_of_a_peer_share_no_environment(variant, monkeypatch):
+    """SB3 gives environment i the seed plus i."""
+    pytest.importorskip("sb3_contrib")
+    learning, run = tiny_run("learning", "CartPoleNoVel-v1", "sb3_contrib_recurrent_ppo", variant)
+    ours = learning.common.load_script(NAMES[0])
+    args = ours.parse_args(run.cell.flags.split())
+    used = []
+
+    class Enough(Exception):
+        """The environments would be made."""
+
+    def make_vec_env(make, number, seed):
+        used.append(set(range(seed, seed + number)))
+        raise Enough
+
+    monkeypatch.setattr("stable_baselines3.common.env_util.make_vec_env", make_vec_env)
+    for seed in (1, 2, 8001, 8002):
+        with pytest.raises(Enough):
+            learning.make_peer(run._replace(seed=seed), ours, args, None)
+    assert sum(map(len, used)) == len(set.union(*used))
+
+
 def test_letters_of_panels():
     """Neighbours are joined."""
     learning = importlib.import_module("learning")
