@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -422,12 +423,22 @@ def test_looking_draws_no_random_number(script, value_from):
     """Lambda-returns need none, and metrics take none: the RNG stands where it stood."""
     run = make_run(script, "Counter", value_from=value_from)
     roll(run)
-    before = torch.get_rng_state()
-    prepare_rollout(run)
-    assert torch.equal(torch.get_rng_state(), before)
+
+    def drawn():
+        """A number of each generator, which goes back to where it was."""
+        before = script.global_generators()
+        found = random.random(), np.random.random(), float(torch.rand(()))
+        script.set_global_generators(before)
+        return found
+
+    before = drawn()
+    batch, *_ = prepare_rollout(run)
+    scaled = script.scale_advantages(run.agent, batch.advantages, run.args)
+    script.describe_advantages(batch.advantages, scaled)
+    assert drawn() == before
     run.args.value_target = "sr_lambda"
     prepare_rollout(run)
-    assert not torch.equal(torch.get_rng_state(), before)
+    assert drawn() != before
 
 
 def test_the_risk_term_gets_targets_and_the_state_in_the_tasks_units(lively, monkeypatch):
@@ -572,6 +583,22 @@ def test_the_first_rewards_count_as_a_rollout(script, value_from):
         assert_close(getattr(run.agent.value_dist.moments, name), getattr(moments, name))
     for one, two in zip(*found):
         assert_close(one, two)
+
+
+def test_heads_that_train_without_rewards_keep_their_size(script, value_from):
+    """The same with ten updates, whose steps have the size of the learning rate."""
+    run = make_run(script, "Staggered", value_from=value_from)
+    forget_returns(run)
+    for rewarded in [False] * 10 + [True]:
+        rollout = roll(run)
+        if not rewarded:
+            run.rollout = rollout._replace(rewards=0 * rollout.rewards)
+        before = [float(head[-1].weight.detach().norm()) for head in run.agent.critic_heads]
+        batch, run.critic_state, _ = prepare_rollout(run)
+        after = [float(head[-1].weight.detach().norm()) for head in run.agent.critic_heads]
+        assert run.agent.value_dist.moments.at_floor == (not rewarded)
+        assert after == pytest.approx(before, rel=0.5)
+        script.update(run.agent, run.optimizers, batch, run.args, 0.0)
 
 
 def test_heads_survive_a_long_time_without_rewards(script, value_from):
