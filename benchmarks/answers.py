@@ -1102,19 +1102,28 @@ def preset_errors() -> dict[str, tuple[np.ndarray, np.ndarray]]:
 def presets_table() -> list[str]:
     """Presets alone, and the critics trained alone after."""
     lines = common.markdown_head(
-        "error of coverage | script | `--preset TASK calibrated` | then `critics` as well"
+        "error of coverage | script | `--preset TASK` | and `calibrated` | then `critics` as well"
     )
     settings = common.by_setting(calibration.TABLE.rows())
+
+    def told(task: str, script: str, variant: str) -> str:
+        return (
+            within(coverage(task, script, variant))
+            if Setting(task, script, variant) in settings
+            else "-"
+        )
+
     for task, (before, after) in preset_errors().items():
-        kind = kind_of(calibration.PRESETS[task][0])
+        script, flags = calibration.PRESETS[task]
+        kind = kind_of(script)
         name = task.split(":")[-1].removeprefix("popgym-")
-        bonus = calibration.SAMPLES in calibration.PRESETS[task][1]
-        told = f"{name} with `{calibration.SAMPLES}`" if bonus else name
-        lines.append(common.markdown_row([told, kind, within(before), within(after)]))
-        script, _ = calibration.PRESETS[task]
-        if Setting(task, script, "presets, no bonus") in settings:
-            alone = within(coverage(task, script, "presets, no bonus"))
-            lines.append(common.markdown_row([f"{name}, presets alone", kind, alone, "-"]))
+        default = told(task, script, "default")
+        columns = [within(before), within(after)]
+        if calibration.SAMPLES in flags:
+            bonus = f"{name} with `{calibration.SAMPLES}`"
+            lines.append(common.markdown_row([bonus, kind, "-", *columns]))
+            columns = [told(task, script, "presets, no bonus"), "-"]
+        lines.append(common.markdown_row([name, kind, default, *columns]))
     return lines
 
 
@@ -1469,14 +1478,22 @@ def calibrated() -> list[str]:
     pairs = preset_errors().values()
     before, after = (np.concatenate([pair[at] for pair in pairs]) for at in (0, 1))
     told = (before <= 0.05).sum(), (after <= 0.05).sum(), len(after)
+    settings = common.by_setting(calibration.TABLE.rows())
+    alone = np.concatenate(
+        [
+            coverage(task, script, "default")
+            for task, (script, _) in calibration.PRESETS.items()
+            if Setting(task, script, "default") in settings
+        ]
+    )
     cells = [(task, script) for task in REAL for script in (LSTM, CATEGORICAL)]
     runs = np.concatenate([coverage(task, script, "mean") for task, script in cells])
     return [
         "* **Is the predicted distribution calibrated?** Not by default. [Details](#calibration)",
         f"  * **Real tasks:** a run counts as calibrated if the shares of returns below its "
-        f"deciles, over all states, are off by at most 0.05 on average. `--preset TASK calibrated` "
-        f"reaches that in "
-        f"{told[0]} of {told[2]} runs, followed by `--preset critics` in {told[1]}, and "
+        f"deciles, over all states, are off by at most 0.05 on average. `--preset TASK` reaches "
+        f"that in {(alone <= 0.05).sum()} of {len(alone)} runs, with `calibrated` in {told[0]} of "
+        f"{told[2]}, followed by `--preset critics` in {told[1]}, and "
         f"[flags for each task](tuning.md#calibration) in {(runs <= 0.05).sum()} of {len(runs)} "
         f"(older).",
         f"  * **Known processes:** on three of them {chain} of {len(chains())} runs with tuned "

@@ -691,3 +691,18 @@ def test_what_longer_rollouts_bring_to_the_critics():
         gains[run[0]] = gains.get(run[0], 0) + errors["before"][run] - errors["long"][run]
     assert max(gains, key=gains.get) == "LunarLander-v3"
     assert {task for task in gains if gains[task] < 0} == {"Hopper-v5", "PendulumNoVel-v1"}
+
+
+def test_what_both_changes_of_presets_bring(answers):
+    """Of fifteen closing runs, and of the fifteen before them, those within 0.05."""
+    counts = []
+    for variant in ("critics", "critics, before"):
+        errors = np.concatenate(
+            [
+                answers.coverage(task, script, variant)
+                for task, (script, _) in answers.calibration.PRESETS.items()
+            ]
+        )
+        counts.append(f"{(errors <= 0.05).sum()} of {len(errors)}")
+    told = f"{counts[0]} runs are within 0.05; {counts[1]} were with both presets as before."
+    assert told in (FOLDER / "tuning.md").read_text()

@@ -312,24 +312,30 @@ def test_the_price_of_a_tail_on_the_road():
 
 
 def test_how_good_presets_for_calibration_are():
-    """Mean errors of the coverage of deciles, over the runs of a task, before and after the critics
-    were trained alone. One task is good before that."""
-    good = []
-    for task in ("HigherLowerEasy", "PendulumNoVel-v1", "CartPoleNoVel-v1", "Hopper-v5",
-                 "LunarLander-v3"):  # fmt: skip
-        rows = [row for row in rows_of("calibration.csv") if task in row["task"]]
-        before, after = (
-            mean(float(row["coverage"]) for row in rows if row["variant"] == variant)
-            for variant in ("presets", "critics")
-        )
-        told = "--ent-coef 0.3 --ent-coef-final 0.3`" if task == "CartPoleNoVel-v1" else task
-        assert f"{told} | {before:.2f} | {after:.2f} |" in README
-        alone = [float(row["coverage"]) for row in rows if row["variant"] == "presets, no bonus"]
-        if alone:
-            assert f"{task} | {mean(alone):.2f} | not tried |" in README
-        good.append(before <= 0.05)
-    assert sum(good) == 1
-    assert "With the preset `calibrated` that holds on one of five usual tasks" in README
+    """Mean errors of the coverage of deciles, over the runs of a task, with the preset of the task,
+    with `calibrated`, and after the critics were trained alone."""
+    errors: dict[tuple[str, str], list[float]] = {}
+    for row in rows_of("calibration.csv"):
+        errors.setdefault((row["task"], row["variant"]), []).append(float(row["coverage"] or "nan"))
+    columns = ("default", "presets", "critics")
+    found = {}
+    for name, task in (
+        ("popgym HigherLowerEasy", "popgym:popgym-HigherLowerEasy-v0"),
+        *((task, task) for task in ("PendulumNoVel-v1", "Hopper-v5", "LunarLander-v3")),
+        ("the same with `--ent-coef 0.3 --ent-coef-final 0.3`", "CartPoleNoVel-v1"),
+    ):
+        found[task] = [errors.get((task, column), []) for column in columns]
+        told = [f"{mean(own):.3f}" if own else "-" for own in found[task]]
+        if task == "CartPoleNoVel-v1":
+            alone = mean(errors[task, "presets, no bonus"])
+            assert f"| {task} | {told[0]} | {alone:.3f} | - |" in README
+            told[0] = "-"
+        assert f"| {name} | {' | '.join(told)} |" in README
+    assert all(len(own) == 3 for _, *some in found.values() for own in some)
+    before, after = ([mean(own[at]) for own in found.values()] for at in (1, 2))
+    assert [sum(error <= 0.05 for error in some) for some in (before, after)] == [1, 2]
+    assert all(later < earlier for earlier, later in zip(before, after))
+    assert "holds on one of five usual tasks with the preset `calibrated`, and on two" in README
     script = importlib.import_module("distributional_ppo_lstm")
     assert script.PRESETS["critics"].flags["total_timesteps"] == 200_000
 
