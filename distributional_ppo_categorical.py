@@ -2962,8 +2962,7 @@ class Group(gym.Env):
         meet the numbers of the run's beginning again where a resume opens new episodes.
         """
         if seed is not None:
-            for set_seed in (random.seed, np.random.seed, torch.manual_seed):
-                set_seed(derived_seed(seed[0], "tasks", 0, bits=32))
+            seed_global_generators(derived_seed(seed[0], "tasks", 0, bits=32))
         with faults_that_travel():
             return self.envs.reset(seed=seed, options=options)
 
@@ -3263,6 +3262,13 @@ def set_global_generators(found: tuple) -> None:
     torch.set_rng_state(found[2])
 
 
+def seed_global_generators(seed: int) -> None:
+    """Give the global generators of Python, NumPy and torch (on the CPU) this seed."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+
+
 @contextlib.contextmanager
 def generators_apart(seed: int) -> Iterator[None]:
     """Seed the global generators of Python, NumPy and torch, from which tasks may draw.
@@ -3270,8 +3276,7 @@ def generators_apart(seed: int) -> Iterator[None]:
     Afterwards they are where they were, whatever a task has done to them.
     """
     before = global_generators()
-    for set_seed in (random.seed, np.random.seed, torch.default_generator.manual_seed):
-        set_seed(seed)
+    seed_global_generators(seed)
     try:
         yield
     finally:
@@ -4116,9 +4121,8 @@ class Run:
             python_rng, numpy_rng = part["rngs"]  # now: reading a task back may draw numbers
             random.setstate(python_rng)
             np.random.set_state(numpy_rng)
-        else:  # not where they were at the beginning of the run
-            for set_seed in (random.seed, np.random.seed):
-                set_seed(derived_seed(self.args.seed, "tasks", self.step + RANK, bits=32))
+        else:
+            seed_generators(self.args, self.step + RANK)  # not where the run began
         reasons = gather_objects(lost)
         if any(reasons) and self.step < self.total_steps:
             which = "episodes" if all(reasons) else "episodes of some processes"
