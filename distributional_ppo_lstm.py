@@ -4221,6 +4221,7 @@ class Run:
             np.random.set_state(numpy_rng)
         else:
             seed_generators(self.args, self.step + RANK)  # not where the run began
+
         reasons = gather_objects(lost)
         if any(reasons) and self.step < self.total_steps:
             which = "episodes" if all(reasons) else "episodes of some processes"
