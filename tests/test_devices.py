@@ -6,7 +6,14 @@ import copy
 
 import pytest
 import torch
-from helpers import is_recurrent, make_run, policy_params, prepare, value_outputs
+from helpers import (
+    is_recurrent,
+    make_run,
+    policy_params,
+    prepare,
+    small_args,
+    value_outputs,
+)
 
 FLAGS = {
     "plain": {},
@@ -80,3 +87,20 @@ def test_values_stay_on_their_device(script, env, kind):
         *dist.describe(outputs, targets).values(),
     ]
     assert {x.device.type for x in found} == {"meta"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("env", ["VectorBox", "ImageMultiDiscrete"])
+@pytest.mark.parametrize("kind", [*FLAGS, *QUANTILES, *ATOMS])
+def test_a_gpu_gives_what_a_cpu_gives(script, tmp_path, env, kind):
+    """The metrics of one iteration agree but for rounding: minibatches and samples are the same."""
+    foreign = ATOMS if is_recurrent(script) else QUANTILES
+    if kind in foreign:
+        pytest.skip("a flag of the other script")
+    flags = (FLAGS | QUANTILES | ATOMS)[kind] | {"total_timesteps": 48, "run_dir": str(tmp_path)}
+    cpu, gpu = (script.train(small_args(script, env, **flags, cuda=cuda)) for cuda in (False, True))
+    assert gpu.keys() == cpu.keys()
+    clocks = ("time/", "charts/SPS", "run_dir")
+    for tag in cpu:
+        if not tag.startswith(clocks):
+            assert gpu[tag] == pytest.approx(cpu[tag], rel=1e-2, abs=1e-3), tag
