@@ -66,13 +66,6 @@ LINKS = {
 }
 FOUR = learning.ROBOTS[:4]
 FRESH = critics.FAMILIES["MuJoCo, fresh seeds"].seeds  # they did not choose the single critic
-# Versions whose rows are older than the change that trains actor and critics apart
-OLDER = set(
-    "05a2e0e 0638f78 0c6db89 206e088 3225bcd 53c3ca7 56f7808 5dd7f7d 5f12089 6bb163d 7183ee1 "
-    "727d41f 77bac21 7c79f30 81affa6 87fee18 939b861 93f71a4 9dce3c1 a688101 b13db0f b2499f7 "
-    "b3e6820 b471efa bd9c57f d5b195a e4b91c8 eb6e91e fcee966 ff5f4c3".split()
-)
-JOINT = "4359cde"  # the last version of that kind
 SCALED_GRADIENT = "7cffc2f gradient_scaled"  # the version that was kept
 # Versions that scaled the actor's rate by the advantages' std, which --norm-adv-memory 0 prevents
 SCALED_RATE = {"6fae19e", "233762b", "21ffcba", "bcab7a2", "7cffc2f"}
@@ -141,11 +134,12 @@ def newest(cell: common.Cell) -> str | None:
     """The version in versions.csv with the preset's own flags and most seeds of a task, at least
     FEWEST; the last one of several."""
     known = dict.fromkeys(row["version"] for row in versions.TABLE.rows())
-    before = versions.seeds_of(JOINT, cell.task)
+    before = versions.seeds_of(common.JOINT, cell.task)
     shared = {
         version: len(versions.seeds_of(version, cell.task) & before)
         for version in reversed(known)
-        if version.split()[0] not in OLDER | ASTRAY | {JOINT} and as_today(version, cell)
+        if version.split()[0] not in common.OLDER | ASTRAY | {common.JOINT}
+        and as_today(version, cell)
     }
     best = max(shared, key=shared.get, default=None)
     return best if best and shared[best] >= FEWEST else None
@@ -247,7 +241,7 @@ def fresh_gap(task: str) -> Difference:
 def newer(cell: common.Cell) -> str:
     """A star where all rows are of today's update."""
     rows = learning.rows_of(cell)
-    return "*" if rows and not any(row["commit"] in OLDER for row in rows) else ""
+    return "*" if rows and not any(row["commit"] in common.OLDER for row in rows) else ""
 
 
 def task_row(line: Line) -> dict[str, str]:
@@ -469,11 +463,14 @@ def terms() -> str:
     apart, one = (np.array([float(row["return_mean"]) for row in own[name]]) for name in own)
     gap = np.mean([float(row["gap"]) for row in own["terms"]])
     change = welch(apart, one)
+    today = common.flag_values(common.spelt_out(CATEGORICAL, "--preset mujoco"))
+    same = all(common.flag_values(row["flags"]) == today for row in rows)
+    older = "" if same else ", older preset"
     cost = {"undecided": "an unknown", "behind": "a clear", "ahead": "no"}[change.verdict]
     return (
         f"* **A value for each reward term** of Hopper-v5: they add up to the value of the whole "
         f"reward, {100 * gap:.1f} % apart, at {cost} cost in return ({change.told()} after "
-        f"{int(longest):,} steps, {count_of(len(one))} runs each; "
+        f"{int(longest):,} steps, {count_of(len(one))} runs each{older}; "
         f"[table](results/reward_terms.md))."
     )
 
@@ -566,7 +563,7 @@ def ages(contest: Contest) -> set[bool]:
     family = critics.FAMILIES[contest.family]
     mine = family.critics[contest.name]
     return {
-        row["commit"] in OLDER
+        row["commit"] in common.OLDER
         for critic in (mine, family.critics[mine.rival])
         for task in family.tasks
         for row in critics.rows_of(critics.cell_of(family, critic, task))
@@ -798,7 +795,7 @@ class Pace(NamedTuple):
     @property
     def older(self) -> bool:
         """Whether it was measured before the speed-up."""
-        return bool(self.versions & OLDER)
+        return bool(self.versions & common.OLDER)
 
     def told(self, *remarks: str) -> str:
         """The ratio in words, remarks in its brackets."""
@@ -809,7 +806,9 @@ class Pace(NamedTuple):
 def before_speed_up(cell: Cell) -> speed.Programs | None:
     """Rows of the newest older version that has ENOUGH repeats of both programs, if any has."""
     rows = Table(RESULTS / "speed.csv", speed.COLUMNS).rows()
-    commits = dict.fromkeys(row["commit"] for row in reversed(rows) if row["commit"] in OLDER)
+    commits = dict.fromkeys(
+        row["commit"] for row in reversed(rows) if row["commit"] in common.OLDER
+    )
     for commit in commits:
         found = speed.pick([row for row in rows if row["commit"] == commit], "1")[cell.name]
         if len(pairs_of(cell, found)) >= ENOUGH:
@@ -900,7 +899,7 @@ def speed_notes() -> list[str]:
 
 def gpu_note() -> str:
     """When --cuda pays."""
-    rows = gpu.TABLE.rows()
+    rows = gpu.committed()
     pong, large, *small = (
         gpu.gain_of(rows, name)
         for name in (
@@ -1141,14 +1140,19 @@ def chains(variant: str = "recommended") -> list[Row]:
 def disasters() -> str:
     """By how much the depth of the worst twentieth is underestimated, and how many runs tell so."""
     groups = common.by_setting(calibration.TABLE.rows())
-    atoms, quantiles = (
-        groups[Setting("disaster", script, "recommended")] for script in (CATEGORICAL, LSTM)
-    )
-    depths = [100 * calibration.mean_of(rows, "cvar05") for rows in (atoms, quantiles)]
-    runs = min(len(atoms), len(quantiles))
+    found = [
+        groups[Setting("disaster", script, variant)]
+        for script, variant in (
+            (CATEGORICAL, "201 atoms"),
+            (CATEGORICAL, "recommended"),
+            (LSTM, "recommended"),
+        )
+    ]
+    preset, atoms, quantiles = (100 * calibration.mean_of(rows, "cvar05") for rows in found)
+    runs = min(map(len, found))
     return (
-        f"{depths[0]:.0f} % (atoms) and {depths[1]:.0f} % (quantiles; {count_of(runs)} "
-        f"run{'s' * (runs != 1)} each)"
+        f"{preset:.0f} % (201 atoms), {atoms:.0f} % (51 atoms) and {quantiles:.0f} % (quantiles; "
+        f"older, {count_of(runs)} run{'s' * (runs != 1)} each)"
     )
 
 
@@ -1280,7 +1284,7 @@ def older_rows() -> dict[str, tuple[int, int]]:
         if name == "risk":
             rows = [row for own in risk.groups().values() for row in own]
         rows = [row for row in rows if row["script"] not in (SB3, CONTRIB)]
-        counts[name] = (sum(row["commit"] in OLDER for row in rows), len(rows))
+        counts[name] = (sum(row["commit"] in common.OLDER for row in rows), len(rows))
     return counts
 
 
@@ -1311,8 +1315,10 @@ def changes(*tasks: str) -> list[Change]:
     for cell in versions.CELLS:
         version = newest(cell)
         if version and (not tasks or cell.task in tasks):
-            seeds = versions.seeds_of(JOINT, cell.task) & versions.seeds_of(version, cell.task)
-            both = (versions.evaluations(one, cell.task, seeds) for one in (JOINT, version))
+            seeds = versions.seeds_of(common.JOINT, cell.task) & versions.seeds_of(
+                version, cell.task
+            )
+            both = (versions.evaluations(one, cell.task, seeds) for one in (common.JOINT, version))
             found.append(Change(critics.short(cell.task), version, *both))
     return found
 
@@ -1320,7 +1326,8 @@ def changes(*tasks: str) -> list[Change]:
 def changes_table() -> list[str]:
     """The joint update beside the newest version, a line a task."""
     lines = common.markdown_head(
-        f"tuning seeds | seeds | before ({JOINT}) | after | its commit and change | difference"
+        f"tuning seeds | seeds | before ({common.JOINT}) | after | its commit and change "
+        f"| difference"
     )
     for one in changes():
         means = [f"{found.mean():.{one.digits}f}" for found in (one.before, one.after)]
@@ -1382,7 +1389,7 @@ def tuned(line: Line, reported: list[Row]) -> np.ndarray:
             float(row["return_mean"])
             for row in tune.TABLE.rows()
             if (row["script"], row["task"]) == (line.script, line.task)
-            and row["commit"] in OLDER
+            and row["commit"] in common.OLDER
             and {common.flag_parts(row["flags"])} == wanted
         ]
     )
@@ -1394,7 +1401,7 @@ def optimism() -> str:
     for line in LINES:
         cell = learning.cell_of(line.script, line.task, "default")
         rows = common.groups_of_file(learning.ARCHIVE.table.path).get(cell.setting, [])
-        reported = [row for row in rows if row["commit"] in OLDER]
+        reported = [row for row in rows if row["commit"] in common.OLDER]
         found = tuned(line, reported)
         if len(found) >= 8:
             told = np.array([float(row["return_mean"]) for row in reported])
@@ -1470,6 +1477,19 @@ def worth(verdicts: dict[Contest, Verdict]) -> list[str]:
     ]
 
 
+def without_calibrated() -> tuple[np.ndarray, np.ndarray]:
+    """Errors of runs with the preset of a task alone, and of runs with `calibrated` besides and no
+    other flag more, on the same tasks."""
+    settings = common.by_setting(calibration.TABLE.rows())
+    alone, beside = [], []
+    for task, (script, flags) in calibration.PRESETS.items():
+        if Setting(task, script, "default") in settings:
+            alone.append(coverage(task, script, "default"))
+            more = calibration.SAMPLES in flags
+            beside.append(coverage(task, script, "presets, no bonus" if more else "presets"))
+    return np.concatenate(alone), np.concatenate(beside)
+
+
 def calibrated() -> list[str]:
     """The answer about calibration."""
     chain = sum(map(calibration.reached, chains()))
@@ -1478,27 +1498,21 @@ def calibrated() -> list[str]:
     pairs = preset_errors().values()
     before, after = (np.concatenate([pair[at] for pair in pairs]) for at in (0, 1))
     told = (before <= 0.05).sum(), (after <= 0.05).sum(), len(after)
-    settings = common.by_setting(calibration.TABLE.rows())
-    alone = np.concatenate(
-        [
-            coverage(task, script, "default")
-            for task, (script, _) in calibration.PRESETS.items()
-            if Setting(task, script, "default") in settings
-        ]
-    )
+    alone, beside = without_calibrated()
     cells = [(task, script) for task in REAL for script in (LSTM, CATEGORICAL)]
     runs = np.concatenate([coverage(task, script, "mean") for task, script in cells])
     return [
         "* **Is the predicted distribution calibrated?** Not by default. [Details](#calibration)",
         f"  * **Real tasks:** a run counts as calibrated if the shares of returns below its "
-        f"deciles, over all states, are off by at most 0.05 on average. `--preset TASK` reaches "
-        f"that in {(alone <= 0.05).sum()} of {len(alone)} runs, with `calibrated` in {told[0]} of "
-        f"{told[2]}, followed by `--preset critics` in {told[1]}, and "
-        f"[flags for each task](tuning.md#calibration) in {(runs <= 0.05).sum()} of {len(runs)} "
-        f"(older).",
-        f"  * **Known processes:** on three of them {chain} of {len(chains())} runs with tuned "
-        f"flags reach [our goals](#calibration). Of {fine[1]} further ones, with 201 atoms, "
-        f"{fine[0]} do.",
+        f"deciles, over all states, are off by at most 0.05 on average. On five tasks "
+        f"`--preset TASK calibrated` reaches that in {told[0]} of {told[2]} runs, and `critics` "
+        f"after it in {told[1]}. Where `--preset TASK` was trained too, it does in "
+        f"{(alone <= 0.05).sum()} of {len(alone)} runs, and with `calibrated` in "
+        f"{(beside <= 0.05).sum()} of {len(beside)}. [Flags for each task](tuning.md#calibration) "
+        f"do in {(runs <= 0.05).sum()} of {len(runs)} (older).",
+        f"  * **Known processes:** {chain} of {len(chains())} runs with tuned flags reach "
+        f"[our goals](#calibration), with 51 atoms or quantiles. With the preset's 201 atoms "
+        f"{fine[0]} of {fine[1]} do (older).",
         f"  * **A rare disaster's** depth is underestimated by {disasters()}.",
     ]
 
@@ -1714,7 +1728,8 @@ def worse_elsewhere() -> str:
         found = (tails.values(rows, task, name, "cvar_10") for name in ("neutral", "averse"))
         worst[told] = [own.mean() for own in found]
     worse = [told for told, (neutral, averse) in worst.items() if averse < neutral]
-    return f" The same holds for [{joined(worse)}](#what-failed) (one seed each)." if worse else ""
+    told = f" The same holds for [{joined(worse)}](#what-failed) (one seed each, older presets)."
+    return told if worse else ""
 
 
 def averse_robots() -> str:
@@ -1733,7 +1748,8 @@ def averse_robots() -> str:
     ]
     kind = "worse" if max(full, chosen) < neutral else "no worse"
     return (
-        f"* **Aversion on robots** ([table](results/tails.md), one tuning seed). On the public "
+        f"* **Aversion on robots** ([table](results/tails.md), one tuning seed, older presets). "
+        f"On the public "
         f"tasks of Urpi et al. neutral policies seldom take the risk. On a task of our own "
         f"aversion makes the worst tenth {kind}: {full:.0f} by `averse`, and {chosen:.0f} with a "
         f"lower weight, instead of {neutral:.0f}. A plain penalty on the risky state makes it "
@@ -1754,9 +1770,10 @@ def failed() -> list[str]:
     lander = scores(CATEGORICAL, "LunarLander-v3").mean()
     trained = np.mean(last_returns("LunarLander-v3"))
     task = "CartPoleNoVel-v1"
-    seeds = versions.seeds_of(JOINT, task) & versions.seeds_of(SCALED_GRADIENT, task)
+    seeds = versions.seeds_of(common.JOINT, task) & versions.seeds_of(SCALED_GRADIENT, task)
     before, after = (
-        (versions.evaluations(one, task, seeds) < 475).sum() for one in (JOINT, SCALED_GRADIENT)
+        (versions.evaluations(one, task, seeds) < 475).sum()
+        for one in (common.JOINT, SCALED_GRADIENT)
     )
     return [
         f"* **A good policy can be lost.** {(novel < 475).sum()} of {len(novel)} CartPoleNoVel-v1 "
@@ -1829,7 +1846,8 @@ def script_of(preset: str) -> str:
 
 
 PURPOSES = {  # the origin of the presets that go after that of a task
-    "calibrated": "loss and number by themselves, on known processes; twins on real tasks",
+    "calibrated": "loss and number of quantiles on known processes; twins on real tasks; number "
+    "of atoms by the rule under Calibration",
     "averse": "`calibrated`, not tuned",
     "critics": "rates by hand, on seed 1000 of two tasks; the rest by the rule under Calibration",
 }

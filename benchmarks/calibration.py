@@ -247,9 +247,12 @@ FLOORS = tuple(f"{figure}_floor" for figure in FIGURES)
 SIGNED = ("std", "cvar05", "cvar25")
 REAL_FIGURES = ("coverage", "bias", "spread", "predicted")
 SETTING = ("task", "script", "variant", "seed", "seconds")
-COLUMNS = (*SETTING, "mean", *FIGURES, *FLOORS, *REAL_FIGURES, "curve", *common.ORIGIN)
+COLUMNS = (
+    *SETTING, "mean", *FIGURES, *FLOORS, *REAL_FIGURES, "curve", *common.ORIGIN,
+    "flags",  # those of presets spelt out; older rows have none
+)  # fmt: skip
 TUNED = ("task", "script", "seed", "seconds", *REAL_FIGURES, "episodes", "flags")
-TABLE = Table(RESULTS / "calibration.csv", COLUMNS)
+TABLE = Table(RESULTS / "calibration.csv", COLUMNS, once=common.OF_A_RUN)
 TUNING = Table(RESULTS / "tuning_calibration.csv", TUNED)
 EPISODES = 256  # of a real task, scored
 EPISODES_TRIED = 64  # the same, where flags are tried for the two presets
@@ -546,6 +549,22 @@ def measure_real(script: ModuleType, agent: Any, played: Episodes) -> dict[str, 
     return {"coverage": round(float(np.mean(misses)), 4), **result}
 
 
+def critics_flags(cell: Cell) -> str:
+    """The flags that train the critics alone, behind a run with the flags of the cell. They leave
+    out the actor's bonus, since the actor is not trained."""
+    return cell.flags.replace("calibrated", "calibrated critics").replace(SAMPLES, "").strip()
+
+
+def refuse_other_flags(wanted: Sequence[Cell]) -> None:
+    """Raise ValueError for a row with other flags than those of its cell, as where a preset has
+    changed since. A cell `critics` has rows of two runs."""
+    told = [cell for cell in wanted if cell.variant != "critics"]
+    for cell in wanted:
+        if cell.variant == "critics":
+            told += [replace(cell, variant="presets"), replace(cell, flags=critics_flags(cell))]
+    common.refuse_other_flags(TABLE.rows(), told)
+
+
 def run_presets(run: Run, critics: Sequence[str], episodes: int) -> list[dict[str, Any]]:
     """Train with the preset of a task and `calibrated`, then the critics alone. Returns a row of
     the first and a row of every line of flags that `critics` adds to the preset of this name.
@@ -560,10 +579,8 @@ def run_presets(run: Run, critics: Sequence[str], episodes: int) -> list[dict[st
         found = {"variant": "presets", "flags": run.cell.flags, "seconds": done.seconds}
         played = play_on(script, agent, args, episodes, 10_000)
         rows = [row | found | measure_real(script, agent, played)]
-        flags = run.cell.flags.replace("calibrated", "calibrated critics")
-        flags = flags.replace(SAMPLES, "").strip()  # the actor's bonus, which is not trained
         for more in critics:
-            line = f"{flags} {more}".strip()
+            line = f"{critics_flags(run.cell)} {more}".strip()
             start = f"{quick} --init-from {done.directory}"
             with common.trained(script, task, run.seed, f"{line} {start}") as after:
                 agent, _ = script.load_agent(after.directory)
@@ -597,10 +614,9 @@ def run_one(run: Run) -> dict[str, Any] | list[dict[str, Any]]:
     """Train and measure one cell."""
     if run.cell.variant == "critics":
         known = {(common.setting_of(row), row["seed"]) for row in TABLE.rows()}
-        made = [
-            {name: row[name] for name in row if name != "flags"}
-            for row in run_presets(run, ("",), EPISODES)
-        ]
+        made = run_presets(run, ("",), EPISODES)
+        for row in made:
+            row["flags"] = common.spelt_out(row["script"], row["flags"])
         return [row for row in made if (common.setting_of(row), str(row["seed"])) not in known]
     task = run.cell.task
     origin = common.origin()
@@ -610,6 +626,7 @@ def run_one(run: Run) -> dict[str, Any] | list[dict[str, Any]]:
     with common.trained(script, env_id, seed, run.cell.flags) as done:
         agent, args = script.load_agent(done.directory)
     row = {**run.cell.setting._asdict(), "seed": run.seed, "seconds": done.seconds, **origin}
+    row["flags"] = common.spelt_flags(run.cell)
     if task in PROCESSES:
         return row | measure(script, agent, args, PROCESSES[task].truth)
     return row | measure_real(script, agent, play_on(script, agent, args, EPISODES, 10_000))
@@ -633,6 +650,7 @@ CHAIN_HEAD = """\
 Errors at the start state, percent, with the representation floor in brackets; means of
 absolute errors over seeds, of signed ones for std and CVaR. Seeds that reach all goals.
 "calibrated, tuned" has the flags of --preset calibrated, and others that suit these processes.
+With atoms it has 51 of them; the preset has 201, as "201 atoms" has.
 """
 REAL_HEAD = """\
 Real tasks: mean error of the coverage of the deciles; bias of the mean of the predicted
@@ -806,6 +824,10 @@ def main() -> None:
         TUNING.record(tune_one, runs, args.processes)
         return
     if not args.report:
+        try:
+            refuse_other_flags(cells())
+        except ValueError as error:
+            parser.error(str(error))
         runs = common.runs_of(cells(), args.only, args.seeds)
         TABLE.record(run_one, TABLE.without_row(runs), args.processes)
     report()

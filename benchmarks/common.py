@@ -244,12 +244,18 @@ def runs_of(
     return [Run(cell, seed) for cell in chosen for seed in cell.seeds if not named or seed in named]
 
 
+class Refused(Exception):
+    """A script refuses a run, as where a package is missing. Its words say what to do."""
+
+
 def with_words(work: Work, run: Run) -> Any:
     """The work, and its fault as words: an exception of a script cannot be sent to a process that
     has not imported the script."""
     try:
         return work(run)
-    except Exception:
+    except Exception as error:
+        if type(error).__name__ == "UsageError":  # of the script that the run has imported
+            raise Refused(str(error)) from None
         raise RuntimeError(traceback.format_exc()) from None
 
 
@@ -270,7 +276,10 @@ def run_all(work: Work, runs: Iterable[Run], processes: int) -> Iterator[tuple[R
             for future in as_completed(futures):
                 run = futures[future]
                 if error := future.exception():
-                    traceback.print_exception(error)
+                    if isinstance(error, Refused):
+                        print(f"error: {error}", file=sys.stderr)
+                    else:
+                        traceback.print_exception(error)
                     print(f"{run}: failed, nothing is kept of it", file=sys.stderr, flush=True)
                 else:
                     yield run, future.result()
@@ -343,6 +352,7 @@ class Table:
     path: Path
     columns: Sequence[str]
     end: str = "\r\n"  # of a line
+    once: Sequence[str] = ()  # columns that tell rows apart: what is there is not written again
 
     def rows(self) -> list[Row]:
         """Those so far, none if there is no file."""
@@ -351,8 +361,8 @@ class Table:
     def append(self, *rows: dict[str, Any]) -> None:
         """Write rows at the end, all at once, below a header if the file is new.
 
-        Programs that append at the same time wait for each other. Raises ValueError for a file
-        with other columns.
+        Programs that append at the same time wait for each other. If both have made the same run,
+        the first row of it stays. Raises ValueError for a file with other columns.
         """
         with self.path.open("a+", newline="") as file:
             if fcntl is not None:
@@ -364,6 +374,12 @@ class Table:
                     raise ValueError(f"{self.path} has the columns {header.strip()}")
             else:
                 writer.writeheader()
+            if self.once and header:
+                old = csv.DictReader(file, self.columns)
+                known = {tuple(row[name] for name in self.once) for row in old}
+                rows = [
+                    row for row in rows if tuple(str(row[name]) for name in self.once) not in known
+                ]
             writer.writerows(rows)  # at the end, wherever the file was read
 
     def record(self, work: Work, runs: Iterable[Run], processes: int = 1) -> None:
@@ -475,6 +491,13 @@ RUN_COLUMNS = (
     "versions",
     *(over_run(tag, kind) for tag in FOLLOWED for kind in ("mean", "max")),
 )
+# Versions whose rows are older than the change that trains actor and critics apart
+OLDER = set(
+    "05a2e0e 0638f78 0c6db89 206e088 3225bcd 53c3ca7 56f7808 5dd7f7d 5f12089 6bb163d 7183ee1 "
+    "727d41f 77bac21 7c79f30 81affa6 87fee18 939b861 93f71a4 9dce3c1 a688101 b13db0f b2499f7 "
+    "b3e6820 b471efa bd9c57f d5b195a e4b91c8 eb6e91e fcee966 ff5f4c3".split()
+)
+JOINT = "4359cde"  # the last version of that kind
 RENEWED = 8001  # the first seed of runs that replace older ones, see `standing`
 OF_A_RUN = ("script", "task", "variant", "seed")  # what tells runs apart
 CURVE_COLUMNS = (*OF_A_RUN, "step", "return", "episodes", "last_20")  # the fields of Bin

@@ -50,6 +50,11 @@ COLUMNS = ("work", "program", "repeat", "value", *PARTS, "gpu", "torch", *common
 TABLE = Table(RESULTS / "gpu.csv", COLUMNS, end="\n")
 
 
+def committed() -> list[Row]:
+    """Rows of scripts as they were committed: "+" marks a script that had been changed since."""
+    return [row for row in TABLE.rows() if not row["commit"].endswith("+")]
+
+
 # ----------------------------------------------------------------------------------------- measure
 def measure(work: Work, program: str, seconds: float) -> dict[str, float]:
     """Train for some seconds. Returns steps per second and the milliseconds of each part."""
@@ -84,8 +89,7 @@ def measure_all(name: str, repeat: int) -> None:
 
     same = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, **common.origin()}
     keys = ("work", "program", "repeat", "gpu", "commit")
-    rows = [row for row in TABLE.rows() if not row["commit"].endswith("+")]
-    known = {tuple(row[key] for key in keys) for row in rows}
+    known = {tuple(row[key] for key in keys) for row in committed()}
     for program in PROGRAMS:
         if (name, program, str(repeat), same["gpu"], same["commit"]) not in known:
             row = {"work": name, "program": program, "repeat": repeat}
@@ -155,7 +159,7 @@ def lines_of(rows: list[Row]) -> list[str]:
 
 def report() -> None:
     """The table in results/gpu.md and on stdout."""
-    rows = TABLE.rows()
+    rows = committed()
     origins = common.origins(rows, ("gpu", *common.ORIGIN, "torch"))
     title = (
         "Steps per second, medians, with one and four torch threads (LSTMs and convolutions use "

@@ -46,13 +46,15 @@ TASK = "Hopper-v5"
 TERMS = ("reward_forward", "reward_survive", "reward_ctrl")
 NAMES = {"reward_forward": "running", "reward_survive": "not falling", "reward_ctrl": "motors"}
 FLAGS = {"num_critics": 1, "eval_episodes": 20, "save_envs": "never"}
+PRESET = "--preset mujoco"
 STEPS = 300_000
 UNKNOWN = 0.05  # the weight that what follows a time limit may have in a return that is drawn
 COLUMNS = (
     "task", "script", "variant", "seed", "steps", "return_mean", "return_std", "gap", "correlation",
     "seconds", *common.ORIGIN,
+    "flags",  # of the preset
 )  # fmt: skip
-TABLE = Table(RESULTS / "reward_terms.csv", COLUMNS, end="\n")
+TABLE = Table(RESULTS / "reward_terms.csv", COLUMNS, "\n", (*common.OF_A_RUN, "steps"))
 
 
 # ------------------------------------------------------------------------------------ environments
@@ -349,7 +351,12 @@ def cells(steps: int) -> Iterator[Cell]:
 
 
 def missing(steps: int, seeds: list[int]) -> list[Run]:
-    """Runs of this length without a row."""
+    """Runs of this length without a row. Raises ValueError for rows of an older preset."""
+    today = common.flag_values(common.spelt_out(CATEGORICAL, PRESET))
+    for row in TABLE.rows():
+        if common.flag_values(row["flags"]) != today:
+            told = f"seed {row['seed']} of {row['steps']} steps has {row['flags']}"
+            raise ValueError(f"{told}, and {PRESET} has other flags; take its rows out first")
     known = {(row["variant"], row["steps"], row["seed"]) for row in TABLE.rows()}
     runs = common.runs_of(cells(steps), (), seeds)
     return [run for run in runs if (run.cell.variant, run.cell.flags, str(run.seed)) not in known]
@@ -375,7 +382,7 @@ def run_one(run: Run) -> dict[str, Any]:
         row["correlation"] = np.corrcoef(total, whole)[0, 1]
         if run.seed == 1 and steps == done_steps(STEPS):
             draw(episodes[0], RESULTS / "reward_terms.png")
-    row |= {"seconds": seconds, **origin}
+    row |= {"seconds": seconds, **origin, "flags": common.spelt_out(CATEGORICAL, PRESET)}
     return {name: round(x, 4) if isinstance(x, float) else x for name, x in row.items()}
 
 
@@ -420,7 +427,11 @@ def main() -> None:
         parser.error(f"--steps {args.steps}: must be at least one rollout, {rollout}")
     if not args.report:
         common.require("matplotlib", "mujoco")
-        TABLE.record(run_one, missing(args.steps, args.seeds), processes=2)
+        try:
+            runs = missing(args.steps, args.seeds)
+        except ValueError as error:
+            parser.error(str(error))
+        TABLE.record(run_one, runs, processes=2)
     report()
 
 

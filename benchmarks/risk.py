@@ -111,7 +111,7 @@ MEASURED = ("mean", "std", "cvar")  # of the returns of an evaluation
 SAMPLED = tuple(f"sampled_{name}" for name in MEASURED)  # the same of the policy as it samples
 SETTING = ("task", "script", "variant", "seed", "seconds")
 COLUMNS = (*SETTING, *MEASURED, *SAMPLED, "risky", *common.ORIGIN)
-TABLE = Table(RESULTS / "risk.csv", COLUMNS)
+TABLE = Table(RESULTS / "risk.csv", COLUMNS, once=common.OF_A_RUN)
 
 
 def cells() -> list[Cell]:

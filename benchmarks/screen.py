@@ -45,7 +45,9 @@ COLUMNS = (
     "share_lost",  # of the steps after that, in episodes below it; empty as well
     "commit",
 )
-TABLE = Table(RESULTS / "screening.csv", COLUMNS, end="\n")
+TABLE = Table(
+    RESULTS / "screening.csv", COLUMNS, "\n", ("study", "task", "setting", "flags", "seed")
+)
 # The highest final evaluations after 1M steps of one line of flags for all robots. Left out are
 # the zoo (tuned task by task), CleanRL (training returns) and Tianshou (the best during a run).
 BEST = {

@@ -46,7 +46,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -497,9 +497,17 @@ class Origin:
     versions: str
 
 
+def version_of(package: str) -> str:
+    """What is installed of a package. Not every cell needs all of them."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
 def origin() -> Origin:
     """The scripts' last commit, the class of the machine, the packages."""
-    versions = " ".join(f"{package} {version(package)}" for package in PACKAGES)
+    versions = " ".join(f"{package} {version_of(package)}" for package in PACKAGES)
     return Origin(**common.origin(), versions=versions)
 
 

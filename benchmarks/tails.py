@@ -84,7 +84,7 @@ MEASURED = (
     "risky_share", "length",
 )  # fmt: skip
 COLUMNS = ("task", "script", "variant", "seed", "seconds", *MEASURED, "flags", *common.ORIGIN)
-TABLE = Table(RESULTS / "tails.csv", COLUMNS, end="\n")
+TABLE = Table(RESULTS / "tails.csv", COLUMNS, "\n", common.OF_A_RUN)
 
 
 # ------------------------------------------------------------------------------------------- runs

@@ -54,7 +54,7 @@ COLUMNS = (
     "task", "script", "variant", "seed", "change", "level", "return_mean", "return_std",
     "low_mean", "low_warns", "twins_mean", "twins_warns", "flags", *common.ORIGIN,
 )  # fmt: skip
-TABLE = Table(RESULTS / "trust.csv", COLUMNS, end="\n")
+TABLE = Table(RESULTS / "trust.csv", COLUMNS, "\n", (*common.OF_A_RUN, "change", "level"))
 
 
 class Seen(NamedTuple):

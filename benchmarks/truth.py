@@ -174,7 +174,7 @@ COLUMNS = (
     "mean",  # of an evaluation, in CartPole-v1's own unit
     *common.ORIGIN,
 )
-TABLE = Table(RESULTS / "truth.csv", COLUMNS)
+TABLE = Table(RESULTS / "truth.csv", COLUMNS, once=common.OF_A_RUN)
 
 
 def cells() -> list[Cell]:

@@ -5,7 +5,9 @@
     python benchmarks/tune.py --report CartPoleNoVel-v1     # what the rows say, a line per setting
     python benchmarks/tune.py --report CartPoleNoVel-v1 --seeds 1000 1001     # of these seeds alone
 
-Whatever this program does not know goes to the script. Runs that have a row are skipped.
+Whatever this program does not know goes to the script. Runs that have a row are skipped, but not
+where that row is of the scripts that trained actor and critics together. The report has a line of
+its own for these.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ COLUMNS = (
     "share_lost",  # of the steps after that, in episodes below it; empty as well
     "commit",
 )
-TABLE = Table(RESULTS / "tuning.csv", COLUMNS, end="\n")
+TABLE = Table(RESULTS / "tuning.csv", COLUMNS, "\n", ("script", "task", "flags", "seed", "commit"))
 
 
 def run_one(run: Run) -> dict[str, object]:
@@ -70,13 +72,18 @@ def share_lost(episodes: np.ndarray, lengths: np.ndarray, first: float, threshol
     return round(float(lost.sum() / later.sum()), 4) if len(later) else 1.0
 
 
+def joint(row: Row) -> bool:
+    """Whether one loss trained actor and critics together."""
+    return row["commit"] in common.OLDER | {common.JOINT}
+
+
 def run_missing(cell: Cell, processes: int) -> None:
-    """Every seed of the setting without a row."""
-    wanted = (cell.script, cell.task, common.flag_values(cell.flags))
+    """Every seed of the setting without a row of today's kind of update."""
+    wanted = (cell.script, cell.task, common.flag_values(cell.flags), False)
     known = {
         row["seed"]
         for row in TABLE.rows()
-        if (row["script"], row["task"], common.flag_values(row["flags"])) == wanted
+        if (row["script"], row["task"], common.flag_values(row["flags"]), joint(row)) == wanted
     }
     runs = [run for run in common.runs_of([cell]) if str(run.seed) not in known]
     TABLE.record(run_one, runs, processes)
@@ -115,21 +122,22 @@ def report(task: str, seeds: Sequence[int] = ()) -> list[str]:
     """The flags that all settings share, and a table: seeds, final evaluations, those at the
     threshold, the median steps to it and the mean share of later steps in episodes below it, for
     every setting; of these seeds, if any, alone."""
-    settings: dict[tuple[str, frozenset[str]], list[Row]] = {}  # by script and flags
+    settings: dict[tuple[str, frozenset[str], bool], list[Row]] = {}
     for row in TABLE.rows():
         if row["task"] == task and (not seeds or int(row["seed"]) in seeds):
-            settings.setdefault((row["script"], common.flag_parts(row["flags"])), []).append(row)
+            key = (row["script"], common.flag_parts(row["flags"]), joint(row))
+            settings.setdefault(key, []).append(row)
 
     if not settings:
         return [f"{task}: no rows."]
-    shared = frozenset.intersection(*(flags for _, flags in settings))
+    shared = frozenset.intersection(*(flags for _, flags, _ in settings))
     threshold = THRESHOLDS.get(task)
     lines = common.markdown_head(
         "script | flags | seeds | mean | worst | reached | steps | lost | commit"
     )
     lines += sorted(
         line(script, " ".join(sorted(flags - shared)), rows, threshold)
-        for (script, flags), rows in settings.items()
+        for (script, flags, _), rows in settings.items()
     )
     return [f"{task}, all with {' '.join(sorted(shared)) or 'nothing'}:", "", *lines]
 

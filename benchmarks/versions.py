@@ -87,7 +87,7 @@ COLUMNS = (
     "seconds",
     "machine",
 )
-TABLE = Table(RESULTS / "versions.csv", COLUMNS, end="\n")
+TABLE = Table(RESULTS / "versions.csv", COLUMNS, "\n", ("version", "task", "script", "seed"))
 
 
 # --------------------------------------------------------------------------------------------- runs

@@ -181,7 +181,7 @@ def archive(answers, monkeypatch, rows):
 def test_the_newest_version_with_the_own_flags_is_compared(answers, monkeypatch):
     """Variants, other flags, few seeds, what was taken back and old versions do not count; flags
     that the preset has do. One with more seeds is not displaced by a newer one with fewer."""
-    task, joint = "Hopper-v5", answers.JOINT
+    task, joint = "Hopper-v5", answers.common.JOINT
     joined = " --norm-adv-memory 0"  # the preset since
     one, two = "1111111" + joined, "2222222" + joined
     [cell] = [cell for cell in answers.versions.CELLS if cell.task == task]
@@ -190,7 +190,7 @@ def test_the_newest_version_with_the_own_flags_is_compared(answers, monkeypatch)
         ([], one),
         ([(two, task, 3, 0), ("2222222", "CartPole-v1", 8, 0)], one),
         ([("2222222", task, 8, 0), (two + " --gamma 0.9", task, 8, 0)], one),
-        ([("0da0e65" + joined, task, 8, 0), (min(answers.OLDER) + joined, task, 8, 0)], one),
+        ([("0da0e65" + joined, task, 8, 0), (min(answers.common.OLDER) + joined, task, 8, 0)], one),
         ([(two + " --norm-returns-memory 10", task, 8, 0)], two + " --norm-returns-memory 10"),
         ([(two, task, 6, 0)], two),
         ([(two, task, 4, 0)], two),
@@ -209,7 +209,7 @@ def test_versions_that_scaled_the_rate_do_not_count(answers, monkeypatch):
     """But for the variant that scales the gradient, as today's scripts do."""
     task = "CartPole-v1"
     [cell] = [cell for cell in answers.versions.CELLS if cell.task == task]
-    rows = [(answers.JOINT, task, 8, 100), ("7cffc2f", task, 8, 200)]
+    rows = [(answers.common.JOINT, task, 8, 100), ("7cffc2f", task, 8, 200)]
     archive(answers, monkeypatch, rows)
     assert answers.newest(cell) is None
     archive(answers, monkeypatch, [*rows, ("7cffc2f gradient_scaled", task, 8, 300)])
@@ -235,7 +235,7 @@ def test_age_is_told_from_the_rows(answers, monkeypatch):
         assert answers.current().startswith(begin)
         assert f"{old or 'None'} of 9" in answers.current() or old == 9
         assert "and so were" not in answers.current()
-    monkeypatch.setattr(answers, "OLDER", set())
+    monkeypatch.setattr(answers.common, "OLDER", set())
     for old, behind, fresh in (
         (0, "1 of 9 rows of truth", "current, risk, the second table"),
         (5, "5 of 9 rows of risk and 1 of 9 rows of truth", "risk of the feed-forward script, the"),
@@ -286,7 +286,7 @@ def test_repeats_are_those_of_both_programs(answers, monkeypatch):
     version has measured is told with its few repeats."""
     made = []
     monkeypatch.setattr(answers, "Table", lambda *_: Made(made))
-    old = min(answers.OLDER)
+    old = min(answers.common.OLDER)
     before = speeds((old, "ours", 20, 20, 30), (old, "sb3", 10, 10, 10))
     both, alone = (
         answers.Cell("cartpole", *programs, "")
@@ -310,7 +310,7 @@ def test_repeats_are_those_of_both_programs(answers, monkeypatch):
 def test_tuning_runs_are_those_with_the_flags_of_the_reported_ones(answers, monkeypatch):
     """Whatever their order and whatever the preset says today; other flags, other tasks and newer
     versions are left out, as is a task whose reported runs differ in their flags."""
-    old = min(answers.OLDER)
+    old = min(answers.common.OLDER)
     line = answers.Line("MuJoCo", "Hopper-v5", answers.CATEGORICAL)
     rows = [
         {"script": line.script, "task": task, "flags": flags, "commit": commit, "return_mean": mean}
@@ -329,7 +329,7 @@ def test_tuning_runs_are_those_with_the_flags_of_the_reported_ones(answers, monk
 
 def test_rows_of_peers_are_not_ours(answers, monkeypatch):
     """Whether they have a commit or none."""
-    old = min(answers.OLDER)
+    old = min(answers.common.OLDER)
     made = [
         {"script": script, "commit": commit}
         for script, commit in (
@@ -383,16 +383,38 @@ def test_ratios_to_others_are_means_of_tasks(answers):
 def test_disasters_are_those_of_the_preset(answers, monkeypatch):
     """Other processes do not count. The disaster has one run of atoms and two of quantiles."""
     made = [
-        {"task": task, "script": script, "variant": "recommended", "cvar05": cvar}
-        for task, script, cvar in (
-            ("gaussian", answers.LSTM, "0.1"),
-            ("disaster", answers.CATEGORICAL, "0.3"),
-            ("disaster", answers.LSTM, "0.4"),
-            ("disaster", answers.LSTM, "0.6"),
+        {"task": task, "script": script, "variant": variant, "cvar05": cvar}
+        for task, script, variant, cvar in (
+            ("gaussian", answers.LSTM, "recommended", "0.1"),
+            ("disaster", answers.CATEGORICAL, "recommended", "0.3"),
+            ("disaster", answers.CATEGORICAL, "201 atoms", "0.7"),
+            ("disaster", answers.LSTM, "recommended", "0.4"),
+            ("disaster", answers.LSTM, "recommended", "0.6"),
         )
     ]
     monkeypatch.setattr(answers.calibration, "TABLE", Made(made))
-    assert answers.disasters() == "30 % (atoms) and 50 % (quantiles; one run each)"
+    told = "70 % (201 atoms), 30 % (51 atoms) and 50 % (quantiles; older, one run each)"
+    assert answers.disasters() == told
+
+
+def test_runs_without_calibrated_stand_beside_the_same_tasks(answers, monkeypatch):
+    """CartPoleNoVel's run with a bonus of entropy is no match of the one without."""
+    novel, hopper = "CartPoleNoVel-v1", "Hopper-v5"
+    made = [
+        {"task": task, "script": script, "variant": variant, "coverage": error}
+        for task, script, variant, error in (
+            (novel, answers.LSTM, "default", "0.3"),
+            (novel, answers.LSTM, "presets", "0.01"),
+            (novel, answers.LSTM, "presets, no bonus", "0.2"),
+            (hopper, answers.CATEGORICAL, "presets", "0.02"),
+        )
+    ]
+    monkeypatch.setattr(answers.calibration, "TABLE", Made(made))
+    alone, beside = answers.without_calibrated()
+    assert (alone.tolist(), beside.tolist()) == ([0.3], [0.2])
+    made.append(made[3] | {"variant": "default", "coverage": "0.4"})
+    alone, beside = answers.without_calibrated()
+    assert (alone.tolist(), beside.tolist()) == ([0.3, 0.4], [0.2, 0.02])
 
 
 def test_every_critic_whose_value_is_the_mean_counts_on_the_arms(answers, monkeypatch):
@@ -483,7 +505,7 @@ def test_older_versions_are_older():
     known = subprocess.run([*git, "cat-file", "-e", "0da0e65"], capture_output=True)
     if known.returncode:
         pytest.skip("the history is not here")
-    for version in sorted(answers.OLDER):
+    for version in sorted(answers.common.OLDER):
         line = [*git, "merge-base", "--is-ancestor", "0da0e65", version]
         assert subprocess.run(line, capture_output=True).returncode == 1, version
 
@@ -589,7 +611,7 @@ def test_reward_terms_worked_by_hand(answers, monkeypatch):
     """The longest runs alone: 2 and 4 with terms, 1 and 3 with one value: +1, with gaps of 0.2 %
     and 0.4 %."""
     rows = [
-        {"variant": variant, "steps": steps, "return_mean": returns, "gap": gap}
+        {"variant": variant, "steps": steps, "return_mean": returns, "gap": gap, "flags": "--a 1"}
         for variant, steps, returns, gap in (
             ("terms", "9000", 2, 0.002),
             ("terms", "9000", 4, 0.004),
@@ -602,7 +624,9 @@ def test_reward_terms_worked_by_hand(answers, monkeypatch):
     monkeypatch.setattr(answers.Table, "rows", lambda self: rows)
     told = answers.terms()
     assert "they add up to the value of the whole reward, 0.3 % apart, at an unknown" in told
-    assert "cost in return (+1 (-5 to +7) after 9,000 steps, two runs each;" in told
+    assert "cost in return (+1 (-5 to +7) after 9,000 steps, two runs each, older preset;" in told
+    monkeypatch.setattr(answers.common, "spelt_out", lambda script, flags: "--a 1")
+    assert "9,000 steps, two runs each;" in answers.terms()
     for returns, told in (
         (50, "at no cost in return (+48 ("),
         (-50, "at a clear cost in return (-52 ("),

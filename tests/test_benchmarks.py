@@ -1254,6 +1254,106 @@ def test_rows_of_other_columns_are_refused(tmp_path):
     assert [row["x"] for row in other.rows()] == ["1", "3"]
 
 
+def test_a_run_that_another_program_has_made_is_not_written_again(tmp_path):
+    """Both asked for runs without a row at once. Another seed and another step are other rows."""
+    common = importlib.import_module("common")
+    table = common.Table(tmp_path / "a.csv", ("seed", "step", "x"), once=("seed", "step"))
+    table.append({"seed": 1, "step": 1, "x": 5}, {"seed": 1, "step": 2, "x": 6})
+    table.append({"seed": 1, "step": 2, "x": 7}, {"seed": 2, "step": 2, "x": 8})
+    assert [row["x"] for row in table.rows()] == ["5", "6", "8"]
+
+
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [
+        *((name, "task script variant seed") for name in ("risk", "truth", "calibration", "tails")),
+        ("trust", "task script variant seed change level"),
+        ("reward_terms", "task script variant seed steps"),
+        ("tune", "script task flags seed commit"),
+        ("screen", "study task setting flags seed"),
+        ("versions", "version task script seed"),
+    ],
+)
+def test_no_run_has_two_rows(name, columns):
+    """Each program knows what tells its rows apart, and the committed rows agree."""
+    if name == "reward_terms":
+        pytest.importorskip("mujoco")
+    table = importlib.import_module(name).TABLE
+    assert {*table.once} == {*columns.split()}
+    keys = [tuple(row[column] for column in table.once) for row in table.rows()]
+    assert len(keys) == len({*keys})
+
+
+class UsageError(Exception):
+    """What a script raises if it refuses its flags or a task."""
+
+
+def refuse(run):
+    """Work whose script refuses the run, or fails if its seed is 2."""
+    raise (RuntimeError if run.seed == 2 else UsageError)("--env-id X: pip install x")
+
+
+def test_what_a_script_refuses_is_told_in_a_line(capsys, monkeypatch):
+    """A missing package, for instance. A fault of a program has its traceback."""
+    common = importlib.import_module("common")
+    monkeypatch.setattr(common, "run_alone", common.with_words)
+    runs = common.runs_of([common.Cell("X", "s", "v", "", [1, 2])])
+    assert [*common.run_all(refuse, runs[:1], 1)] == []
+    told = capsys.readouterr().err
+    assert told.startswith("error: --env-id X: pip install x\n")
+    assert "Traceback" not in told
+    assert [*common.run_all(refuse, runs[1:], 1)] == []
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_rows_of_an_older_preset_do_not_pass_as_calibration(monkeypatch):
+    """The rows that are kept have today's flags. One flag of any of four kinds of row is changed:
+    the preset alone, with `calibrated`, with the critics trained behind it, a task's own flags."""
+    calibration = importlib.import_module("calibration")
+    cells = calibration.cells()
+    calibration.refuse_other_flags(cells)
+    seeds = {"default": 8004, "presets": 8004, "critics": 8004, "mean": 1}
+    for variant, seed in seeds.items():
+        row = {"task": "CartPoleNoVel-v1", "script": calibration.LSTM, "variant": variant}
+        row |= {"seed": str(seed), "flags": "--gamma 0.5"}
+        with monkeypatch.context() as patch:
+            patch.setattr(calibration.Table, "rows", lambda self, row=row: [row])
+            with pytest.raises(ValueError, match=r"--gamma 0\.5, not"):
+                calibration.refuse_other_flags(cells)
+
+
+def test_critics_alone_leave_out_the_bonus_of_the_actor():
+    """It would have no effect there, and is refused."""
+    calibration = importlib.import_module("calibration")
+    [cell] = [x for x in calibration.preset_cells() if x.task == "CartPoleNoVel-v1"]
+    assert calibration.critics_flags(cell) == "--preset calibrated critics"
+
+
+def test_packages_that_are_not_installed_have_no_version():
+    """Not every cell needs all of them."""
+    speed = importlib.import_module("speed")
+    assert speed.version_of("no-such-package") == "none"
+    assert speed.version_of("torch").startswith("2.")
+
+
+def test_tuning_runs_of_the_joint_update_are_not_pooled(monkeypatch):
+    """They do not pass as done, and have a line of their own."""
+    tune, common = map(importlib.import_module, ("tune", "common"))
+    same = {"script": "s", "task": "a", "flags": "--k 2", "steps_to_threshold": ""}
+    same |= {"share_lost": "", "return_mean": 5}
+    rows = [
+        same | {"seed": "1", "commit": min(common.OLDER)},
+        same | {"seed": "2", "commit": common.JOINT},
+        same | {"seed": "3", "commit": "fffffff"},
+    ]
+    made = []
+    monkeypatch.setattr(tune.Table, "rows", lambda self: rows)
+    monkeypatch.setattr(tune.Table, "record", lambda self, work, runs, processes: made.extend(runs))
+    tune.run_missing(common.Cell("a", "s", "tuning", "--k 2", [1, 2, 3]), 1)
+    assert [run.seed for run in made] == [1, 2]
+    assert [line.split("|")[3] for line in tune.report("a")[4:]] == [" 1 ", " 2 "]
+
+
 def test_no_run_is_added_to_rows_of_earlier_versions(monkeypatch, tmp_path):
     """Of four cells without a row, those of our scripts with seeds of earlier versions are not
     trained: today's update would be mixed in. Peers have such seeds."""

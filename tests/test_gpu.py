@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -60,6 +61,13 @@ def test_the_gain_is_over_the_faster_cpu(gpu):
         rows.append(same | {"program": program, "repeat": "3", "value": "900"})
     rows = [row | {"commit": "older", "value": "1"} for row in rows] + rows
     assert gpu.gain_of(rows, "CartPole-v1") == (2.5, 2.0, 5.0)
+
+
+def test_rows_of_changed_scripts_do_not_count(gpu, monkeypatch):
+    """Neither as measured nor in the table."""
+    rows = [{"commit": "abc+"}, {"commit": "abc"}]
+    monkeypatch.setattr(gpu, "TABLE", SimpleNamespace(rows=lambda: rows))
+    assert gpu.committed() == rows[1:]
 
 
 def test_one_repeat_of_a_newer_version_displaces_no_two(gpu):

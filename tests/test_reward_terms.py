@@ -227,6 +227,7 @@ def test_a_run_and_its_picture(program, kept, monkeypatch, tmp_path, capsys):
 def test_rows_of_another_length_are_other_runs(program, kept):
     """They are not skipped, and have lines of their own. Steps are those that are done."""
     row = dict.fromkeys(program.COLUMNS, 1) | {"task": "Hopper-v5", "script": program.CATEGORICAL}
+    row["flags"] = program.common.spelt_out(program.CATEGORICAL, program.PRESET)
     for steps, score in ((4096, 10), (8192, 50)):
         kept.append(row | {"variant": "terms", "steps": steps, "return_mean": score})
     left = {(run.cell.variant, run.seed) for run in program.missing(5000, [1, 2])}
@@ -236,6 +237,14 @@ def test_rows_of_another_length_are_other_runs(program, kept):
     lines = (program.RESULTS / "reward_terms.md").read_text().splitlines()[2:4]
     assert lines[0].startswith("| terms | 1 | 8192 | 50 | 50 |")
     assert lines[1].startswith("| terms | 1 | 4096 | 10 | 10 |")
+
+
+def test_rows_of_another_preset_do_not_pass_as_done(program, kept):
+    """They have to be taken out first."""
+    row = dict.fromkeys(program.COLUMNS, 1) | {"task": "Hopper-v5", "script": program.CATEGORICAL}
+    kept.append(row | {"variant": "terms", "steps": 4096, "flags": "--num-steps 8"})
+    with pytest.raises(ValueError, match="seed 1 of 4096 steps has --num-steps 8, and --preset"):
+        program.missing(5000, [1])
 
 
 def test_returns_are_told_seed_by_seed(program, kept):
