@@ -77,6 +77,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import argparse
 import ast
 import atexit
+import builtins
 import contextlib
 import copyreg
 import inspect
@@ -87,6 +88,7 @@ import multiprocessing
 import numbers
 import pickle
 import random
+import re
 import shlex
 import signal
 import subprocess
@@ -103,6 +105,7 @@ from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import count, pairwise
 from pathlib import Path
 from queue import SimpleQueue
@@ -632,8 +635,8 @@ def run_critics(
     The last step of a stretch has no later one. From the state after it the LSTM takes one extra
     step, to s'_t. The state that this leaves is dropped.
 
-    A termination cuts nothing. The outputs for its s'_t are of the next episode, but `gae` and the
-    targets multiply them by 0. (0 times NaN would be NaN, but `gae` refuses values that
+    A termination cuts nothing. The outputs for its s'_t may be of the next episode, but `gae` and
+    the targets multiply them by 0. (0 times NaN would be NaN, but `gae` refuses values that
     are not finite.)
 
     The states are not reset: one may be left over from an episode that has ended. `unroll_lstm`
@@ -862,7 +865,7 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
     """
     if not args.norm_adv:
         return advantages
-    eps = 1e-30  # so small that advantages in any unit are divided by their std alone
+    eps = 1e-30  # it matters only ahead of a first reward, while V is that small
     normalized = normalize_advantages(advantages, eps, average)
     if not args.norm_adv_memory:
         return normalized
@@ -1624,7 +1627,7 @@ def rescale_head(
 
         w' = w s / s',    b' = b s / s' + (mu - mu') / s'
 
-    It is computed in float64, since mu may be a million times s.
+    It is computed in float64, since mu may be 100,000 times s.
     Source: van Hasselt et al. 2016, eq. 5.
     """
     ratio = old_std / new_std
@@ -1735,8 +1738,9 @@ class ValueDistribution(nn.Module):
         divided by almost nothing.
 
         Decoded predictions stay what they were (PopArt, van Hasselt et al. 2016), with one
-        exception. Where the old std is almost its floor, no return has varied yet, and heads that
-        are rescaled from there would vanish. So they and `outputs` stay as they are.
+        exception. Where the old std is almost its floor, returns have not varied by more than
+        1e-5 of their mean yet, and heads that are rescaled from there would vanish. So they and
+        `outputs` stay as they are.
 
         The last layers of the heads change in place. Returns `outputs` (C, T, N, K or K + 1) in
         the new units, and metrics.
@@ -2502,7 +2506,10 @@ def image_view(space: Box, args: Args) -> tuple[Callable, Box]:
 
 
 def unfit_part(space: gym.Space, name: str = "observation") -> str:
-    """Name the first part of a space that has no place in a vector. "" means that all have."""
+    """Name the first part of a space that has no place in a vector, and a remedy.
+
+    "" means that all have one.
+    """
     if isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
         parts = space.items() if isinstance(space, gym.spaces.Dict) else enumerate(space)
         for key, part in parts:
@@ -2513,12 +2520,15 @@ def unfit_part(space: gym.Space, name: str = "observation") -> str:
     if isinstance(space, Box):
         many_images = space.dtype == np.uint8 and len(space.shape) > 3
         if many_images:
-            return f"{name} is {space}, a stack of images, whose channels must be on one axis"
+            return f"{name} is {space}, a stack of images; move the stack into the channels"
         if channel_axis(space) is not None:
-            return f"{name} is {space}, which counts as an image (a flat one would not)"
+            text = "which counts as an image (a flat one would not); images are not joined with"
+            return f"{name} is {space}, {text} other parts; wrap the task and leave one out"
         return ""
-    fit = isinstance(space, Discrete | MultiDiscrete | MultiBinary)
-    return "" if fit else f"{name} is {space}"
+    if isinstance(space, Discrete | MultiDiscrete | MultiBinary):
+        return ""
+    remedy = "it has no place in a vector; wrap the task in a module of yours, module:id"
+    return f"{name} is {space}; {remedy}"
 
 
 def vector_view(space: gym.Space, args: Args, hidden: tuple[int, ...]) -> tuple[Callable, Box]:
@@ -2528,10 +2538,7 @@ def vector_view(space: gym.Space, args: Args, hidden: tuple[int, ...]) -> tuple[
     """
     unfit = unfit_part(space)
     if unfit:
-        remedy = "it has no place in a vector; wrap the task in a module of yours, module:id"
-        if "image" in unfit:
-            remedy = "images are not joined with other parts; wrap the task and leave one out"
-        raise UsageError(f"--env-id {args.env_id}: {unfit}; {remedy}")
+        raise UsageError(f"--env-id {args.env_id}: {unfit}")
     is_flat = isinstance(space, Box) and len(space.shape) == 1
     keep = np.ones(gym.spaces.flatdim(space), bool)
     if hidden and max(hidden) >= len(keep):
@@ -2579,7 +2586,10 @@ def misfit_of_one(space: gym.Space, value: Any) -> str:
     """Say how a value does not fit a space without parts. "" means that it fits."""
     if not isinstance(space, Box):
         kind = f" of {value.dtype}" if hasattr(value, "dtype") else ""
-        return "" if value in space else f"is {value!r:.100}{kind}"
+        with contextlib.suppress(ValueError):  # a ragged list
+            if value in space:
+                return ""
+        return f"is {value!r:.100}{kind}"
 
     try:
         array = np.asarray(value)
@@ -2600,6 +2610,11 @@ def misfit_of_one(space: gym.Space, value: Any) -> str:
         if not whole:
             ends = f"from {array.min()!s:.20} to {array.max()!s:.20}"
             return f"has numbers {ends} of {array.dtype}"
+    elif array.dtype == object:
+        try:
+            array.astype(np.float64)
+        except OverflowError as error:
+            return f"has numbers that are too large ({error})"
     return ""
 
 
@@ -2756,7 +2771,8 @@ class Checked(gym.Wrapper):
     def look(self, obs: Any) -> np.ndarray:
         """Return an observation as `see` gives it."""
         if isinstance(obs, Tensor):
-            obs = obs.detach().cpu().numpy()
+            with contextlib.suppress(TypeError):  # of bfloat16, which NumPy lacks
+                obs = obs.detach().cpu().numpy()
         fits = isinstance(obs, np.ndarray) and (obs.shape, obs.dtype) == self.usual  # the fast way
         found = "" if fits else misfit(self.env.observation_space, obs)
         if found:
@@ -2789,15 +2805,20 @@ class Checked(gym.Wrapper):
         return kind(f"--env-id {self.env_id}: {text}; mend the task")
 
 
-def refuse_old_atari(env: gym.Env, args: Args) -> None:
-    """Raise `UsageError` for ids of Atari games that are older than ALE/...-v5.
+def refuse_other_atari(env: gym.Env, args: Args) -> None:
+    """Raise `UsageError` for ids of Atari games that are not ALE/...
 
     They would train on raw single frames, with rewards as they are. Most have no sticky actions.
     """
     if args.is_atari or not str(env.unwrapped.spec.entry_point).startswith("ale_py"):
         return
-    text = "is an old id, which is not set up as Machado et al. 2018 ask"
-    raise UsageError(f"--env-id {args.env_id}: {text}; use {newest_atari_id(args.env_id)}")
+    newest = newest_atari_id(args.env_id)
+    text = "is not set up as Machado et al. 2018 ask"
+    remedy = f"use {newest}"
+    if newest.removeprefix("ale_py:") not in gym.registry:  # a registration of the user's
+        module, _, task = args.env_id.rpartition(":")
+        remedy = f"register it as ALE/{task}, and name it {module or 'module'}:ALE/{task}"
+    raise UsageError(f"--env-id {args.env_id}: {text}; {remedy}")
 
 
 def newest_atari_id(env_id: str) -> str:
@@ -2821,8 +2842,9 @@ def advice(error: Exception, args: Args) -> str:
     """Return what may help where a task could not be made, or ""."""
     packages = "pip install ale-py opencv-python-headless"
     if args.is_atari and args.env_id.startswith("ale_py:"):
-        return f" Needed: {packages}"
-    if args.is_atari:
+        installed = find_spec("ale_py") and find_spec("cv2")
+        return "" if installed else f" Needed: {packages}"
+    if args.is_atari and ":" not in args.env_id:
         return f" Use ale_py:{args.env_id.split(':')[-1]}, after {packages}"
     module, _, task = args.env_id.rpartition(":")
     if module.endswith(".py") or "/" in module or "\\" in module:
@@ -2856,7 +2878,7 @@ def make_env(args: Args, **options: Any) -> gym.Env:
         try:
             env = Checked.ask(args.env_id, gym.make, name, disable_env_checker=True, **options)
             after_a_fault.callback(close_quietly, env)
-            refuse_old_atari(env, args)
+            refuse_other_atari(env, args)
             if args.is_atari:
                 env = gym.wrappers.AtariPreprocessing(env, noop_max=0)
                 env = gym.wrappers.FrameStackObservation(env, 4)
@@ -2984,14 +3006,14 @@ class EnvsInProcesses(gym.vector.VectorEnv):
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[np.ndarray, dict]:
         """Open an episode in each environment. seed is None, or has one for each."""
         seeds = None if seed is None else np.reshape(seed, (-1, self.size)).tolist()
-        with telling_of_ended_processes():
+        with telling_of_faults():
             obs, _ = self.groups.reset(seed=seeds, options=options)
         return self.join(obs), {}
 
     def step(self, actions: np.ndarray) -> tuple:
         """Step all environments. `info` has what SyncVectorEnv gives where episodes ended."""
         grouped = actions.reshape(-1, self.size, *actions.shape[1:])
-        with telling_of_ended_processes():
+        with telling_of_faults():
             *facts, found = self.groups.step(grouped)
         info = {}
         if "final_obs_" in found:
@@ -3019,13 +3041,35 @@ class EnvsInProcesses(gym.vector.VectorEnv):
 
 
 @contextlib.contextmanager
-def telling_of_ended_processes() -> Iterator[None]:
-    """Say what it means that a process of environments does not answer any more."""
+def telling_of_faults() -> Iterator[None]:
+    """Tell the traceback of a fault in a process of environments, or that the process has ended."""
     try:
-        yield
+        with messages_of_gymnasium() as told:
+            yield
     except (EOFError, ConnectionError) as error:
         text = "a process of --async-envs ended; was it killed, for its memory or by a signal?"
         raise RuntimeError(text) from error
+    except Exception as error:
+        if not str(error).startswith("--env-id"):  # such a refusal has said all, see `Checked`
+            tell("\n".join(told), file=sys.stderr)
+        raise
+
+
+@contextlib.contextmanager
+def messages_of_gymnasium() -> Iterator[list[str]]:
+    """Collect what gymnasium would warn of.
+
+    It takes its own messages for format strings. So a % in a path or in a line of a traceback would
+    be a fault that hides what the message is about.
+    """
+    told: list[str] = []
+    log = gym.logger
+    before = log.warn, log.error
+    log.warn = log.error = lambda text, *_, **__: told.append(text)
+    try:
+        yield told
+    finally:
+        log.warn, log.error = before
 
 
 @contextlib.contextmanager
@@ -3626,9 +3670,16 @@ def close_quietly(env: gym.Env | gym.vector.VectorEnv) -> None:
 
 
 def tell(line: str, end: str = "\n", file: Any = None) -> None:
-    """Print a line. A terminal that is gone and a pipe that nobody reads end no run."""
-    with contextlib.suppress(OSError, ValueError):
-        print(line, end=end, file=file, flush=True)
+    """Print a line. A terminal that is gone and a pipe that nobody reads end no run.
+
+    Letters that the encoding of a file lacks are escaped. Some replacements of stdout only write.
+    """
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        try:
+            print(line, end=end, file=file, flush=True)
+        except UnicodeEncodeError:
+            escaped = line.encode("ascii", "backslashreplace").decode()
+            print(escaped, end=end, file=file, flush=True)
 
 
 def tell_over(line: str, file: Any = None) -> None:
@@ -3753,8 +3804,10 @@ class Run:
     def facts(self) -> list[str]:
         """Tell what is run: the task, what networks see, the actions, and flags without effect."""
         args = self.args
-        size = " x ".join(map(str, self.agent.obs_shape))
-        seen = f"images, {size}" if self.agent.sees_images else f"vectors of {size}"
+        shape = self.agent.obs_shape
+        seen = f"vectors of {shape[0]}"
+        if self.agent.sees_images:
+            seen = f"images of {shape[1]} x {shape[2]} with {shape[0]} channels"
         space = self.agent.action_dist.space
         facts = [f"{args.env_id}: networks see {seen}", f"actions {space!s:.100}"]
 
@@ -3828,22 +3881,24 @@ class Run:
         """End the run after this iteration, or this episode of an evaluation.
 
         A second signal kills, unless it is a hang-up: a closed terminal may send several of those.
-        In a program that has imported the script, a notebook say, a second Ctrl-C raises
+        In a notebook, or in a program that has imported the script, a second Ctrl-C raises
         KeyboardInterrupt at once. Under torchrun a batch system's SIGTERM comes twice, from itself
         and from torchrun. So further signals are ignored there.
         """
         self.signals.append(number)
+        lives_on = __name__ != "__main__" or hasattr(builtins, "get_ipython")
         for handled in self.handlers:
             again = signal.SIG_DFL
             if handled == getattr(signal, "SIGHUP", None) or WORLD_SIZE > 1:
                 again = signal.SIG_IGN
-            elif handled == signal.SIGINT and __name__ != "__main__":
+            elif handled == signal.SIGINT and lives_on:
                 again = signal.default_int_handler
             signal.signal(handled, again)
         if RANK == 0:
             part = "episode" if self.evaluating else "iteration"
             line = f"stopping after this {part}"
-            line += "" if WORLD_SIZE > 1 else "; a second signal kills"
+            second = "Ctrl-C raises KeyboardInterrupt" if lives_on else "signal kills"
+            line += "" if WORLD_SIZE > 1 else f"; a second {second}"
             with contextlib.suppress(RuntimeError):  # the signal came while a line was printed
                 tell_over(line, file=sys.stderr)
 
@@ -3991,11 +4046,13 @@ class Run:
 
         self.log(metrics, self.step)
         self.evaluated_at = self.step
-        if args.eval_every and metrics["eval/return_mean"] >= self.best_return:
+        is_best = args.eval_every and metrics["eval/return_mean"] >= self.best_return
+        if is_best:
             self.best_return = metrics["eval/return_mean"]
             self.best_step = self.step
             self.save("best")
-            self.save()  # the checkpoint has to know of it
+        if is_best or args.capture_video:
+            self.save()  # the checkpoint has to know of the evaluation
 
     # ---- terminal and log ----
     def say(self, line: str) -> None:
@@ -4107,7 +4164,7 @@ class Run:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        path.replace(path.with_suffix(".pt"))
+        rename_over(path, path.with_suffix(".pt"))
 
     def to_resume(self) -> dict[str, Any]:
         """Return what --resume needs beside flags and weights."""
@@ -4239,8 +4296,11 @@ class Run:
                 return f"they were saved under {name} {versions[name]}, and this is {here[name]}"
         try:
             envs = pickle.loads(pickled)
+            changed = registration(envs[0]) != registration(self.envs.envs[0])
         except Exception as error:  # from the task, of any kind
             return f"reading the environments back failed: {error!r}"
+        if changed:
+            return f"{self.args.env_id} was registered in another way when they were saved"
         self.unused_envs = list(self.envs.envs)
         self.envs.envs = envs
         return ""
@@ -4326,6 +4386,27 @@ def task_sources(envs: gym.vector.VectorEnv, env_id: str) -> dict[str, str]:
     return {name: f"{zlib.crc32(source):08x}" for name, source in sources.items()}
 
 
+def registration(env: gym.Env) -> str:
+    """Return the entry point, the arguments and the time limit that an environment was made with.
+
+    Addresses of objects are left out, since they differ from process to process.
+    """
+    spec = env.unwrapped.spec
+    return re.sub(r" at 0x\w+", "", f"{spec.entry_point} {spec.kwargs} {time_limit(env)}")
+
+
+def time_limit(env: gym.Env) -> int | None:
+    """Return the steps after which gymnasium ends an episode, or None.
+
+    `env.spec` has them as well, but is None where a registration cannot be copied.
+    """
+    while isinstance(env, gym.Wrapper):
+        if isinstance(env, gym.wrappers.TimeLimit):
+            return env._max_episode_steps
+        env = env.env
+    return None
+
+
 class ReadBack:
     """Another process reads the environments back, steps and closes them, while the run goes on.
 
@@ -4336,6 +4417,8 @@ class ReadBack:
     SECONDS = 60
     PROGRAM = f"""
 import contextlib, pickle, signal, sys
+for number in (signal.SIGINT, signal.SIGTERM):  # they are for the run
+    signal.signal(number, signal.SIG_IGN)
 if hasattr(signal, "alarm"):
     signal.alarm({SECONDS})
 sys.path[:] = pickle.load(sys.stdin.buffer)
@@ -4445,7 +4528,17 @@ def replace_file(path: Path, content: bytes) -> None:
     """Write a file beside the old one, if there is one, and rename it. A fault leaves the old."""
     fresh = path.with_name(f"{path.name}.tmp")
     fresh.write_bytes(content)
-    fresh.replace(path)
+    rename_over(fresh, path)
+
+
+def rename_over(fresh: Path, old: Path) -> None:
+    """Rename a file over another one. Windows refuses that for as long as a program reads it."""
+    for _ in range(20):
+        with contextlib.suppress(PermissionError):
+            fresh.replace(old)
+            return
+        time.sleep(0.1)
+    fresh.replace(old)
 
 
 def commit_of(folder: Path) -> str:
@@ -4637,7 +4730,10 @@ def play(
     """
     films = args.capture_video and video_dir is not None
     if films:
-        env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: episode < 3)
+        with messages_of_gymnasium() as told:
+            env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: episode < 3)
+        for text in told:
+            tell(f"warning: {text}", file=sys.stderr)
     status = status or StatusLine(seconds=30)
     status.shown_at = time.monotonic()
     generator = torch.Generator()  # of the policy
@@ -4665,7 +4761,7 @@ def run_episode(
     obs, _ = env.reset(seed=derived_seed(args.seed, "evaluations", episode, bits=31))
     check_finite(f"reset of evaluation episode {episode}", obs[None])
 
-    limit = getattr(env.spec, "max_episode_steps", None) or LONGEST_EPISODE
+    limit = time_limit(env) or LONGEST_EPISODE
     policy = agent.numpy_policy()
     act = partial(
         agent.act, deterministic=not args.eval_sampled, policy=policy, generator=generator
@@ -4754,9 +4850,10 @@ def check_frames(env: gym.Env) -> None:
 
 
 def follow_robot(env: gym.Env) -> None:
-    """Look through the camera that follows a robot of MuJoCo. The default one stands still."""
+    """Look through the camera that follows a robot of MuJoCo, unless the task chooses one."""
     renderer = getattr(env.unwrapped, "mujoco_renderer", None)
-    if renderer is None:
+    chosen = "default_camera_config" in env.unwrapped.spec.kwargs
+    if renderer is None or renderer.camera_id != -1 or chosen:
         return
     cameras = [renderer.model.camera(i).name for i in range(renderer.model.ncam)]
     if "track" in cameras:
@@ -5070,8 +5167,9 @@ def parse_args(argv: list[str]) -> Args:
     finder.add_argument("--resume", nargs="?")
     finder.add_argument("--evaluate", nargs="?")
     finder.add_argument("--preset", nargs="*", action="append", default=[])
-    # tyro reads --preset=a b as two names, and argparse does so if the word is split
-    apart = [word.split("=", 1) if word.startswith("--preset=") else [word] for word in argv]
+    # tyro reads --preset=a b as two names, and argparse does so if the word is split. Others are
+    # split since argparse takes --run-dir="a b", which has a space, for the name of a preset.
+    apart = [word.split("=", 1) if word.startswith("--") else [word] for word in argv]
     given, _ = finder.parse_known_args([part for parts in apart for part in parts])
     if len(given.preset) > 1:
         second = " ".join(given.preset[1])

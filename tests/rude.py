@@ -302,7 +302,18 @@ class Starter(Walk):
 
 
 gym.register("Rude-v0", Rude)
+
+
 # a copy of what the id holds is not possible, so gymnasium says that there is no spec
+class Battery(Walk):
+    """Its first step fails, with % in the line and in the text."""
+
+    def step(self, action):
+        """Fail."""
+        raise RuntimeError(f"battery at {13 % 5}%")
+
+
+gym.register("Battery-v0", Battery)
 gym.register("Locked-v0", partial(lambda lock: Walk(), threading.Lock()))
 for probe in (
     OldStep, OldReset, OldSeed, NoStep, Exit, Torch, Single, Unfilmed, Display, Sleeper, Mover,

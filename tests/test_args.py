@@ -400,6 +400,15 @@ def test_sizes_that_do_not_fit(script, monkeypatch, flags, processes, said):
 
 
 @with_both_scripts
+@pytest.mark.parametrize("line", ["--run-dir=a b", "--exp-name=first try", "--gamma=0.5"])
+def test_presets_end_where_another_flag_begins(script, line):
+    """Also where its value has a space, which argparse takes for the name of a preset."""
+    args = script.parse_args(["--preset", "calibrated", line])
+    assert args.preset == ("calibrated",)
+    name, value = line.removeprefix("--").replace("-", "_").split("=")
+    assert str(getattr(args, name)) == value
+
+
 def test_the_defaults_are_those_that_were_tuned(script):
     """Those of the algorithm. Rows and tables are of these."""
     recurrent = "lstm" in script.__name__

@@ -124,4 +124,28 @@ def test_old_ids_are_told_their_new_name(script, kind):
     args = small_args(script, "Walk")
     args.env_id = f"ale_py:Breakout{kind}-v4"
     with pytest.raises(script.UsageError, match="use ale_py:ALE/Breakout-v5"):
-        script.refuse_old_atari(SimpleNamespace(unwrapped=SimpleNamespace(spec=spec)), args)
+        script.refuse_other_atari(SimpleNamespace(unwrapped=SimpleNamespace(spec=spec)), args)
+
+
+@pytest.mark.parametrize("module", ["mine:", ""])
+def test_a_registration_of_one_s_own_is_told_the_name_that_works(script, monkeypatch, module):
+    """There is no ALE/HardPong-v5 of ale_py."""
+    kwargs = {"game": "pong", "difficulty": 1}
+    gym.register("HardPong-v0", entry_point="ale_py.env:AtariEnv", kwargs=kwargs)
+    env = SimpleNamespace(unwrapped=SimpleNamespace(spec=gym.registry["HardPong-v0"]))
+    args = small_args(script, "Walk")
+    args.env_id = f"{module}HardPong-v0"
+    told = f"register it as ALE/HardPong-v0, and name it {module or 'module:'}ALE/HardPong-v0"
+    with pytest.raises(script.UsageError, match=told):
+        script.refuse_other_atari(env, args)
+
+
+def test_packages_are_named_where_they_are_missing(script, monkeypatch):
+    """A name that ale_py does not know is no reason to install it."""
+    args = small_args(script, "Walk")
+    args.env_id = "ale_py:ALE/Pongg-v5"
+    assert script.advice(RuntimeError(), args) == ""
+    monkeypatch.setattr(script, "find_spec", lambda name: None if name == "cv2" else name)
+    assert (
+        script.advice(RuntimeError(), args) == " Needed: pip install ale-py opencv-python-headless"
+    )

@@ -67,9 +67,24 @@ def test_films_of_every_evaluation(script, tmp_path):
     assert films(directory) == [*later, *expected]
 
 
-@pytest.mark.parametrize(("task", "camera"), [("HalfCheetah-v5", 0), ("InvertedPendulum-v5", -1)])
-def test_films_follow_a_robot(script, monkeypatch, task, camera):
-    """The camera "track", number 0 of a HalfCheetah; -1 is gymnasium's own, which stands still."""
+CHEETAH = "gymnasium.envs.mujoco.half_cheetah_v5:HalfCheetahEnv"
+CAMERAS = [
+    ({}, 0),
+    ({"camera_id": 0}, 0),
+    ({"default_camera_config": {"distance": 10.0}}, -1),
+]
+
+
+@pytest.mark.parametrize(
+    ("task", "chosen", "camera"),
+    [
+        *(("HalfCheetah-v5", *case) for case in CAMERAS),
+        ("InvertedPendulum-v5", {}, -1),
+    ],
+)
+def test_films_follow_a_robot(script, monkeypatch, task, chosen, camera):
+    """The camera "track", number 0 of a HalfCheetah; -1 is gymnasium's own. A camera that a
+    registration chooses stays."""
     pytest.importorskip("moviepy", reason="films need it")
     pytest.importorskip("mujoco")
     from gymnasium.envs.mujoco.mujoco_rendering import MujocoRenderer
@@ -80,6 +95,9 @@ def test_films_follow_a_robot(script, monkeypatch, task, camera):
 
     seen = []
     monkeypatch.setattr(MujocoRenderer, "render", look)
+    if chosen:
+        task = f"Own{min(chosen).title().replace('_', '')}-v0"
+        gym.register(task, CHEETAH, kwargs=chosen)
     script.make_eval_env(script.Args(env_id=task, capture_video=True)).close()
     assert seen == [camera]
 

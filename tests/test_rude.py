@@ -343,6 +343,25 @@ def test_objects_that_no_integer_can_hold_are_named(script, bad):
     assert "of object" in found
 
 
+def test_ragged_lists_and_numbers_of_no_float_are_named(script):
+    """NumPy and gymnasium raise where they meet them."""
+    choices = gym.spaces.MultiDiscrete([3, 3])
+    assert script.misfit(choices, [1, [2, 0]]).startswith("observation is [1, [2, 0]]; its space")
+    box = gym.spaces.Box(-1, 1, (2,))
+    found = script.misfit(box, np.array([0, 10**400], object))
+    assert found.startswith("observation has numbers that are too large")
+    assert script.misfit(box, np.array([0, 1.5], object)) == ""
+
+
+def test_a_tensor_that_numpy_does_not_know_is_named(script):
+    """NumPy has no bfloat16."""
+    env = script.make_env(small_args(script, "Walk"))
+    look = env.get_wrapper_attr("look")
+    with pytest.raises(script.UsageError, match="observation is no array"):
+        look(torch.zeros(1, dtype=torch.bfloat16))
+    assert look(torch.full((1,), 2.0)).tolist() == [2]
+
+
 @pytest.mark.parametrize(("call", "kind"), [("reset", TypeError), ("step", ValueError)])
 def test_a_fault_of_the_task_is_none_of_its_interface(script, monkeypatch, call, kind):
     """Only what unpacking and old signatures raise is told in other words."""
@@ -727,6 +746,75 @@ def test_a_task_that_was_edited_opens_new_episodes(script, somewhere, monkeypatc
     assert edited == (limit == 9)
 
 
+@pytest.mark.parametrize(
+    ("limit", "slippery", "afresh"), [(20, True, False), (30, True, True), (20, False, True)]
+)
+def test_a_task_that_is_registered_anew_opens_new_episodes(
+    script, somewhere, monkeypatch, capsys, limit, slippery, afresh
+):
+    """A program of the user's may register it with another limit or other arguments. No class is
+    another one then, and evaluations are of the new registration."""
+
+    def register(limit, slippery):
+        where = "gymnasium.envs.toy_text:FrozenLakeEnv"
+        kwargs = {"is_slippery": slippery, "desc": None, "map_name": "4x4"}
+        gym.register("Lake-v0", where, max_episode_steps=limit, kwargs=kwargs)
+
+    monkeypatch.setattr(gym.logger, "min_level", gym.logger.ERROR)  # of the second registration
+    register(20, True)
+    args = flags_for(script, somewhere, 2, env_id="Lake-v0")
+    directory = stopped(script, monkeypatch, args, 1)
+    register(limit, slippery)
+    resumed(script, monkeypatch, directory)
+    told = f"{AFRESH}: Lake-v0 was registered in another way when they were saved"
+    assert (told in capsys.readouterr().out) == afresh
+
+
+def test_a_registration_tells_no_address(script):
+    """It would differ in every process, and no resume would be exact."""
+    spec = SimpleNamespace(entry_point=Walk, kwargs={"a": object(), "b": lambda: 1, "c": 0.5})
+    told = script.registration(SimpleNamespace(unwrapped=SimpleNamespace(spec=spec)))
+    assert " at 0x" not in told
+    assert "'c': 0.5" in told
+
+
+def test_the_time_limit_of_a_task_whose_registration_cannot_be_copied(script):
+    """Evaluations keep to it as training does. gymnasium then has no `spec`."""
+    where = partial(lambda lock: Walk(), threading.Lock())
+    gym.register("LockedLong-v0", where, max_episode_steps=20_000)
+    env = script.make_env(small_args(script, "Walk"))
+    assert script.time_limit(env) is None
+    env = gym.make("LockedLong-v0")
+    assert script.time_limit(env) == 20_000
+    assert script.time_limit(gym.wrappers.TimeLimit(env, 7)) == 7
+
+
+@with_both_scripts
+def test_a_fault_with_a_percent_sign_is_told(script, monkeypatch, capsys):
+    """In a process of --async-envs. gymnasium takes its traceback for a format string."""
+    args = task(script, "Battery", async_envs=True, num_envs=2)
+    envs = script.make_envs(args)
+    try:
+        envs.reset(seed=[1, 2])
+        with pytest.raises(RuntimeError, match="battery at 3%"):
+            envs.step(np.zeros((2, 1), np.int64))
+    finally:
+        script.close_quietly(envs)
+    told = capsys.readouterr().err
+    assert "Traceback" in told
+    assert 'raise RuntimeError(f"battery at {13 % 5}%")' in told
+
+
+def test_messages_of_gymnasium_may_have_percent_signs(script):
+    """A film in a folder like clip20% is written over, say. The log is then as it was."""
+    before = gym.logger.warn, gym.logger.error
+    with script.messages_of_gymnasium() as told:
+        gym.logger.warn("videos in clip20% folder")
+        gym.logger.error("a % b")
+    assert told == ["videos in clip20% folder", "a % b"]
+    assert (gym.logger.warn, gym.logger.error) == before
+
+
 def test_what_defines_a_task_is_told_by_its_module(script, monkeypatch):
     """Two files may have one name, and a class of the program itself counts alone: the program may
     be edited to resume. Bases count as well."""
@@ -797,9 +885,6 @@ class Mute:
     """A replacement of stdout that can only write, as some programs have it."""
 
     def write(self, text):
-        """Nothing."""
-
-    def flush(self):
         """Nothing."""
 
 
@@ -1385,11 +1470,32 @@ def test_loading_and_evaluating_leave_nothing_open(script, somewhere, monkeypatc
     assert Single.alive == []
 
 
+class Stopped(Walk):
+    """While another process reads it back, signals arrive there."""
+
+    def __setstate__(self, attributes):
+        vars(self).update(attributes)
+        if os.getpid() != self.home:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                os.kill(os.getpid(), number)
+
+    def __init__(self):
+        super().__init__()
+        self.home = os.getpid()
+
+    def __getstate__(self):
+        return vars(self)
+
+
 def test_signals_to_the_run_are_not_for_its_proof(script):
-    """Ctrl-C reaches the processes of a session."""
+    """Ctrl-C reaches the processes of a session, a batch system's SIGTERM all of a job. The
+    checkpoint of such a stop would otherwise lack its environments."""
     proof = script.ReadBack(SimpleNamespace(envs=()))
     assert os.getsid(proof.process.pid) != os.getsid(0)
     assert proof.fault() == ""
+    stopped = Stopped()
+    stopped.reset(seed=0)
+    assert script.ReadBack(SimpleNamespace(envs=[stopped])).fault() == ""
 
 
 def test_a_run_in_the_home_directory_is_found(script, monkeypatch, tmp_path, capsys):
@@ -1588,7 +1694,10 @@ def test_a_task_s_own_message_is_told(script, tmp_path, monkeypatch, capsys, end
 def test_a_stack_of_bytes_is_told_what_to_do(script):
     """The frames stand on an axis of their own."""
     text = script.unfit_part(gym.spaces.Box(0, 255, (4, 84, 84, 3), np.uint8))
-    assert text.endswith("a stack of images, whose channels must be on one axis")
+    assert text.endswith("a stack of images; move the stack into the channels")
     text = script.unfit_part(gym.spaces.Dict(eye=gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)))
     assert "counts as an image" in text
+    assert text.endswith("not joined with other parts; wrap the task and leave one out")
+    text = script.unfit_part(gym.spaces.Dict(image_caption=gym.spaces.Text(8)))
+    assert text.endswith("no place in a vector; wrap the task in a module of yours, module:id")
     assert script.unfit_part(gym.spaces.Box(0, 255, (64,), np.uint8)) == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import io
 import json
 import os
@@ -60,6 +61,54 @@ def begin(script, tmp_path):
     for closing in begun:
         for one in closing:
             one.close()
+
+
+def test_letters_that_a_file_lacks_are_escaped(script):
+    """Windows' files have encodings with few letters, and a folder may have any."""
+    file = io.TextIOWrapper(io.BytesIO(), encoding="cp1252")
+    script.tell("logging to C:/\u0418\u0432\u0430\u043d/runs", file=file)
+    file.seek(0)
+    assert file.read() == "logging to C:/\\u0418\\u0432\\u0430\\u043d/runs\n"
+
+
+def test_a_file_that_is_being_read_is_renamed_over_later(script, monkeypatch, tmp_path):
+    """Windows refuses while a program has it open. After two seconds the fault is told."""
+    waits = []
+    replace_file, faults = Path.replace, [PermissionError(), PermissionError()]
+
+    def refuse_twice(path, target):
+        if faults:
+            raise faults.pop()
+        return replace_file(path, target)
+
+    monkeypatch.setattr(Path, "replace", refuse_twice)
+    monkeypatch.setattr(script.time, "sleep", waits.append)
+    (tmp_path / "new").write_text("new")
+    (tmp_path / "old").write_text("old")
+    script.rename_over(tmp_path / "new", tmp_path / "old")
+    assert (tmp_path / "old").read_text() == "new"
+    assert len(waits) == 2
+    faults.extend([PermissionError()] * 99)
+    (tmp_path / "new").write_text("newer")
+    with pytest.raises(PermissionError):
+        script.rename_over(tmp_path / "new", tmp_path / "old")
+    assert (tmp_path / "old").read_text() == "new"
+    assert sum(waits) == pytest.approx(2.2)
+
+
+@pytest.mark.parametrize("films", [False, True])
+def test_a_checkpoint_ahead_of_an_evaluation_is_renewed_after_it(script, begin, monkeypatch, films):
+    """One is written ahead of films. A resume from it would evaluate and log once more."""
+    run = begin(eval_every=1)
+    run.args = replace(run.args, capture_video=films)
+    run.best_return = 1e9  # this evaluation is not the best
+    kept = []
+    monkeypatch.setattr(script, "play", lambda *inputs: iter([[1.0]] * run.args.eval_episodes))
+    monkeypatch.setattr(run, "save", lambda name="checkpoint": kept.append(run.evaluated_at))
+    run.step = 48
+    run.evaluate()
+    assert run.evaluated_at == 48
+    assert kept[-1:] == ([48] if films else [])
 
 
 def test_schedules_fall_linearly_where_they_are_asked_to(script):
@@ -683,9 +732,32 @@ def test_what_lies_between_iterations_takes_none_of_their_time(begin):
     assert time.monotonic() - run.lap_start < 60
 
 
-def test_a_signal_is_confirmed(begin, capsys):
+@pytest.mark.parametrize("ipython", [False, True])
+@pytest.mark.parametrize("name", ["__main__", "imported"])
+def test_a_second_ctrl_c_spares_a_notebook(script, begin, monkeypatch, capsys, name, ipython):
+    """There a script may be run as `__main__`, by %run or as a cell. A kill would take all that the
+    notebook holds. The line tells what will happen."""
+    run = begin()
+    monkeypatch.setattr(script, "__name__", name)
+    if ipython:
+        monkeypatch.setattr(builtins, "get_ipython", lambda: None, raising=False)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        run.handlers = {signal.SIGINT: before}
+        run.request_stop(signal.SIGINT, None)
+        second = signal.getsignal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    spared = ipython or name == "imported"
+    assert second == (signal.default_int_handler if spared else signal.SIG_DFL)
+    told = "Ctrl-C raises KeyboardInterrupt" if spared else "signal kills"
+    assert capsys.readouterr().err.rstrip().endswith(f"iteration; a second {told}")
+
+
+def test_a_signal_is_confirmed(script, begin, monkeypatch, capsys):
     """With what it waits for."""
     run = begin()
+    monkeypatch.setattr(script, "__name__", "__main__")
     capsys.readouterr()
     for evaluating, part in ((False, "iteration"), (True, "episode")):
         run.evaluating = evaluating
@@ -700,7 +772,7 @@ def test_a_run_says_what_it_sees_and_which_preset_it_has(script, capsys, tmp_pat
     run, *_ = script.start(small_args(script, "QuadrantUint8First", **flags))
     with undisturbed(), run:
         said = capsys.readouterr().out
-    assert "networks see images, 2 x 12 x 12" in said
+    assert "networks see images of 12 x 12 with 2 channels" in said
     assert "; preset averse; " in said
 
 
