@@ -281,7 +281,7 @@ def tasks_table() -> list[str]:
         lines += common.markdown_head(" | ".join(named.get(head, head) for head in heads))
         lines += [common.markdown_row([row[head] for head in heads]) for row in rows]
         lines.append("")
-    return [*lines, *long_table(), *blind_table(), *memory_table()]
+    return [*lines, *long_table(), *blind_table(), *short_table(), *memory_table()]
 
 
 def long_table() -> list[str]:
@@ -308,8 +308,7 @@ def blind_table() -> list[str]:
         "MuJoCo, velocities hidden, 1M | recurrent | worst | feed-forward | recurrent minus "
         "feed-forward | feed-forward, with velocities"
     )
-    peers = any(measured(CONTRIB, task, "same_flags") != "-" for task in learning.BLIND)
-    lines = common.markdown_head(names + " | sb3-contrib, our flags" * peers)
+    lines = common.markdown_head(names)
     heads = len(lines)
     for task in learning.BLIND:
         own, control = scores(LSTM, task), scores(CATEGORICAL, task, "feed_forward")
@@ -323,10 +322,23 @@ def blind_table() -> list[str]:
                         with_interval(control),
                         welch(own, control).told(0),
                         measured(CATEGORICAL, task.replace("NoVel", "")),
-                        *([measured(CONTRIB, task, "same_flags")] if peers else []),
                     ]
                 )
             )
+    return [*lines, ""] if len(lines) > heads else []
+
+
+def short_table() -> list[str]:
+    """The same beside the peer, with equal flags and fewer steps, where both have all runs."""
+    lines = common.markdown_head(
+        "MuJoCo, velocities hidden, 300k | ours | sb3-contrib, our flags | difference"
+    )
+    heads = len(lines)
+    for task in learning.SHORT_ROBOTS:
+        own, peer = (scores(script, task, "short") for script in (LSTM, CONTRIB))
+        if len(own) and len(peer):
+            columns = [f"{task}, 300k*", with_interval(own), with_interval(peer)]
+            lines.append(common.markdown_row([*columns, welch(own, peer).told(0)]))
     return [*lines, ""] if len(lines) > heads else []
 
 
