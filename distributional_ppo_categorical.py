@@ -23,7 +23,7 @@ These things differ most from other PPO scripts:
                          lambda-return for each state, blurred by HL-Gauss. The presets `calibrated`
                          and `averse` learn the distribution of the return itself. By default V,
                          the value that advantages use, is the mean of the predicted distribution
-                         plus a correction, the mean output (`--value-from`). With `--cvar-weight`
+                         plus a correction (`--value-from`). With `--cvar-weight`
                          the policy learns from the tail of the distribution.
     Two critics          Two value heads predict the return. By default V is the smaller one of
                          their two values.
@@ -53,8 +53,8 @@ Shapes are written with these letters:
     P   parts of a discrete action
     H   width of the hidden layers
     C   critics
-    K   atoms of a predicted distribution; with the mean output a critic has K + 1 outputs
-    J   weighted returns of a target distribution
+    K   atoms of a predicted distribution; with the correction a critic has K + 1 outputs
+    J   weighted returns of a target distribution: 1 by default, K by SR(lambda)
 
 Rewards, values and returns are in the task's units, but rewards of Atari games are clipped.
 Networks see normalised observations (images as they are) and predict normalised returns. A `Batch`
@@ -293,7 +293,7 @@ class CriticArgs:
     """Value heads, each with a hidden layer of its own. They share the layers before it."""
     value_from: Literal["distribution", "mean_head"] = "mean_head"
     """Where V comes from. distribution: the mean of the predicted distribution. mean_head: that
-    mean plus a correction, the mean output. Squared error fits the correction, so V learns rare
+    mean plus a correction, one more output. Squared error fits the correction, so V learns rare
     rewards, too."""
     twin_reduce: Annotated[Literal["min", "mean"], IdleWhile("num_critics", 1)] = "min"
     """How two critics give one prediction. min: that of the critic with the smaller V. mean: an
@@ -493,7 +493,7 @@ class Batch(NamedTuple):
     log_probs: Tensor  # (B,) of the actions under that policy, nats
     advantages: Tensor  # (B,) in the task's units, which `update` normalises
     targets: Tensor  # (B, K) what the value distributions learn
-    returns: Tensor  # (B,) lambda-returns, normalised: what V learns, by its mean output
+    returns: Tensor  # (B,) lambda-returns, normalised: what V learns
     old_predictions: Tensor  # (B, C, 1 or 2) mean, and V, before the update, for value clipping
 
     def for_actor(self) -> Batch:
@@ -524,7 +524,7 @@ def train(args: Args) -> dict[str, Any]:
             batch, metrics = prepare_batch(agent, rollout, args)
             run.lap("values")
             metrics |= update(agent, optimizers, batch, args, progress)
-            agent.update_obs_moments(rollout.obs)  # `prepare_batch` saw as the actor did
+            agent.update_obs_moments(rollout.obs)  # last: the update has to see as the actor did
             run.lap("update")
             run.end_iteration(rollout, metrics, (obs,))
     return run.results
@@ -599,9 +599,9 @@ def run_critics(
     """Predict the return distribution of every state s_t and of every true successor s'_t.
 
     obs and next_obs are (T, N, D), normalised. Returns the outputs of all critics for both, each
-    (C, T, N, K or K + 1). Where the episode goes on, s'_t is the next row of the same pass. The
-    final observations of episodes and of the rollout get a pass of their own (Pardo et al. 2018);
-    no other rows of next_obs are read.
+    (C, T, N, K or K + 1). Where the episode does not end, s'_t is s_{t+1}, which the same pass has.
+    The final observations of episodes and of the rollout get a pass of their own (Pardo et al.
+    2018); nothing else of next_obs is read.
     """
     outputs = agent.value_outputs(obs)
     next_outputs = outputs.roll(-1, dims=1)  # along time; the last row is replaced below
@@ -651,10 +651,10 @@ def gae(
             raise ValueError(f"gae: {bad} of {x.numel()} {name} are not finite")
 
     shape = terminated.shape + (1,) * (values.dim() - terminated.dim())
-    goes_on = (~terminated).to(values.dtype).view(shape)
-    unbroken = (~(terminated | truncated)).to(values.dtype).view(shape)
-    delta = rewards + gamma * goes_on * next_values - values  # (T, N)
-    decay = gamma * gae_lambda * unbroken
+    not_terminated = (~terminated).to(values.dtype).view(shape)
+    not_ended = (~(terminated | truncated)).to(values.dtype).view(shape)
+    delta = rewards + gamma * not_terminated * next_values - values  # (T, N)
+    decay = gamma * gae_lambda * not_ended
 
     advantage = torch.zeros_like(delta[0])
     advantages = []  # from the last step to the first
@@ -670,9 +670,9 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     """Turn a rollout into a batch. Returns it and metrics.
 
     The order matters (van Hasselt et al. 2016). The return statistics of earlier rollouts,
-    `dist.moments`, turn this one's values into the task's units: std * value + mean. These give its
-    advantages. Targets move the statistics,
-    and the mean outputs are rescaled to fit them. Atoms cannot be.
+    `dist.moments`, turn this one's values into the task's units: std * value + mean. These values
+    give advantages and targets. Then the targets move the statistics, and the corrections are
+    rescaled to keep their size in the task's units. (Atoms cannot be, see `move_statistics`.)
 
     The new statistics normalise targets and old values for the update, and decode the next rollout.
     So a rollout is decoded on the scale that its critics were last trained on. Only the first one
@@ -699,7 +699,7 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     # This comes ahead of step 3, since it decodes by the old statistics.
     metrics = describe_critics(dist, rollout, outputs, reduced, next_reduced, returns)
 
-    # 3. The return statistics move.
+    # 3. The targets move the return statistics, and the corrections are rescaled.
     old_predictions, moments_metrics = dist.move_statistics(agent.critic_heads, outputs, targets)
     metrics |= moments_metrics
 
@@ -713,7 +713,7 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
         advantages=rows(advantages),
         targets=rows(dist.encode_targets(targets)),
         returns=rows(dist.moments.normalize(returns).float()),
-        old_predictions=rows(old_predictions.movedim(0, 2).float()),
+        old_predictions=rows(old_predictions.movedim(0, 2).float()),  # (B, C, 1 or 2)
     )
     return batch, metrics
 
@@ -778,15 +778,16 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
     takes one rollout into it.
 
     Where all returns are alike, the std is noise, and dividing by it would turn that noise into a
-    gradient of full size. The running std prevents that once an earlier rollout has varied. It does
-    so for a few thousand steps, since Adam divides by the size of recent gradients.
+    gradient of full size. The running std prevents that once an earlier rollout has varied. The
+    protection fades: Adam divides by the size of recent gradients, and after a few thousand small
+    ones its steps are large again.
 
     The running std is our addition. `norm_adv_memory` 0 leaves it out, and without `norm_adv` the
     advantages stay as they are.
     """
     if not args.norm_adv:
         return advantages
-    eps = 1e-30  # it matters only ahead of a first reward, while V is that small
+    eps = 1e-30  # only ahead of a first reward are stds that small, see `RunningMoments.floor`
     normalized = normalize_advantages(advantages, eps, average)
     if not args.norm_adv_memory:
         return normalized
@@ -968,10 +969,10 @@ def train_actor(
         for i, mb in enumerate(batches):
             inputs = (agent, mb, args, coef)
             gradient, loss, kl, metrics = loss_and_gradient(policy_loss, parameters, *inputs)
-            mean_loss, mean_kl = average(torch.stack([loss, kl])).tolist()
+            v_loss, mean_kl = average(torch.stack([loss, kl])).tolist()
             gradient = average(gradient)
             norm = float(gradient.norm())
-            check_step(mean_loss, norm, f"minibatch {i} of the actor's update", "--learning-rate")
+            check_step(v_loss, norm, f"minibatch {i} of the actor's update", "--learning-rate")
 
             evaluated.append(metrics)
             tickets.put(i)
@@ -1006,11 +1007,11 @@ def train_critics(
         if tickets.get() is None:  # the actor has stopped
             break
         gradient, loss, metrics = loss_and_gradient(value_loss, parameters, agent, mb, args)
-        mean_loss = float(average(loss))
+        v_loss = float(average(loss))
         gradient = average(gradient)
         norm = float(gradient.norm())
         name = f"minibatch {i} of the critics' update"
-        check_step(mean_loss, norm, name, "--critic-learning-rate")
+        check_step(v_loss, norm, name, "--critic-learning-rate")
         evaluated.append(metrics)
         norms.append(norm)
         take_step(optimizer, gradient, norm, args.max_grad_norm)
@@ -1366,7 +1367,8 @@ def project_categorical(probs: Tensor, source_atoms: Tensor, target_atoms: Tenso
     last = len(target_atoms) - 1
     dz = (target_atoms[-1] - target_atoms[0]) / last
     position = ((source_atoms - target_atoms[0]) / dz).clamp(0, last)  # on the axis of the indices
-    left = position.detach().floor().clamp(max=last - 1).nan_to_num()  # the neighbour below
+    # The neighbour below. The last atom has none above it. NaN becomes an index, and stays a share.
+    left = position.detach().floor().clamp(max=last - 1).nan_to_num()
     share = (position - left).expand_as(probs)  # goes to the neighbour above
     index = left.long().expand_as(probs)
     out = probs.new_zeros(*probs.shape[:-1], last + 1)
@@ -1522,7 +1524,8 @@ def sr_lambda_atoms(
 ) -> tuple[Tensor, Tensor]:
     """Estimate the return's distribution by SR(lambda): returns and probabilities, both (T, N, K).
 
-    SR is sample replacement. The target of step t is
+    SR is sample replacement: with probability lambda the next step's sample takes the place of this
+    one's. The target of step t is
 
         next_probs(s'_{t+n-1}) on the returns R^(n) + gamma^n z
 
@@ -1574,6 +1577,9 @@ def cvar_advantages_categorical(
     target_probs of the return and probs of Z are (T, N, K), on the same atoms (K,). Raises
     ValueError for alpha outside [1e-3, 1].
 
+    The mean of u(Z) is CVaR_alpha(Z). So a target that is distributed as Z has an advantage of 0.
+    With alpha 1 the advantage is the target's mean minus that of Z.
+
     Every state is averse to the tail of its own return from there on, whatever was earned before.
     That is not the policy gradient of the start state's CVaR (Tamar et al. 2015).
     Source of u: Rockafellar & Uryasev 2000. Its use state by state is ours.
@@ -1588,7 +1594,10 @@ def cvar_advantages_categorical(
 
 
 class WeightedReturns(NamedTuple):
-    """The targets of a rollout are J returns for each step, with probabilities."""
+    """The targets of a rollout: each step has J returns, with probabilities.
+
+    J is 1 for lambda-returns and K for SR(lambda).
+    """
 
     returns: Tensor  # (T, N, J) in the task's units
     probs: Tensor  # (T, N, J)
@@ -1597,8 +1606,8 @@ class WeightedReturns(NamedTuple):
 class ValueDistribution(nn.Module):
     """The critics predict this value distribution: probabilities of the K atoms `support`.
 
-    A critic's outputs are K logits and, with `value_from` mean_head, the mean output, which is a
-    correction of the distribution's mean: (..., K or K + 1). With atoms z and p = softmax(logits)
+    A critic's outputs are K logits and, with `value_from` mean_head, a correction of the mean of
+    the distribution: (..., K or K + 1). With atoms z and p = softmax(logits)
 
         V = sum_k p_k z_k + gain * correction
 
@@ -1607,13 +1616,14 @@ class ValueDistribution(nn.Module):
     is in the task's units.
     """
 
-    # Adam moves an output at the same pace whatever its scale. So with a gain of 0.1 the correction
-    # moves V ten times more slowly, and averages over many rollouts.
+    # Steps of Adam do not depend on the size of a gradient. So with a gain of 0.1 the correction
+    # moves V ten times more slowly, and averages rare rewards over many rollouts.
     gain = 0.1
 
     def __init__(self, args: Args) -> None:
         super().__init__()
         self.args = args
+        # Without `norm_returns` nothing is taken in, and a mean of 0 and a std of 1 change nothing.
         self.moments = RunningMoments((), max_count=args.norm_returns_memory)
         atoms = torch.linspace(args.v_min, args.v_max, args.num_atoms)
         if not atoms.diff().gt(0).all():
@@ -1624,9 +1634,9 @@ class ValueDistribution(nn.Module):
         self.num_outputs = args.num_atoms + (args.value_from == "mean_head")
 
     def split(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits (..., K) and the mean output (..., 0 or 1).
+        """Return the logits (..., K) and the correction (..., 0 or 1).
 
-        Without a mean output the second part is empty. By broadcasting (..., 1) + (..., 0) is empty
+        Without a correction the second part is empty. By broadcasting (..., 1) + (..., 0) is empty
         as well, and `squared_error` of it is 0. So `loss` needs no branch.
         """
         K = len(self.support)
@@ -1670,8 +1680,9 @@ class ValueDistribution(nn.Module):
     def reduce_twins(self, outputs: Tensor) -> Tensor:
         """Reduce outputs of one or two critics, (C, ..., K or K + 1), to one's, by `twin_reduce`.
 
-        min:   the critic with the smaller V (Fujimoto et al. 2018)
-        mean:  the mean of the probabilities, and of the mean outputs
+        min:   the critic with the smaller V (Fujimoto et al. 2018). PPO has no maximum over
+               actions that would overestimate, so V is a little too small.
+        mean:  the mean of the probabilities, and of the corrections
         """
         if len(outputs) == 1:
             return outputs[0]
@@ -1727,17 +1738,17 @@ class ValueDistribution(nn.Module):
         divided by almost nothing.
 
         Probabilities of fixed atoms cannot be rescaled as PopArt would (van Hasselt et al. 2016):
-        their decoded mean jumps, and the coming update repairs it. The mean output is rescaled, by
-        the last row of each head's last layer, which changes in place.
+        their decoded mean jumps, and the coming update repairs it. The correction keeps its size:
+        the last row of each head's last layer is rescaled in place.
 
         There is one exception. Where the std is within 100 times its floor, hardly anything has
-        varied yet, as where all rewards were 0. A mean output rescaled from there would vanish, so
+        varied yet, as where all rewards were 0. A correction rescaled from there would vanish, so
         it stays as it is.
 
         Returns the mean, and V, that each critic predicted, in the new units, (C, T, N, 1 or 2),
-        and metrics. Value clipping keeps predictions near these. The decoded mean has jumped since,
-        so that clipping may act even before the first step. In the exception above the predictions
-        are decoded by the new statistics as well, and clipping waits for that step.
+        and metrics. Value clipping keeps predictions near these. They are what was predicted in the
+        task's units, while the decoded mean has jumped since. So clipping may act even before the
+        first step. In the exception above they are what the heads predict now, and it cannot.
 
         The metric `warning`, where there is one, is a text. `Run.end_iteration` prints the first.
         """
@@ -1747,7 +1758,7 @@ class ValueDistribution(nn.Module):
         old_std = self.moments.std
         rescales = not self.moments.at_floor
 
-        # 2. The statistics take in the targets, and the mean output is rescaled.
+        # 2. The statistics take in the targets, and the correction is rescaled.
         if self.args.norm_returns:
             self.merge_targets(targets, values)
         ratio = old_std / self.moments.std if rescales else 1.0
@@ -1764,7 +1775,7 @@ class ValueDistribution(nn.Module):
             means = self.mean(new_outputs)
             values = new_values
         predicted = self.moments.normalize(torch.stack((means, values), -1)).to(outputs)
-        return predicted[..., : 1 + correction.shape[-1]], metrics
+        return predicted[..., : 1 + correction.shape[-1]], metrics  # V where it has a correction
 
     def describe_statistics(self, targets: WeightedReturns, jumps: Tensor) -> dict:
         """Describe the return statistics, given how far they made values jump.
@@ -1819,13 +1830,14 @@ class ValueDistribution(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return losses of C critics, (C, ...), and 1 where value clipping moves the prediction.
 
-            cross-entropy of targets (..., K)  +  0.5 (V - returns)^2 with a mean output
+            cross-entropy of targets (..., K)  +  0.5 (V - returns)^2 with a correction
 
         The cross-entropy does not fall to 0 but to the entropy of the targets.
         returns and old are normalised. outputs are (C, ..., K or K + 1). old are (C, ..., 1 or 2),
         from `move_statistics`. With value clipping each of the two terms is the larger one of its
         plain and its clipped form, around the critic's own old value. The squared error gives no
-        gradient to the logits; it reaches the layers that they share with the mean output.
+        gradient to the logits, or it would pull them off their targets to fit the mean. It reaches
+        the layers that they share with the correction.
 
         To clip a distribution by a shift, the loss shifts the target the other way, and the
         gradient flows through the shift. Apart from rounding to atoms and from the ends of the
@@ -1837,11 +1849,11 @@ class ValueDistribution(nn.Module):
         log_probs = logits.log_softmax(-1)
         probs = log_probs.detach().exp()
         detached_mean = probs @ self.support.to(probs)
-        values = detached_mean[..., None] + self.gain * correction
-        z_loss = -(targets * log_probs).sum(-1)  # cross-entropy, by the same log_probs
+        values = detached_mean[..., None] + self.gain * correction  # (C, ..., 0 or 1)
+        dist_loss = -(targets * log_probs).sum(-1)  # cross-entropy, by the same log_probs
         v_loss = squared_error(values, returns)
         if args.vf_clip == "none":
-            return z_loss + v_loss, torch.zeros_like(z_loss)
+            return dist_loss + v_loss, torch.zeros_like(dist_loss)
 
         old_mean = old[..., 0]
         old_values = old[..., 1:]
@@ -1849,15 +1861,18 @@ class ValueDistribution(nn.Module):
         shift = clip_values(mean, old_mean, args.vf_clip_coef) - mean
         source = self.support - shift[..., None]
         moved_targets = project_categorical(targets.expand_as(source), source, self.support)
-        z_loss = clipped_value_loss(z_loss, categorical_cross_entropy(moved_targets, logits))
+        dist_loss = clipped_value_loss(dist_loss, categorical_cross_entropy(moved_targets, logits))
         clipped_values = clip_values(values, old_values, args.vf_clip_coef)
         v_loss = clipped_value_loss(v_loss, squared_error(clipped_values, returns))
         changes = torch.cat((shift[..., None], clipped_values - values), -1)
         rounding = 1e-6 * (1 + old.abs().amax(-1, keepdim=True))  # of float32, a few digits
-        return z_loss + v_loss, (changes.abs() > rounding).any(-1).float()
+        return dist_loss + v_loss, (changes.abs() > rounding).any(-1).float()
 
     def describe(self, outputs: Tensor, samples: WeightedReturns) -> dict:
-        """Describe the outputs (T, N, K or K + 1) for s_t, beside samples of the return."""
+        """Describe the outputs (T, N, K or K + 1) for s_t, beside samples of the return.
+
+        These go to the end of the episode, or to that of the rollout and on by a prediction.
+        """
         z = self.support
         probs = self.probs(outputs)
         deciles = torch.stack([self.quantile(outputs, level) for level in (0.1, 0.5, 0.9)])
@@ -2163,7 +2178,7 @@ class Agent(nn.Module):
         self.actor_body = make_encoder(observation_space, args)
         self.critic_body = make_encoder(observation_space, args)
         actor_head = nn.Linear(args.hidden_size, self.action_dist.num_outputs)
-        self.actor_head = layer_init(actor_head, 0.01)
+        self.actor_head = layer_init(actor_head, 0.01)  # small: all actions are almost alike
         self.critic_heads = nn.ModuleList()
         for _ in range(args.num_critics):
             hidden = layer_init(nn.Linear(args.hidden_size, args.hidden_size))

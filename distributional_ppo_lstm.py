@@ -504,7 +504,7 @@ class Batch(NamedTuple):
     log_probs: Tensor  # (L, M) of the actions under that policy, nats
     advantages: Tensor  # (L, M) in the task's units, which `update` normalises
     targets: Tensor  # (L, M, J) what the value distributions learn, normalised returns
-    returns: Tensor  # (L, M) lambda-returns, normalised: what the mean output learns
+    returns: Tensor  # (L, M) lambda-returns, normalised: what V learns
     old_predictions: Tensor  # (L, M, C, K or K + 1) before the update, for value clipping
 
     def for_actor(self) -> Batch:
@@ -537,7 +537,7 @@ def train(args: Args) -> dict[str, Any]:
             batch, critic_state, metrics = prepare_batch(agent, rollout, critic_state, args)
             run.lap("values")
             metrics |= update(agent, optimizers, batch, args, progress)
-            agent.update_obs_moments(rollout.obs)  # `prepare_batch` saw as the actor did
+            agent.update_obs_moments(rollout.obs)  # last: the update has to see as the actor did
             run.lap("update")
             run.end_iteration(rollout, metrics, (*carry, critic_state.cpu()))
     return run.results
@@ -710,10 +710,10 @@ def gae(
             raise ValueError(f"gae: {bad} of {x.numel()} {name} are not finite")
 
     shape = terminated.shape + (1,) * (values.dim() - terminated.dim())
-    goes_on = (~terminated).to(values.dtype).view(shape)
-    unbroken = (~(terminated | truncated)).to(values.dtype).view(shape)
-    delta = rewards + gamma * goes_on * next_values - values  # (T, N)
-    decay = gamma * gae_lambda * unbroken
+    not_terminated = (~terminated).to(values.dtype).view(shape)
+    not_ended = (~(terminated | truncated)).to(values.dtype).view(shape)
+    delta = rewards + gamma * not_terminated * next_values - values  # (T, N)
+    decay = gamma * gae_lambda * not_ended
 
     advantage = torch.zeros_like(delta[0])
     advantages = []  # from the last step to the first
@@ -731,9 +731,9 @@ def prepare_batch(
     """Turn a rollout into a batch. Returns it, the critics' state after the rollout, and metrics.
 
     The order matters (van Hasselt et al. 2016). The return statistics of earlier rollouts,
-    `dist.moments`, turn this one's values into the task's units: std * value + mean. These give its
-    advantages. Targets move the statistics,
-    and the value heads are rescaled in the same moment.
+    `dist.moments`, turn this one's values into the task's units: std * value + mean. These values
+    give advantages and targets. Then the targets move the statistics, and the value heads
+    are rescaled in the same moment.
 
     The new statistics normalise targets and old values for the update, and decode the next rollout.
     So a rollout is decoded on the scale that its critics were last trained on. Only the first one
@@ -762,7 +762,7 @@ def prepare_batch(
     # This comes ahead of step 3, since it decodes by the old statistics.
     metrics = describe_critics(dist, rollout, outputs, reduced, next_reduced, returns)
 
-    # 3. The return statistics move, and the value heads with them.
+    # 3. The targets move the return statistics, and the value heads are rescaled.
     old_predictions, moments_metrics = dist.move_statistics(agent.critic_heads, outputs, targets)
     metrics |= moments_metrics
 
@@ -857,15 +857,16 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
     takes one rollout into it.
 
     Where all returns are alike, the std is noise, and dividing by it would turn that noise into a
-    gradient of full size. The running std prevents that once an earlier rollout has varied. It does
-    so for a few thousand steps, since Adam divides by the size of recent gradients.
+    gradient of full size. The running std prevents that once an earlier rollout has varied. The
+    protection fades: Adam divides by the size of recent gradients, and after a few thousand small
+    ones its steps are large again.
 
     The running std is our addition. `norm_adv_memory` 0 leaves it out, and without `norm_adv` the
     advantages stay as they are.
     """
     if not args.norm_adv:
         return advantages
-    eps = 1e-30  # it matters only ahead of a first reward, while V is that small
+    eps = 1e-30  # only ahead of a first reward are stds that small, see `RunningMoments.floor`
     normalized = normalize_advantages(advantages, eps, average)
     if not args.norm_adv_memory:
         return normalized
@@ -1049,10 +1050,10 @@ def train_actor(
         for i, mb in enumerate(batches):
             inputs = (agent, mb, args, ent_coef)
             gradient, loss, kl, metrics = with_gradient(policy_loss, parameters, *inputs)
-            mean_loss, mean_kl = average(torch.stack([loss, kl])).tolist()
+            v_loss, mean_kl = average(torch.stack([loss, kl])).tolist()
             gradient = average(gradient)
             norm = float(gradient.norm())
-            check_step(mean_loss, norm, f"minibatch {i} of the actor's update", "--learning-rate")
+            check_step(v_loss, norm, f"minibatch {i} of the actor's update", "--learning-rate")
 
             evaluated.append(metrics)
             tickets.put(i)
@@ -1086,11 +1087,11 @@ def train_critics(
         if tickets.get() is None:  # the actor has stopped
             break
         gradient, loss, metrics = with_gradient(value_loss, parameters, agent, mb, args)
-        mean_loss = float(average(loss))
+        v_loss = float(average(loss))
         gradient = average(gradient)
         norm = float(gradient.norm())
         name = f"minibatch {i} of the critics' update"
-        check_step(mean_loss, norm, name, "--critic-learning-rate")
+        check_step(v_loss, norm, name, "--critic-learning-rate")
         evaluated.append(metrics)
         norms.append(norm)
         take_step(optimizer, gradient, norm, args.max_grad_norm)
@@ -1609,6 +1610,9 @@ def cvar_advantages(targets: Tensor, quantiles: Tensor, alpha: float) -> Tensor:
     targets X are (T, N, J), quantiles of Z are (T, N, K). For alpha = 1 nu is the largest target,
     so that u(x) = x. Raises ValueError for alpha outside [1e-3, 1].
 
+    The mean of u(Z) is CVaR_alpha(Z). So a target that is distributed as Z has an advantage of 0.
+    With alpha 1 the advantage is the target's mean minus that of Z.
+
     Every state is averse to the tail of its own return from there on, whatever was earned before.
     That is not the policy gradient of the start state's CVaR (Tamar et al. 2015).
     Source of u: Rockafellar & Uryasev 2000. Its use state by state is ours.
@@ -1655,6 +1659,7 @@ class ValueDistribution(nn.Module):
             least = f"at least {math.ceil(1e4 / K) / 1e4}, or " if K > 1 else ""
             raise flag_error(args, "cvar_alpha", f"{text}; take {least}more --num-quantiles")
         self.args = args
+        # Without `norm_returns` nothing is taken in, and a mean of 0 and a std of 1 change nothing.
         self.moments = RunningMoments((), max_count=args.norm_returns_memory)
         self.register_buffer("support", quantile_midpoints(args.num_quantiles), persistent=False)
         self.num_outputs = args.num_quantiles + (args.value_from == "mean_head")
@@ -1803,20 +1808,20 @@ class ValueDistribution(nn.Module):
         """
         args = self.args
         quantiles, mean_outputs = self.split(outputs)
-        z_loss = quantile_huber_loss(quantiles, targets, self.support, args.kappa)
+        dist_loss = quantile_huber_loss(quantiles, targets, self.support, args.kappa)
         v_loss = squared_error(mean_outputs, returns)
         if args.vf_clip == "none":
-            return z_loss + v_loss, torch.zeros_like(z_loss)
+            return dist_loss + v_loss, torch.zeros_like(dist_loss)
 
         old_quantiles, old_mean_outputs = self.split(old)
         clipped = clip_quantiles(quantiles, old_quantiles, args.vf_clip_coef, args.vf_clip)
-        z_loss_clipped = quantile_huber_loss(clipped, targets, self.support, args.kappa)
-        z_loss = clipped_value_loss(z_loss, z_loss_clipped)
+        clipped_loss = quantile_huber_loss(clipped, targets, self.support, args.kappa)
+        dist_loss = clipped_value_loss(dist_loss, clipped_loss)
         clipped_means = clip_values(mean_outputs, old_mean_outputs, args.vf_clip_coef)
         v_loss = clipped_value_loss(v_loss, squared_error(clipped_means, returns))
         changes = torch.cat((clipped - quantiles, clipped_means - mean_outputs), -1)
         rounding = 1e-6 * (1 + old.abs().amax(-1, keepdim=True))  # of float32, a few digits
-        return z_loss + v_loss, (changes.abs() > rounding).any(-1).float()
+        return dist_loss + v_loss, (changes.abs() > rounding).any(-1).float()
 
     def describe(self, outputs: Tensor, samples: Tensor) -> dict:
         """Describe the outputs (T, N, K or K + 1) for s_t, beside samples of the return."""
@@ -2239,7 +2244,7 @@ class Agent(nn.Module):
         self.actor_body = Body(observation_space, args)
         self.critic_body = Body(observation_space, args)
         actor_head = nn.Linear(args.lstm_hidden_size, self.action_dist.num_outputs)
-        self.actor_head = layer_init(actor_head, 0.01)
+        self.actor_head = layer_init(actor_head, 0.01)  # small: all actions are almost alike
         self.critic_heads = nn.ModuleList()
         for _ in range(args.num_critics):
             hidden = nn.Linear(args.lstm_hidden_size, args.hidden_size)

@@ -33,12 +33,14 @@ QUANTILES = {  # sentences of the kind, by what they are about
     "value": """mean_head: the mean output, one more output.
     Squared error fits it, so V learns rare rewards, too.""",
     "K": "K   quantiles of a predicted distribution",
+    "further": "; with the mean output a critic has K + 1 outputs",
     "J": "J   samples of a target distribution: 1 by default, K by SR(lambda)",
     "normalised": '"""Critics predict (return - running mean) / running std (PopArt)."""',
     "targets": "J) what the value distributions learn, normalised returns",
     "old": "K or K + 1) before the update, for value clipping",
-    "moving": "# 3. The return statistics move, and the value heads with them.",
-    "moved": "and the value heads are rescaled in the same moment.",
+    "moving": "# 3. The targets move the return statistics, and the value heads are rescaled.",
+    "moved": """and the value heads
+    are rescaled in the same moment.""",
 }
 ATOMS = {
     "title": "twin critics predict categorical distributions of the return.",
@@ -46,18 +48,20 @@ ATOMS = {
                          lambda-return for each state, blurred by HL-Gauss. The presets `calibrated`
                          and `averse` learn the distribution of the return itself. By default V,
                          the value that advantages use, is the mean of the predicted distribution
-                         plus a correction, the mean output (`--value-from`). With `--cvar-weight`
+                         plus a correction (`--value-from`). With `--cvar-weight`
                          the policy learns from the tail of the distribution.""",
     "value": """mean_head: that
-    mean plus a correction, the mean output. Squared error fits the correction, so V learns rare
+    mean plus a correction, one more output. Squared error fits the correction, so V learns rare
     rewards, too.""",
     "K": "K   atoms of a predicted distribution",
-    "J": "J   weighted returns of a target distribution",
+    "further": "; with the correction a critic has K + 1 outputs",
+    "J": "J   weighted returns of a target distribution: 1 by default, K by SR(lambda)",
     "normalised": '"""Critics predict (return - running mean) / running std."""',
     "targets": "K) what the value distributions learn",
     "old": "1 or 2) mean, and V, before the update, for value clipping",
-    "moving": "# 3. The return statistics move.",
-    "moved": "and the mean outputs are rescaled to fit them. Atoms cannot be.",
+    "moving": "# 3. The targets move the return statistics, and the corrections are rescaled.",
+    "moved": """and the corrections are
+    rescaled to keep their size in the task's units. (Atoms cannot be, see `move_statistics`.)""",
 }
 
 
