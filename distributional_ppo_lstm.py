@@ -1050,10 +1050,10 @@ def train_actor(
         for i, mb in enumerate(batches):
             inputs = (agent, mb, args, ent_coef)
             gradient, loss, kl, metrics = with_gradient(policy_loss, parameters, *inputs)
-            v_loss, mean_kl = average(torch.stack([loss, kl])).tolist()
+            mean_loss, mean_kl = average(torch.stack([loss, kl])).tolist()
             gradient = average(gradient)
             norm = float(gradient.norm())
-            check_step(v_loss, norm, f"minibatch {i} of the actor's update", "--learning-rate")
+            check_step(mean_loss, norm, f"minibatch {i} of the actor's update", "--learning-rate")
 
             evaluated.append(metrics)
             tickets.put(i)
@@ -1087,11 +1087,11 @@ def train_critics(
         if tickets.get() is None:  # the actor has stopped
             break
         gradient, loss, metrics = with_gradient(value_loss, parameters, agent, mb, args)
-        v_loss = float(average(loss))
+        mean_loss = float(average(loss))
         gradient = average(gradient)
         norm = float(gradient.norm())
         name = f"minibatch {i} of the critics' update"
-        check_step(v_loss, norm, name, "--critic-learning-rate")
+        check_step(mean_loss, norm, name, "--critic-learning-rate")
         evaluated.append(metrics)
         norms.append(norm)
         take_step(optimizer, gradient, norm, args.max_grad_norm)
