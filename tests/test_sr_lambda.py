@@ -331,6 +331,17 @@ def test_a_draw_of_zero_is_a_draw():
         assert_close(one, other)
 
 
+def test_a_draw_of_zero_is_a_draw_of_quantiles_too():
+    """With lambda 0 every sample ends after one step."""
+    theta = torch.arange(36, dtype=torch.float64).view(*REWARDS.shape, -1)
+    data = (REWARDS, theta, TERMINATED, TRUNCATED, GAMMA, 0.0)
+    zeros, halves = (
+        lstm.sr_lambda_targets(*data, draws=torch.full(theta.shape, u, dtype=torch.float64))
+        for u in (0.0, 0.5)
+    )
+    assert_close(zeros, halves)
+
+
 def test_rewards_that_are_integers_are_refused():
     """Discounted sums would be cut to whole numbers."""
     data = (REWARDS.long(), next_probs(), ATOMS, TERMINATED, TRUNCATED, GAMMA, 0.5)

@@ -330,7 +330,7 @@ def test_a_limit_of_hours_is_a_ctrl_c():
             end = time.time() + 10
             while not came and time.time() < end:
                 time.sleep(0.05)
-        with program.limit(0.3 / 3600):
+        with program.limit(5 / 3600):
             pass
         with program.limit(0):
             time.sleep(0.6)

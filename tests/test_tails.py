@@ -37,6 +37,7 @@ def paid(env, seed, risky, steps=2000):
     reward, where all steps are risky or none is."""
     taken = []
     env.reset(seed=seed)
+    env.action_space.seed(seed)
     wrapper = next(one for one in iter_wrappers(env) if hasattr(one, "stakes"))
     wrapper.is_risky = lambda info: risky
     wrapper.stakes.clear()

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from conftest import with_both_scripts
 from helpers import (
     is_recurrent,
     make_agent,
@@ -596,6 +597,16 @@ def steps_by_hand(run, limit=float("inf"), ent_coef=0.01):
         row = reference(run.script, agent, mb, args, ent_coef)
         descend(row["losses/value_loss"], critic_of(agent))
     return agent, seen
+
+
+@with_both_scripts
+def test_the_spread_of_actions_stays_within_its_bounds(script):
+    """Steps of Adam of 10 would leave [-5, 2]."""
+    run = make_run(script, "VectorBox", learning_rate=10.0, max_grad_norm=1e9)
+    prepare(run)
+    _, agent = run_update(run, 0.01)
+    log_std = agent.action_dist.log_std.detach()
+    assert -5 <= float(log_std.min()) <= float(log_std.max()) <= 2
 
 
 @pytest.mark.parametrize(

@@ -1004,7 +1004,7 @@ def test_the_mean_of_twins_keeps_small_probabilities():
     assert 0 < float(probs[2]) < 1e-16
 
 
-@pytest.mark.parametrize("beyond", [-1e-5, 1e-4])
+@pytest.mark.parametrize("beyond", [5e-6, -1e-5, 1e-4])
 def test_clipping_by_a_little_is_counted(script, beyond):
     """V is a little more or less than 0.2 above the old one, and 0.2 is the range."""
     number = {"num_quantiles": 3} if script is lstm else {"num_atoms": 3, "v_min": -5, "v_max": 5}
