@@ -378,9 +378,9 @@ class RunArgs:
     eval_sampled: Annotated[bool, IdleWhile("eval_episodes", 0)] = False
     """Evaluate actions that the policy samples. The default evaluates the policy's mode."""
     checkpoint_every: CountOrZero = 100
-    """Iterations between checkpoints. 0: none in between. In any case there is one at the end,
-    after a signal, with each new best evaluation and, with --capture-video, ahead of each
-    evaluation."""
+    """Iterations between checkpoints. There is one ten minutes after the last one as well. 0: none
+    in between. In any case there is one at the end, after a signal, with each new best evaluation
+    and, with --capture-video, around each evaluation."""
     save_envs: Literal["proven", "always", "never"] = "proven"
     """Save the environments as well, for an exact resume. proven: if a test succeeds, in which
     another process reads copies back and steps them once. always: if they can be pickled. never: a
@@ -639,7 +639,7 @@ def gae(
     Source: Schulman et al. 2016, eq. 16; time limits: Pardo et al. 2018.
     """
     if terminated.dtype != torch.bool or truncated.dtype != torch.bool:  # ~1 would be -2
-        raise TypeError("gae: terminated and truncated must be bool")
+        raise TypeError("gae: terminated and truncated must be tensors of bool")
     shapes = [tuple(x.shape) for x in (rewards, values, next_values, terminated, truncated)]
     steps = rewards.shape[: terminated.dim()]  # masks lack further axes
     if shapes != [rewards.shape] * 3 + [steps] * 2:
@@ -3380,7 +3380,8 @@ def check_compiler(args: Args) -> None:
         compiled(torch.neg)(torch.ones(1, device="cuda" if args.cuda else "cpu"))
     except Exception as error:  # torch raises it from many layers
         needed = "g++, Python.h (of python3-dev) and the torch of requirements.txt"
-        text = f"it needs {needed}; install them, or {without(args, '--no-compile')}"
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        text = f"it needs {needed}; install them, or {without(args, '--no-compile')} ({cause:.200})"
         raise UsageError(f"--compile: {text}") from error
 
 
@@ -3480,10 +3481,21 @@ def take_weights(agent: Agent, args: Args, here: Path) -> None:
         text = f"has no statistics of entries {unknown}, which it did not see; hide them as well"
         raise flag_error(args, "init_from", f"{text} by --masked-obs")
 
+    if RANK == 0:
+        tell(f"starts from the weights of {args.init_from}{other_flags(args, saved['args'])}")
     agent.load_state_dict(saved["agent"])
     agent.adv_moments.count.zero_()  # Adam, too, remembers nothing of the other run's advantages
     for index in hidden_entries(args):  # 0 is what the networks see of them
         agent.obs_moments.mean[index] = 0.0
+
+
+def other_flags(args: Args, stored: dict[str, Any]) -> str:
+    """Tell with which other task, discount and critics a run was trained. "" means with none."""
+    names = ["env_id", "gamma", "twin_reduce", "value_target", "cvar_alpha"]
+    names += [one.name for one in fields(ValueDistributionArgs)]
+    changed = [name for name in names if stored.get(name) != getattr(args, name)]
+    told = ", ".join(f"--{name.replace('_', '-')} {stored.get(name)}" for name in changed)
+    return f", which were trained with {told}" if told else ""
 
 
 def shapes(held: dict[str, Tensor], args: Args | SimpleNamespace) -> dict[str, tuple]:
@@ -3677,6 +3689,7 @@ class Run:
         self.logged: dict[str, float] = {}  # last value of every metric
 
         self.evaluating = False
+        self.saved_at = time.monotonic()  # of the last checkpoint, or the start
         self.evaluated_at: int | None = None  # step of the last evaluation
         self.best_return = -math.inf  # of the evaluation that `best.pt` is of
         self.best_step = 0  # step of that evaluation; 0 means that there is none
@@ -3929,8 +3942,16 @@ class Run:
             self.save_and_stop()
         if not last and self.evaluation_is_due:
             self.evaluate()
-        if last or is_due(iteration, args.checkpoint_every):
+        if last or is_due(iteration, args.checkpoint_every) or self.checkpoint_is_old:
             self.save()
+
+    @property
+    def checkpoint_is_old(self) -> bool:
+        """Tell whether the last checkpoint is ten minutes old. All processes ask at once."""
+        if not self.args.checkpoint_every:
+            return False
+        age = time.monotonic() - self.saved_at
+        return bool(average(torch.tensor(float(RANK == 0 and age > 600))) > 0)
 
     def save_and_stop(self) -> None:
         """Save, and raise KeyboardInterrupt, which tells how to go on."""
@@ -4081,6 +4102,7 @@ class Run:
             file.flush()
             os.fsync(file.fileno())
         rename_over(path, path.with_suffix(".pt"))
+        self.saved_at = time.monotonic()
 
     def to_resume(self) -> dict[str, Any]:
         """Return what --resume needs beside flags and weights."""
@@ -4888,8 +4910,13 @@ def check_flags(args: Args) -> None:
 
     if args.learning_rate == 0 and args.critic_learning_rate is None:
         raise flag_error(args, "learning_rate", "trains nothing without --critic-learning-rate")
+    if args.eval_every > args.num_iterations:
+        text = f"counts rollouts of {args.batch_size:,} steps, of which the run has"
+        raise flag_error(args, "eval_every", f"{text} {args.num_iterations}; lower it")
+    if args.resume and expanded(args.resume).name == "checkpoint.pt":
+        args.resume = str(expanded(args.resume).parent)
     if args.resume and not os.path.isdir(expanded(args.resume)):
-        raise flag_error(args, "resume", "is not a run directory")
+        raise flag_error(args, "resume", "is not a run directory, which has a checkpoint.pt")
     if args.resume and args.evaluate:
         raise flag_error(args, "evaluate", "excludes --resume; give one of them")
 
@@ -4942,7 +4969,7 @@ def check_range(args: Args, name: str, extras: list) -> None:
 
 def check_machine(args: Args) -> None:
     """Require the launcher and the GPUs that the flags need."""
-    if WORLD_SIZE > 1 and not {"MASTER_ADDR", "RANK"} <= os.environ.keys():
+    if WORLD_SIZE > 1 and not {"MASTER_ADDR", "MASTER_PORT", "RANK"} <= os.environ.keys():
         text = "is set without a launcher; start by torchrun, or unset it"
         raise UsageError(f"WORLD_SIZE={WORLD_SIZE}: {text}")
     if args.cuda and not torch.cuda.is_available():
@@ -5241,7 +5268,7 @@ def main(argv: list[str]) -> None:
         sys.exit(1)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and "__file__" in globals():  # a notebook has no file and no flags
     try:
         main(sys.argv[1:])
     finally:

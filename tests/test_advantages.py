@@ -168,7 +168,7 @@ def test_gae_refuses_masks_of_numbers(script, mask, dtype):
     """Ours: ~1 is -2, so a mask of integers would give wrong advantages without a word."""
     data = list(rollout())
     data[mask] = data[mask].to(dtype)
-    with pytest.raises(TypeError, match="must be bool"):
+    with pytest.raises(TypeError, match="must be tensors of bool"):
         script.gae(*data, 0.9, 0.8)
 
 

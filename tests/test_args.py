@@ -616,7 +616,8 @@ def test_processes_of_a_machine_need_a_gpu_each(script, monkeypatch, capsys, tmp
     assert script.processes_here() == 1  # left over from a launcher; there is one process
     assert script.parse_args(["--cuda"]).cuda
     monkeypatch.setattr(script, "WORLD_SIZE", 2)
-    for name, value in (("MASTER_ADDR", "here"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+    launcher = {"MASTER_ADDR": "here", "MASTER_PORT": "1", "RANK": "0", "LOCAL_RANK": "0"}
+    for name, value in launcher.items():
         monkeypatch.setenv(name, value)
     parts = ["error: --cuda True", "2 processes", "torch sees 1", "fewer processes"]
     check_bad(script, capsys, tmp_path, ["--cuda"], parts)
@@ -923,11 +924,23 @@ def test_damaged_and_foreign_checkpoints_of_a_run(script, capsys, tmp_path, flag
 
 
 def test_resume_wants_a_run_directory(script, capsys, tmp_path):
-    """The file inside of it is not enough to go on."""
+    """The checkpoint inside of it names it as well. Another file is not enough to go on."""
     path = train_tiny(script, tmp_path)
     capsys.readouterr()
-    parts = ("--resume", "is not a run directory")
-    check_bad(script, capsys, tmp_path, ["--resume", str(path)], parts)
+    args = script.parse_args(["--resume", str(path)])
+    script.check_flags(args)
+    assert args.resume == str(path.parent)
+    args.resume = str(path.with_name("args.json"))
+    with pytest.raises(script.UsageError, match="is not a run directory, which has a checkpoint"):
+        script.check_flags(args)
+
+
+def test_counts_of_rollouts_are_no_counts_of_steps(script):
+    """As SB3 has them. A run of 960 steps has 20 rollouts of 48, and would never come to 21."""
+    small_args(script, "Walk", total_timesteps=960, eval_every=20)
+    text = "--eval-every 21: counts rollouts of 48 steps, of which the run has 20; lower it"
+    with pytest.raises(script.UsageError, match=text):
+        small_args(script, "Walk", total_timesteps=960, eval_every=21)
 
 
 def test_resume_and_evaluate_exclude_each_other(script, capsys, tmp_path):
@@ -1120,6 +1133,7 @@ def test_each_process_takes_the_gpu_of_its_own_number(script, monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(script, "WORLD_SIZE", 4)
     monkeypatch.setenv("MASTER_ADDR", "here")
+    monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setenv("RANK", "3")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     flags = {"cuda": True, "num_envs": 8, "num_minibatches": 1}

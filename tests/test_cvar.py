@@ -384,3 +384,9 @@ def test_empirical_cvar_is_the_mean_of_the_lowest_thousandths(script, alpha):
     assert script.empirical_cvar(returns, alpha) == pytest.approx(expected, rel=1e-6)
     assert script.empirical_cvar(returns.flip(0), alpha) == pytest.approx(expected, rel=1e-6)
     assert script.empirical_cvar(returns.float(), alpha) == pytest.approx(expected, rel=1e-5)
+
+
+def test_quantiles_that_are_integers_are_refused():
+    """Weights below 1 would be cut to 0, and so would every CVaR."""
+    with pytest.raises(TypeError, match=r"quantiles are torch\.int64, not floats"):
+        lstm.cvar(torch.tensor([10, 20, 30, 500]), 0.5)

@@ -528,6 +528,20 @@ def test_a_policy_that_is_not_trained_acts_as_before(script, tmp_path):
     assert script.load_agent(fresh)[0].obs_moments.count == args.batch_size
 
 
+def test_weights_of_another_task_and_discount_are_told(script, tmp_path, capsys):
+    """Two robots may have the same spaces, and critics alone learn whatever they are given."""
+    args = small_args(script, "Walk", run_dir=str(tmp_path), total_timesteps=48)
+    first = script.train(args)["run_dir"]
+    capsys.readouterr()
+    script.train(replace(args, init_from=first))
+    assert f"starts from the weights of {first}\n" in capsys.readouterr().out
+    other = {"env_id": "probes:Filmed-v0", "gamma": 0.5, "value_target": "sr_lambda"}
+    script.train(replace(args, init_from=first, **other))
+    told = "--env-id probes:Walk-v0, --gamma 0.99, --value-target lambda_return"
+    told = f"starts from the weights of {first}, which were trained with {told}\n"
+    assert told in capsys.readouterr().out
+
+
 def test_what_is_trained_goes_on_from_those_weights(script, tmp_path):
     """Training moves them away from where they were, a little."""
     first = flags_for(script, tmp_path, 3, env_id="probes:Walk-v0")

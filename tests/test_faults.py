@@ -571,10 +571,13 @@ def test_output_is_flushed_whatever_happened(script):
         raise SystemExit(3)
 
     done, last = [], ast.parse(Path(script.__file__).read_text()).body[-1]
-    scope = {"__name__": "__main__", "sys": sys, "main": end}
+    scope = {"__name__": "__main__", "__file__": "", "sys": sys, "main": end}
     scope["flush_output"] = lambda: done.append("flush")
     with pytest.raises(SystemExit, match="3"):
         exec(compile(ast.Module([last], []), "", "exec"), scope)
+    assert done == ["main", "flush"]
+    del scope["__file__"]  # pasted into a notebook, whose own flags are none of ours
+    exec(compile(ast.Module([last], []), "", "exec"), scope)
     assert done == ["main", "flush"]
 
 

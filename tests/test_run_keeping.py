@@ -112,6 +112,30 @@ def test_a_checkpoint_ahead_of_an_evaluation_is_renewed_after_it(script, begin, 
     assert kept[-1:] == ([48] if films else [])
 
 
+@pytest.mark.parametrize(("every", "age", "saves"), [(9, 601, 1), (9, 500, 0), (0, 9999, 0)])
+def test_a_checkpoint_is_no_older_than_ten_minutes(begin, monkeypatch, every, age, saves):
+    """Where rollouts are long a hundred of them may take hours, and a task may fail."""
+    run = begin(checkpoint_every=every, total_timesteps=960, eval_episodes=0)
+    run.saved_at = time.monotonic() - age
+    kept = []
+    monkeypatch.setattr(type(run), "save", lambda run, name="checkpoint": kept.append(name))
+    assert run.checkpoint_is_old == bool(saves)
+    run.times = {}
+    run.seconds = 1.0
+    monkeypatch.setattr(type(run), "log_episodes", lambda *facts: None)
+    run.end_iteration(None, {}, None)
+    assert len(kept) == saves
+
+
+def test_a_checkpoint_is_young_when_it_is_written(begin):
+    """A run that has just begun has none to renew."""
+    run = begin()
+    assert time.monotonic() - run.saved_at < 60
+    run.saved_at = 0.0
+    run.save()
+    assert time.monotonic() - run.saved_at < 60
+
+
 def test_schedules_fall_linearly_where_they_are_asked_to(script):
     """A quarter of the way: 0.004 to 0 is 0.003, 0.08 to 0.04 is 0.07; else constant. The critics
     have the actor's rate unless they have their own."""

@@ -347,3 +347,10 @@ def test_rewards_that_are_integers_are_refused():
     data = (REWARDS.long(), next_probs(), ATOMS, TERMINATED, TRUNCATED, GAMMA, 0.5)
     with pytest.raises(TypeError, match=r"rewards are torch\.int64, not floats"):
         categorical.sr_lambda_atoms(*data)
+
+
+def test_masks_of_bytes_are_refused():
+    """~1 of a byte is 254, which would be a discount."""
+    theta = torch.zeros(*REWARDS.shape, 3, dtype=torch.float64)
+    with pytest.raises(TypeError, match="must be tensors of bool"):
+        lstm.sr_lambda_targets(REWARDS, theta, TERMINATED.byte(), TRUNCATED, GAMMA, 0.5)

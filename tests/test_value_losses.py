@@ -394,3 +394,14 @@ def test_values_without_an_axis_of_their_own_are_refused(script):
     """(B,) and (B,) would be summed over all pairs."""
     with pytest.raises(ValueError, match=r"values are \(3,\), not"):
         script.squared_error(torch.zeros(3), torch.zeros(3))
+
+
+def test_one_number_for_each_state_is_no_set_of_samples():
+    """Targets (B,) beside quantiles (B, K) would be B samples that all states share. Samples (J,)
+    beside the quantiles (K,) of one state are none of the kind."""
+    taus = lstm.quantile_midpoints(3)
+    quantiles = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match=r"targets are \(2,\) and quantiles \(2, 3\); give"):
+        lstm.quantile_huber_loss(quantiles, torch.zeros(2), taus, 1.0)
+    assert lstm.quantile_huber_loss(quantiles, torch.zeros(2, 1), taus, 1.0).shape == (2,)
+    assert lstm.quantile_huber_loss(quantiles[0], torch.zeros(5), taus, 1.0).shape == ()
