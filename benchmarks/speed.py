@@ -862,7 +862,7 @@ def origins(picked: dict[str, Programs]) -> str:
 GRID_HEAD = (
     "cell | steps/s | sb3 | ratio (lowest, highest) | floor, steps/s | share of it "
     f"| ms of the floor: {' + '.join(PARTS)} | ms of ours "
-    "| steps per reset, sb3 | peak MB, sb3 | repeats | commit"
+    "| steps per reset: ours, sb3 | peak MB: ours, sb3 | repeats | commit"
 )
 COMPILED_HEAD = (
     "cell, with `--compile` | steps/s | ratio to sb3 (lowest, highest) | to ours without it "

@@ -231,9 +231,9 @@ def test_the_speed_beside_the_recurrent_peer():
     ratio = line.split("|")[4].split()[0]
     assert f"on one core {ratio} times as many" in README
     page = (ROOT / "benchmarks" / "README.md").read_text()
-    older = re.search(r"compared with current ones, are ([\d.]+) \(recurrent\)", page)[1]
+    older = re.search(r"Older ratios are ([\d.]+) \(recurrent\)", page)[1]
     short, long, longest = re.search(
-        r"is ([\d.]+) at 20, ([\d.]+) at 60 and ([\d.]+) at", page
+        r"limits of 20, 60 and 500 steps the ratio is ([\d.]+), ([\d.]+) and ([\d.]+)", page
     ).groups()
     assert long == longest
     assert (
@@ -417,6 +417,16 @@ def test_the_picture_of_one_run():
     share = 100 * float(re.search(r"between deciles 1 and 9 ([\d.]+)", text)[1])
     assert f"On the right are {episodes} episodes" in README
     assert f"Of the returns {share:.0f} % lie between the first and the ninth decile" in README
+    error = float(re.search(r"decile error ([\d.]+)", text)[1])
+    calibration = importlib.import_module("calibration")
+    others = [
+        float(row["coverage"])
+        for row in calibration.TABLE.rows()
+        if (row["task"], row["variant"]) == ("Hopper-v5", "presets")
+    ]
+    told = f"Its decile error, {error:.2f}, is better than the mean of the three other runs in the"
+    assert f"{told} table, {np.mean(others):.3f}." in README
+    assert len(others) == 3
 
 
 def test_slow_simulators():
