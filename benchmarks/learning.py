@@ -947,8 +947,8 @@ def iqm_band(curves: np.ndarray, repeats: int = 2_000) -> Band:
 
 SHOWN = (  # all feed-forward tasks, and ten of the recurrent ones
     *("CartPoleNoVel-v1", "PendulumNoVel-v1", "MountainCarContinuousNoVel-v0"),
-    *BLIND[:3],
-    *[f"popgym:popgym-{name}-v0" for name in POPGYM[:4]],
+    *BLIND,
+    *[f"popgym:popgym-{name}-v0" for name in POPGYM[:3]],
     *("CartPole-v1", "Pendulum-v1", "Acrobot-v1", "LunarLander-v3"),
     *ROBOTS,
     "Swimmer-v5",
