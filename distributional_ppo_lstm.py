@@ -2535,6 +2535,7 @@ def unfit_part(space: gym.Space, name: str = "observation") -> str:
             if unfit:
                 return unfit
         return ""
+
     if isinstance(space, Box):
         many_images = space.dtype == np.uint8 and len(space.shape) > 3
         if many_images:
@@ -2543,6 +2544,7 @@ def unfit_part(space: gym.Space, name: str = "observation") -> str:
             text = "which counts as an image (a flat one would not); images are not joined with"
             return f"{name} is {space}, {text} other parts; wrap the task and leave one out"
         return ""
+
     if isinstance(space, Discrete | MultiDiscrete | MultiBinary):
         return ""
     remedy = "it has no place in a vector; wrap the task in a module of yours, module:id"
@@ -4333,6 +4335,7 @@ class Run:
                 return f"{name} has changed since they were saved"
             if versions[name] != here[name]:
                 return f"they were saved under {name} {versions[name]}, and this is {here[name]}"
+
         try:
             envs = pickle.loads(pickled)
             changed = registration(envs[0]) != registration(self.envs.envs[0])
@@ -4340,6 +4343,7 @@ class Run:
             return f"reading the environments back failed: {error!r}"
         if changed:
             return f"{self.args.env_id} was registered in another way when they were saved"
+
         self.unused_envs = list(self.envs.envs)
         self.envs.envs = envs
         return ""
