@@ -2,12 +2,14 @@
 
     python benchmarks/risk.py --report    # table and figure from the committed CSV alone
     python benchmarks/risk.py             # run what is missing as well
-    python benchmarks/risk.py --only lottery categorical --seeds 8001 8002
+    python benchmarks/risk.py --only lottery categorical --seeds 8006 8007
 
-Three tasks, each neutral and with cvar_weight 0.5 and 1; the final policy plays 500 fresh episodes
-by its mode and 500 as it samples. One row of results/risk.csv is one run; interrupted at any point,
-the next call continues. Reported seeds are 8001 to 8005; where one of these is missing, older rows
-of seeds 1 to 5 stand (`common.standing`).
+Three tasks, each by the preset `averse` with cvar_weight 1, as the preset has it, 0.5, and 0, which
+is neutral. The final policy plays 500 fresh episodes by its mode and 500 as it samples. One row of
+results/risk.csv is one run; interrupted at any point, the next call continues. Reported seeds are
+8006 to 8010; where one of these is missing, older rows of seeds 1 to 5 stand (`common.standing`).
+Rows of seeds 8001 to 8005 tell no flags and count no more: they had 51 atoms, and the preset has
+201.
 """
 
 from __future__ import annotations
@@ -93,24 +95,24 @@ for name, spec in (
         gym.register(f"{name}-v0", **spec)
 
 # ----------------------------------------------------------------------------------------- the grid
-COMMON = "--value-target sr_lambda --twin-reduce mean --eval-episodes 500 --checkpoint-every 0 "
-KIND = {LSTM: "--kappa 0 --num-quantiles 51 ", CATEGORICAL: "--target-encoding two_hot "}
+COMMON = "--preset averse --eval-episodes 500 --checkpoint-every 0 "
+SEEDS = range(common.RENEWED + 5, common.RENEWED + 10)
 TASKS = {
     "lottery": "--cvar-alpha 0.2 --total-timesteps 30000 --num-steps 64 --learning-rate 3e-3",
     "road": (
-        "--cvar-alpha 0.1 --total-timesteps 200000 --num-envs 16 --num-steps 128 --gamma 0.95 "
+        "--total-timesteps 200000 --num-envs 16 --num-steps 128 --gamma 0.95 "
         "--num-minibatches 8 --gae-lambda 0.95 --log-std-init -1.5 --ent-coef 0"
     ),
     "cliff": (
-        "--cvar-alpha 0.1 --total-timesteps 200000 --num-envs 16 --num-steps 128 --gamma 0.995 "
+        "--total-timesteps 200000 --num-envs 16 --num-steps 128 --gamma 0.995 "
         "--num-minibatches 8 --gae-lambda 0.95 --ent-coef 0.01"
     ),
 }
-VARIANTS = {"neutral": "", "weight 0.5": "--cvar-weight 0.5", "weight 1": "--cvar-weight 1"}
+VARIANTS = {"neutral": "--cvar-weight 0", "weight 0.5": "--cvar-weight 0.5", "weight 1": ""}
 MEASURED = ("mean", "std", "cvar")  # of the returns of an evaluation
 SAMPLED = tuple(f"sampled_{name}" for name in MEASURED)  # the same of the policy as it samples
 SETTING = ("task", "script", "variant", "seed", "seconds")
-COLUMNS = (*SETTING, *MEASURED, *SAMPLED, "risky", *common.ORIGIN)
+COLUMNS = (*SETTING, *MEASURED, *SAMPLED, "risky", *common.ORIGIN, "flags")
 TABLE = Table(RESULTS / "risk.csv", COLUMNS, once=common.OF_A_RUN)
 
 
@@ -121,9 +123,8 @@ def cells() -> list[Cell]:
         for script in (CATEGORICAL, LSTM):
             width = "--seq-len 32 " if script == LSTM and task != "lottery" else ""
             for variant, own in VARIANTS.items():
-                line = f"{COMMON}{KIND[script]}{width}{flags} {own}"
-                seeds = range(common.RENEWED, common.RENEWED + 5)
-                grid.append(Cell(task, script, variant, line, seeds))
+                line = f"{COMMON}{width}{flags} {own}"
+                grid.append(Cell(task, script, variant, line, SEEDS))
     return grid
 
 
@@ -172,6 +173,7 @@ def run_one(run: Run) -> dict[str, Any]:
         agent, args = script.load_agent(done.directory)
 
     row = {**cell.setting._asdict(), "seed": run.seed, "seconds": done.seconds, **origin}
+    row["flags"] = common.spelt_flags(cell)
     if cell.task == "lottery":
         row["risky"] = second_action(agent, np.ones(1, np.float32))
     row |= {name: done.metrics[f"eval/return_{name}"] for name in MEASURED}
@@ -398,6 +400,10 @@ def main() -> None:
     args = parser.parse_args()
     common.require("matplotlib")
     if not args.report:
+        try:
+            common.refuse_other_flags(TABLE.rows(), cells())
+        except ValueError as error:
+            parser.error(str(error))
         runs = common.runs_of(cells(), args.only, args.seeds)
         TABLE.record(run_one, TABLE.without_row(runs), args.processes)
     report()

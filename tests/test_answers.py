@@ -465,14 +465,14 @@ def test_a_task_without_rows_has_a_line(answers, monkeypatch):
     assert found.pop("task") == "Hopper-v5"
     assert found.pop("zoo") == "2410 at 1M"
     assert found.pop("CleanRL (training)") == "2383 at 1M"
-    assert found.pop("best published") == "3450 at 1M, XuanCe"
+    assert found.pop("best published") == "3618 at 1M, zoo TRPO"
     assert set(found.values()) == {"-"}
 
 
 def test_the_best_published_value_has_a_name(answers):
     """Higher is better where returns are negative, too; steps are told where they differ, and what
     took ten million is left out."""
-    assert answers.best("Walker2d-v5", 1_000_000) == "4502, sb3-contrib TRPO"
+    assert answers.best("Walker2d-v5", 1_000_000) == "4933, zoo TRPO"
     assert answers.best("Acrobot-v1", 500_000) == "-73.5 at 1M, zoo"
     assert answers.best("MinAtar-Breakout-v1", 2_000_000) == "17, gymnax-blines"
     assert answers.best("nothing-v0", 1) == "-"

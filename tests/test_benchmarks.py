@@ -927,11 +927,36 @@ def test_older_rows_of_risk_stand_until_all_variants_have_run(monkeypatch):
     for variant in risk.VARIANTS:
         setting = {"task": "road", "script": risk.LSTM, "variant": variant}
         older.append([setting | {"seed": str(seed)} for seed in range(1, 6)])
-        newer.append([setting | {"seed": str(seed)} for seed in range(8001, 8006)])
+        newer.append([setting | {"seed": str(seed)} for seed in risk.SEEDS])
     rows = [row for found in (*older, *newer) for row in found]
     for known, standing in ((rows[:-1], older), (rows, newer)):
         monkeypatch.setattr(risk.Table, "rows", lambda table, known=known: known)
         assert list(risk.groups().values()) == standing
+
+
+def test_risk_is_that_of_the_preset():
+    """A weight of 1 is `averse` itself: the task's flags aside, nothing is changed in it."""
+    risk = importlib.import_module("risk")
+    for cell in risk.cells():
+        script = importlib.import_module(cell.script)
+        preset = script.PRESETS["averse"].flags
+        args = script.parse_args([*cell.flags.split(), "--env-id", f"risk:{cell.task}-v0"])
+        changed = {name for name, value in preset.items() if getattr(args, name) != value}
+        other = {"cvar_alpha"} if cell.task == "lottery" else set()
+        assert changed == other | (set() if cell.variant == "weight 1" else {"cvar_weight"})
+
+
+def test_processes_have_fresh_seeds_once_all_have_run(monkeypatch):
+    """Until then the older ones stand; rows of other settings are left as they are."""
+    calibration = importlib.import_module("calibration")
+    setting = {"task": "skewed", "script": calibration.LSTM, "variant": "recommended"}
+    older = [setting | {"seed": seed} for seed in "123"]
+    newer = [setting | {"seed": seed} for seed in ("8001", "8002", "8003")]
+    other = [{"task": "Hopper-v5", "script": "any", "variant": "mean", "seed": "1"}]
+    for fresh, standing in ((newer[:-1], older), (newer, newer)):
+        rows = [*older, *fresh, *other]
+        monkeypatch.setattr(calibration.Table, "rows", lambda table, rows=rows: rows)
+        assert calibration.counted() == [*standing, *other]
 
 
 @pytest.mark.parametrize("script", ONE_SCRIPT)
