@@ -174,8 +174,8 @@ def bounded(kind: Any, *bounds: Any, above_low: bool = False) -> Any:
 class IdleWhile:
     """Says that a flag has no effect while another one, `flag`, equals `value`.
 
-    Without a `value` it has none while `flag` is set to anything but "", 0 or False. To type a flag
-    that has no effect is refused.
+    Without a `value`, the flag has no effect while `flag` is set to anything but "", 0 or False. To
+    type a flag that has no effect is refused.
     """
 
     flag: str
@@ -304,8 +304,8 @@ class CriticArgs:
     """Rollouts that the return statistics remember. The newest one weighs at least
     1 / (this + 1)."""
     vf_clip_coef: Annotated[Positive, IdleWhile("vf_clip", "none")] = 0.2
-    """How far value clipping lets a prediction move in an update, in normalised returns, or in the
-    task's units with --no-norm-returns. Needs --vf-clip."""
+    """How far a prediction moves in an update before value clipping stops rewarding it, in
+    normalised returns, or in the task's units with --no-norm-returns. Needs --vf-clip."""
     value_target: Literal["lambda_return", "sr_lambda"] = "lambda_return"
     """What the distribution learns. lambda_return: lambda-returns, which vary less than returns, so
     that the predicted risk is usually too small. sr_lambda: samples of the return."""
@@ -339,8 +339,8 @@ class ValueDistributionArgs:
     hl_gauss_sigma: Annotated[BinWidths, IdleWhile("target_encoding", "two_hot")] = 0.75
     """Standard deviation of that Gaussian, in distances of neighbouring atoms."""
     vf_clip: Literal["none", "mean_only"] = "none"
-    """none: no value clipping. mean_only: the mean, and V, stay within --vf-clip-coef of what was
-    predicted before the update."""
+    """none: no value clipping. mean_only: the loss rewards no move of the mean, or of V, beyond
+    --vf-clip-coef from what was predicted before the update."""
 
 
 CALIBRATED = {"target_encoding": "two_hot", "num_atoms": 201}  # of the presets calibrated, averse
@@ -493,7 +493,7 @@ class Batch(NamedTuple):
     log_probs: Tensor  # (B,) of the actions under that policy, nats
     advantages: Tensor  # (B,) in the task's units, which `update` normalises
     targets: Tensor  # (B, K) what the value distributions learn
-    returns: Tensor  # (B,) lambda-returns, normalised: what V learns
+    returns: Tensor  # (B,) lambda-returns, normalised: what V's correction learns
     old_predictions: Tensor  # (B, C, 1 or 2) mean, and V, before the update, for value clipping
 
     def for_actor(self) -> Batch:
@@ -524,7 +524,9 @@ def train(args: Args) -> dict[str, Any]:
             batch, metrics = prepare_batch(agent, rollout, args)
             run.lap("values")
             metrics |= update(agent, optimizers, batch, args, progress)
-            agent.update_obs_moments(rollout.obs)  # last: the update has to see as the actor did
+            agent.update_obs_moments(
+                rollout.obs
+            )  # after `prepare_batch`, which sees as the actor did
             run.lap("update")
             run.end_iteration(rollout, metrics, (obs,))
     return run.results
@@ -671,8 +673,9 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
 
     The order matters (van Hasselt et al. 2016). The return statistics of earlier rollouts,
     `dist.moments`, turn this one's values into the task's units: std * value + mean. These values
-    give advantages and targets. Then the targets move the statistics, and the corrections are
-    rescaled to keep their size in the task's units. (Atoms cannot be, see `move_statistics`.)
+    give advantages and targets. Then the targets move the statistics, and so does V's distance from
+    their mean where that is larger. The corrections are rescaled to keep their size in the task's
+    units. (Atoms cannot be, see `move_statistics`.)
 
     The new statistics normalise targets and old values for the update, and decode the next rollout.
     So a rollout is decoded on the scale that its critics were last trained on. Only the first one
@@ -855,8 +858,8 @@ def policy_loss(
     loss = pg_loss
     if args.uses_entropy:
         # The floor applies to the mean entropy of all processes, not to that of each.
-        of_all = with_common_mean(entropy)
-        loss = loss + entropy_loss(of_all, ent_coef, args.min_entropy, args.min_entropy_penalty)
+        shifted = with_common_mean(entropy)
+        loss = loss + entropy_loss(shifted, ent_coef, args.min_entropy, args.min_entropy_penalty)
 
     kl = agent.action_dist.kl(mb.params, params.detach()).mean()
     metrics = {
@@ -1074,7 +1077,7 @@ class Preset(NamedTuple):
 
 
 # First those of tasks, then those of a purpose. benchmarks/tuning.md tells which were tuned, and
-# how. The preset `atari` has CleanRL's flags.
+# how. The preset `atari` has CleanRL's sizes and rates.
 PURPOSES = ("calibrated", "averse", "critics")  # they go after the preset of a task
 PRESETS = {
     "cartpole": Preset("CartPole-v1: the defaults.", {}),
@@ -1367,7 +1370,8 @@ def project_categorical(probs: Tensor, source_atoms: Tensor, target_atoms: Tenso
     last = len(target_atoms) - 1
     dz = (target_atoms[-1] - target_atoms[0]) / last
     position = ((source_atoms - target_atoms[0]) / dz).clamp(0, last)  # on the axis of the indices
-    # The neighbour below. The last atom has none above it. NaN becomes an index, and stays a share.
+    # The neighbour below. The last atom has none above it. A NaN gets the index 0, which the sum
+    # below accepts, and its share stays NaN, so that the result shows it.
     left = position.detach().floor().clamp(max=last - 1).nan_to_num()
     share = (position - left).expand_as(probs)  # goes to the neighbour above
     index = left.long().expand_as(probs)
@@ -1746,7 +1750,7 @@ class ValueDistribution(nn.Module):
         it stays as it is.
 
         Returns the mean, and V, that each critic predicted, in the new units, (C, T, N, 1 or 2),
-        and metrics. Value clipping keeps predictions near these. They are what was predicted in the
+        and metrics. Value clipping holds predictions to these. They are what was predicted in the
         task's units, while the decoded mean has jumped since. So clipping may act even before the
         first step. In the exception above they are what the heads predict now, and it cannot.
 
@@ -1782,7 +1786,7 @@ class ValueDistribution(nn.Module):
 
         There may be a `warning`, as `move_statistics` tells.
         """
-        outside = self.outside_support(targets)
+        outside = average(self.outside_support(targets))
         metrics = {
             "value/outside_support": outside,
             "norm/return_mean": self.moments.mean,
@@ -1871,7 +1875,8 @@ class ValueDistribution(nn.Module):
     def describe(self, outputs: Tensor, samples: WeightedReturns) -> dict:
         """Describe the outputs (T, N, K or K + 1) for s_t, beside samples of the return.
 
-        These go to the end of the episode, or to that of the rollout and on by a prediction.
+        These end where the episode terminates. Where a time limit or the rollout cuts it, a
+        prediction follows.
         """
         z = self.support
         probs = self.probs(outputs)
@@ -2217,10 +2222,10 @@ class Agent(nn.Module):
         return ((obs - mean) * scale).clip(-10, 10)
 
     def update_obs_moments(self, obs: Tensor) -> None:
-        """Take in the raw observations (T, N, D) of a rollout, from all processes.
+        """Take in this process's raw observations (T, N, D) of a rollout, and those of the others.
 
-        Their weight is `args.batch_size`, also if there are fewer. A policy that is not trained (a
-        learning rate of 0) keeps its statistics, since others would change what it does.
+        They count as `args.batch_size` samples, however many there are. A policy that is not
+        trained (a learning rate of 0) keeps its statistics, since others would change what it does.
         """
         keeps = self.args.learning_rate == 0 and self.obs_moments.count > 0
         if not self.sees_images and not keeps:
@@ -3469,7 +3474,7 @@ def take_weights(agent: Agent, args: Args, here: Path) -> None:
     saved = read_saved(checkpoint_path(here / expanded(args.init_from)))
     require_one_file(args, "init_from", saved)
     stored = SimpleNamespace(**saved["args"])  # another number of processes may have had them
-    meaning = ("activation", "norm_obs", "norm_returns")  # the shapes are the same in any case
+    meaning = ("activation", "norm_obs", "norm_returns", "value_from")  # shapes may be the same
     theirs = shapes(saved["agent"], stored) | {name: getattr(stored, name) for name in meaning}
     ours = shapes(agent.state_dict(), args) | {name: getattr(args, name) for name in meaning}
     for name in theirs | ours:

@@ -177,8 +177,8 @@ def bounded(kind: Any, *bounds: Any, above_low: bool = False) -> Any:
 class IdleWhile:
     """Says that a flag has no effect while another one, `flag`, equals `value`.
 
-    Without a `value` it has none while `flag` is set to anything but "", 0 or False. To type a flag
-    that has no effect is refused.
+    Without a `value`, the flag has no effect while `flag` is set to anything but "", 0 or False. To
+    type a flag that has no effect is refused.
     """
 
     flag: str
@@ -310,8 +310,8 @@ class CriticArgs:
     """Rollouts that the return statistics remember. The newest one weighs at least
     1 / (this + 1)."""
     vf_clip_coef: Annotated[Positive, IdleWhile("vf_clip", "none")] = 0.2
-    """How far value clipping lets a prediction move in an update, in normalised returns, or in the
-    task's units with --no-norm-returns. Needs --vf-clip."""
+    """How far a prediction moves in an update before value clipping stops rewarding it, in
+    normalised returns, or in the task's units with --no-norm-returns. Needs --vf-clip."""
     value_target: Literal["lambda_return", "sr_lambda"] = "lambda_return"
     """What the distribution learns. lambda_return: lambda-returns, which vary less than returns, so
     that the predicted risk is usually too small. sr_lambda: samples of the return."""
@@ -334,9 +334,9 @@ class ValueDistributionArgs:
     """Huber threshold of the quantile loss, in normalised returns, or in the task's units with
     --no-norm-returns. 0 gives the pinball loss."""
     vf_clip: Literal["none", "per_quantile", "mean_only", "mean_and_variance"] = "none"
-    """What value clipping keeps within --vf-clip-coef of what was predicted before the update.
-    per_quantile: each quantile by itself. mean_only: their mean. mean_and_variance: their mean, and
-    their spread below twice the old one. V is clipped, too. none: nothing is."""
+    """What the loss does not reward for moving more than --vf-clip-coef in an update. per_quantile:
+    each quantile by itself. mean_only: their mean. mean_and_variance: their mean, and a spread of
+    more than twice the old one. V is clipped, too. none: nothing is."""
 
 
 CALIBRATED = {"kappa": 0.0, "num_quantiles": 51}  # the presets calibrated and averse set these
@@ -504,7 +504,7 @@ class Batch(NamedTuple):
     log_probs: Tensor  # (L, M) of the actions under that policy, nats
     advantages: Tensor  # (L, M) in the task's units, which `update` normalises
     targets: Tensor  # (L, M, J) what the value distributions learn, normalised returns
-    returns: Tensor  # (L, M) lambda-returns, normalised: what V learns
+    returns: Tensor  # (L, M) lambda-returns, normalised: what the mean output learns
     old_predictions: Tensor  # (L, M, C, K or K + 1) before the update, for value clipping
 
     def for_actor(self) -> Batch:
@@ -537,7 +537,9 @@ def train(args: Args) -> dict[str, Any]:
             batch, critic_state, metrics = prepare_batch(agent, rollout, critic_state, args)
             run.lap("values")
             metrics |= update(agent, optimizers, batch, args, progress)
-            agent.update_obs_moments(rollout.obs)  # last: the update has to see as the actor did
+            agent.update_obs_moments(
+                rollout.obs
+            )  # after `prepare_batch`, which sees as the actor did
             run.lap("update")
             run.end_iteration(rollout, metrics, (*carry, critic_state.cpu()))
     return run.results
@@ -732,8 +734,8 @@ def prepare_batch(
 
     The order matters (van Hasselt et al. 2016). The return statistics of earlier rollouts,
     `dist.moments`, turn this one's values into the task's units: std * value + mean. These values
-    give advantages and targets. Then the targets move the statistics, and the value heads
-    are rescaled in the same moment.
+    give advantages and targets. Then the targets move the statistics, and so does V's distance from
+    their mean where that is larger. The value heads are rescaled in the same moment.
 
     The new statistics normalise targets and old values for the update, and decode the next rollout.
     So a rollout is decoded on the scale that its critics were last trained on. Only the first one
@@ -937,8 +939,8 @@ def policy_loss(
     loss = pg_loss
     if args.uses_entropy:
         # The floor applies to the mean entropy of all processes, not to that of each.
-        of_all = with_common_mean(entropy)
-        loss = loss + entropy_loss(of_all, ent_coef, args.min_entropy, args.min_entropy_penalty)
+        shifted = with_common_mean(entropy)
+        loss = loss + entropy_loss(shifted, ent_coef, args.min_entropy, args.min_entropy_penalty)
 
     kl = agent.action_dist.kl(mb.params, params.detach()).mean()
     metrics = {
@@ -1154,7 +1156,7 @@ class Preset(NamedTuple):
 
 
 # First those of tasks, then those of a purpose. benchmarks/tuning.md tells which were tuned, and
-# how. The preset `atari` has CleanRL's flags.
+# how. The preset `atari` has CleanRL's sizes and rates.
 PURPOSES = ("calibrated", "averse", "critics")  # they go after the preset of a task
 PRESETS = {
     "cartpole_novel": Preset("CartPole without its velocities: the defaults.", {}),
@@ -1674,6 +1676,7 @@ class ValueDistribution(nn.Module):
         self.args = args
         # Without `norm_returns` nothing is taken in, and a mean of 0 and a std of 1 change nothing.
         self.moments = RunningMoments((), max_count=args.norm_returns_memory)
+        # The levels tau. (With atoms it is their values that have this name.)
         self.register_buffer("support", quantile_midpoints(args.num_quantiles), persistent=False)
         self.num_outputs = args.num_quantiles + (args.value_from == "mean_head")
 
@@ -1756,9 +1759,9 @@ class ValueDistribution(nn.Module):
         divided by almost nothing.
 
         Decoded predictions stay what they were (PopArt, van Hasselt et al. 2016), with one
-        exception. Where the old std is almost its floor, returns have not varied by more than
-        1e-5 of their mean yet, and heads that are rescaled from there would vanish. So they and
-        `outputs` stay as they are.
+        exception. Where the old std is almost its floor, returns have hardly varied lately, by
+        1e-5 of their mean or less, and heads that are rescaled from there would vanish. So they
+        and `outputs` stay as they are.
 
         The last layers of the heads change in place. Returns `outputs` (C, T, N, K or K + 1) in
         the new units, and metrics.
@@ -1813,11 +1816,11 @@ class ValueDistribution(nn.Module):
 
             quantile regression on targets (..., J)  +  0.5 (V - returns)^2 with a mean output
 
-        returns are lambda-returns whatever the targets are. V learns them by squared error, which
-        weighs rare large returns; these hardly move quantiles. All arguments are normalised,
-        outputs and old are (C, ..., K or K + 1). With clipping each of the two terms is the larger
-        one of its plain and its clipped form. Each critic is clipped around its own old outputs.
-        Targets are never clipped.
+        returns are lambda-returns whatever the targets are. The mean output learns them by squared
+        error, which weighs rare large returns; these hardly move quantiles. All arguments are
+        normalised, outputs and old are (C, ..., K or K + 1). With clipping each of the two terms is
+        the larger one of its plain and its clipped form. Each critic is clipped around its own old
+        outputs. Targets are never clipped.
         """
         args = self.args
         quantiles, mean_outputs = self.split(outputs)
@@ -2299,10 +2302,10 @@ class Agent(nn.Module):
         return ((obs - mean) * scale).clip(-10, 10)
 
     def update_obs_moments(self, obs: Tensor) -> None:
-        """Take in the raw observations (T, N, D) of a rollout, from all processes.
+        """Take in this process's raw observations (T, N, D) of a rollout, and those of the others.
 
-        Their weight is `args.batch_size`, also if there are fewer. A policy that is not trained (a
-        learning rate of 0) keeps its statistics, since others would change what it does.
+        They count as `args.batch_size` samples, however many there are. A policy that is not
+        trained (a learning rate of 0) keeps its statistics, since others would change what it does.
         """
         keeps = self.args.learning_rate == 0 and self.obs_moments.count > 0
         if not self.sees_images and not keeps:
@@ -2322,9 +2325,9 @@ class Agent(nn.Module):
         """Return a function for acting: raw observations (N, D), state -> outputs, next state.
 
         It does what `normalize_obs`, one step of `actor_body` and `actor_head` do.
-        A state is (2, N, H). Make a new policy when weights or statistics change. On the CPU the
-        encoder and the head of the older one follow the weights; its LSTM and its statistics do
-        not. To keep a policy, copy the agent.
+        A state is (2, N, H). Make a new policy when weights or statistics change. Parts of the
+        older one follow the weights (on the CPU its encoder and its head, on a GPU an encoder of
+        images), and the rest does not. To keep a policy, copy the agent.
         """
         encoder = in_numpy(self.actor_body.encoder)
         lstm = lstm_in_numpy(self.actor_body.lstm)
@@ -3577,7 +3580,7 @@ def take_weights(agent: Agent, args: Args, here: Path) -> None:
     saved = read_saved(checkpoint_path(here / expanded(args.init_from)))
     require_one_file(args, "init_from", saved)
     stored = SimpleNamespace(**saved["args"])  # another number of processes may have had them
-    meaning = ("activation", "norm_obs", "norm_returns")  # the shapes are the same in any case
+    meaning = ("activation", "norm_obs", "norm_returns", "value_from")  # shapes may be the same
     theirs = shapes(saved["agent"], stored) | {name: getattr(stored, name) for name in meaning}
     ours = shapes(agent.state_dict(), args) | {name: getattr(args, name) for name in meaning}
     for name in theirs | ours:

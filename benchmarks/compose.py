@@ -39,8 +39,7 @@ QUANTILES = {  # sentences of the kind, by what they are about
     "targets": "J) what the value distributions learn, normalised returns",
     "old": "K or K + 1) before the update, for value clipping",
     "moving": "# 3. The targets move the return statistics, and the value heads are rescaled.",
-    "moved": """and the value heads
-    are rescaled in the same moment.""",
+    "moved": "The value heads are rescaled in the same moment.",
 }
 ATOMS = {
     "title": "twin critics predict categorical distributions of the return.",
@@ -60,8 +59,8 @@ ATOMS = {
     "targets": "K) what the value distributions learn",
     "old": "1 or 2) mean, and V, before the update, for value clipping",
     "moving": "# 3. The targets move the return statistics, and the corrections are rescaled.",
-    "moved": """and the corrections are
-    rescaled to keep their size in the task's units. (Atoms cannot be, see `move_statistics`.)""",
+    "moved": """The corrections are rescaled to keep their size in the task's
+    units. (Atoms cannot be, see `move_statistics`.)""",
 }
 
 

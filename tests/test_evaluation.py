@@ -631,6 +631,14 @@ def test_entries_that_were_hidden_may_be_shown_without_statistics(script, tmp_pa
     assert run_main(script, capsys, words(args))[0] == 0
 
 
+def test_another_source_of_v_is_named(script, tmp_path, capsys):
+    """One quantile or atom more takes the place of V's own output, so that shapes are the same."""
+    name = "num_atoms" if script.__name__.endswith("categorical") else "num_quantiles"
+    more = getattr(flags_for(script, tmp_path, 1), name) + 1
+    err = refusal(script, tmp_path, capsys, {"value_from": "distribution", name: more})
+    assert "value_from is mean_head there, distribution by these flags" in err
+
+
 def test_another_support_is_named(tmp_path, capsys):
     """The same logits on other atoms are another distribution."""
     import distributional_ppo_categorical as script
