@@ -3701,8 +3701,9 @@ class Run:
         self.best_return = -math.inf  # of the evaluation that `best.pt` is of
         self.best_step = 0  # step of that evaluation; 0 means that there is none
         self.carried: tuple | None = None  # what the next iteration goes on from
-        self.lock: int | None = None  # descriptor of the directory, which it locks
+        self.lock: int | None = None  # descriptor of the file that is locked
 
+        self.pid = os.getpid()  # forks have another
         self.signals: list[int] = []  # received, and not yet obeyed
         self.handlers: dict[int, Any] = {}  # of signals, as they were before
         self.times: dict[str, float] = {}  # seconds of the parts of this iteration
@@ -3816,25 +3817,33 @@ class Run:
     def request_stop(self, number: int, frame: Any) -> None:
         """End the run after this iteration, or this episode of an evaluation.
 
-        A second signal kills, unless it is a hang-up: a closed terminal may send several of those.
-        In a notebook, or in a program that has imported the script, a second Ctrl-C raises
-        KeyboardInterrupt at once. Under torchrun a batch system's SIGTERM comes twice, from itself
-        and from torchrun. So further signals are ignored there.
+        A second Ctrl-C kills. In a notebook, or in a program that has imported the script, it
+        raises KeyboardInterrupt at once. Further signals of other kinds are ignored, since one
+        request may come as several: batch systems and `timeout` send SIGTERM to a process and to
+        its group, and a closed terminal hangs up more than once. Under torchrun Ctrl-C comes twice
+        as well.
+
+        Processes that a task forks inherit this handler. They live on, since the iteration needs
+        them, but for SIGTERM, by which multiprocessing ends them.
         """
+        if os.getpid() != self.pid:
+            if number == signal.SIGTERM:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
+
         self.signals.append(number)
         lives_on = __name__ != "__main__" or hasattr(builtins, "get_ipython")
         for handled in self.handlers:
-            again = signal.SIG_DFL
-            if handled == getattr(signal, "SIGHUP", None) or WORLD_SIZE > 1:
-                again = signal.SIG_IGN
-            elif handled == signal.SIGINT and lives_on:
-                again = signal.default_int_handler
+            again = signal.SIG_IGN
+            if handled == signal.SIGINT and WORLD_SIZE == 1:
+                again = signal.default_int_handler if lives_on else signal.SIG_DFL
             signal.signal(handled, again)
         if RANK == 0:
             part = "episode" if self.evaluating else "iteration"
             line = f"stopping after this {part}"
-            second = "Ctrl-C raises KeyboardInterrupt" if lives_on else "signal kills"
-            line += "" if WORLD_SIZE > 1 else f"; a second {second}"
+            second = "raises KeyboardInterrupt" if lives_on else "kills"
+            line += "" if WORLD_SIZE > 1 else f"; a second Ctrl-C {second}"
             with contextlib.suppress(RuntimeError):  # the signal came while a line was printed
                 tell_over(line, file=sys.stderr)
 
@@ -4098,7 +4107,8 @@ class Run:
             "global_step": self.step,
         }
         if name == "checkpoint":
-            content["run"] = pickle.dumps(self.to_resume())
+            pickled = pickle.dumps(self.to_resume())  # as a tensor, since torch doubles most bytes
+            content["run"] = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
         if self.writer is None:
             return
 
@@ -4143,7 +4153,7 @@ class Run:
         return pickled
 
     def lock_directory(self) -> None:
-        """Lock the directory: two that write one run would spoil it.
+        """Lock the run: two that write it would spoil it.
 
         After a kill the lock ends with the process, unless a fork of it lives on. Some platforms
         and disks have no locks. Raises `UsageError` where the run is being written.
@@ -4151,12 +4161,13 @@ class Run:
         if RANK > 0 or fcntl is None:
             return
         try:
-            self.lock = os.open(self.directory, os.O_RDONLY)
+            # Of a directory no lock reaches other machines that share a disk by NFS.
+            self.lock = os.open(self.directory / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             text = "this run is being written already; stop that first"
             raise UsageError(f"--resume {self.args.resume}: {text}") from error
-        except OSError:  # it may be written to and not read, or its disk has no locks
+        except OSError:  # its disk has no locks, or may only be read
             pass
 
     def unlock_directory(self) -> None:
@@ -4191,10 +4202,10 @@ class Run:
                 raise flag_error(args, name, text)
         self.take_up_episodes()
 
-    def take_up_training(self, pickled: bytes) -> None:
+    def take_up_training(self, pickled: Tensor) -> None:
         """Go on with optimizers, counts and metrics. Raises `UsageError` for another version's."""
         try:
-            kept = pickle.loads(pickled)
+            kept = pickle.loads(pickled.numpy())
             self.untouched = {"parts": kept["parts"], "versions": kept["versions"]}
             for optimizer, saved in zip(self.optimizers, kept["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
@@ -4246,6 +4257,8 @@ class Run:
         except Exception as error:  # from the task, of any kind
             return f"reading the environments back failed: {error!r}"
         if changed:
+            for env in envs:
+                close_quietly(env)
             return f"{self.args.env_id} was registered in another way when they were saved"
 
         self.unused_envs = list(self.envs.envs)
@@ -4309,15 +4322,12 @@ def task_sources(envs: gym.vector.VectorEnv, env_id: str) -> dict[str, str]:
     """Return checksums of the sources that define environments, by name.
 
     These are the files of the classes of the task and its wrappers, of their bases, and of the
-    module of `env_id`. Of a program's own classes it is the class alone, since a program may be
-    edited to resume. Environments in other processes have no classes here, and are not saved.
+    module of `env_id`. Of a program or notebook they are the classes alone and the function that
+    makes the task, since a program may be edited to resume. Environments in other processes have no
+    classes here, and are not saved.
     """
-    layer = envs.envs[0] if hasattr(envs, "envs") else None
-    classes = set()
-    while layer is not None:
-        classes |= {*type(layer).__mro__}
-        layer = layer.env if isinstance(layer, gym.Wrapper) else None
-
+    first = envs.envs[0] if hasattr(envs, "envs") else None
+    classes = {kind for layer in layers(first) for kind in type(layer).__mro__}
     modules = {kind.__module__ for kind in classes} | {env_id.split(":")[0]}
     sources = {}
     for module in modules - {"__main__", *sys.stdlib_module_names}:
@@ -4325,21 +4335,47 @@ def task_sources(envs: gym.vector.VectorEnv, env_id: str) -> dict[str, str]:
         if file and os.path.isfile(file):
             sources[f"{module}.py"] = Path(file).read_bytes()
 
-    for kind in classes:
-        if kind.__module__ == "__main__":
-            with contextlib.suppress(OSError, TypeError):  # a class that was typed in
-                sources[f"the class {kind.__name__}"] = inspect.getsource(kind).encode()
+    maker = None if first is None else getattr(first.unwrapped.spec, "entry_point", None)
+    functions = {maker} if inspect.isfunction(maker) else set()
+    for thing in classes | functions:
+        if thing.__module__ == "__main__":
+            with contextlib.suppress(OSError, TypeError):  # it was typed in
+                name = f"the {'class' if thing in classes else 'function'} {thing.__name__}"
+                sources[name] = source_of(thing).encode()
 
     return {name: f"{zlib.crc32(source):08x}" for name, source in sources.items()}
 
 
+def layers(env: gym.Env | None) -> Iterator[gym.Env]:
+    """Go through an environment's wrappers down to the task."""
+    while env is not None:
+        yield env
+        env = env.env if isinstance(env, gym.Wrapper) else None
+
+
+def source_of(thing: Any) -> str:
+    """Return the source of a class or function. Of a notebook's class it is that of its methods.
+
+    Raises OSError or TypeError where there is none.
+    """
+    try:
+        return inspect.getsource(thing)
+    except (OSError, TypeError):  # Python looks for classes in files
+        methods = [method for method in vars(thing).values() if inspect.isfunction(method)]
+        if not methods:
+            raise
+        return "".join(map(inspect.getsource, methods))
+
+
 def registration(env: gym.Env) -> str:
-    """Return the entry point, the arguments and the time limit that an environment was made with.
+    """Return how an environment was made: entry point, arguments, time limit and wrappers.
 
     Addresses of objects are left out, since they differ from process to process.
     """
     spec = env.unwrapped.spec
-    return re.sub(r" at 0x\w+", "", f"{spec.entry_point} {spec.kwargs} {time_limit(env)}")
+    names = [type(layer).__name__ for layer in layers(env)]
+    made = f"{spec.entry_point} {spec.kwargs} {time_limit(env)} {names}"
+    return re.sub(r" at 0x\w+", "", made)
 
 
 def time_limit(env: gym.Env) -> int | None:
@@ -4347,10 +4383,9 @@ def time_limit(env: gym.Env) -> int | None:
 
     `env.spec` has them as well, but is None where a registration cannot be copied.
     """
-    while isinstance(env, gym.Wrapper):
-        if isinstance(env, gym.wrappers.TimeLimit):
-            return env._max_episode_steps
-        env = env.env
+    for layer in layers(env):
+        if isinstance(layer, gym.wrappers.TimeLimit):
+            return layer._max_episode_steps
     return None
 
 
@@ -4464,7 +4499,10 @@ def write_origin(path: Path, args: Args) -> None:
     source = Path(file).resolve() if file else None
     versions = {module.__name__: module.__version__ for module in (torch, gym, np, tyro)}
     versions["python"] = sys.version
-    commit = commit_of(source.parent if source else Path.cwd())
+    if source and source.parent == path:  # the run's own copy, of the commit that it came from
+        commit = json.loads((path / "args.json").read_text())["commit"]
+    else:
+        commit = commit_of(source.parent if source else Path.cwd())
     content = {"args": asdict(args), "versions": versions, "commit": commit}
     replace_file(path / "args.json", json.dumps(content, indent=2).encode())
     if source:
@@ -4777,6 +4815,7 @@ def make_eval_env(args: Args) -> gym.Env:
         remedy = "needs moviepy (pip install moviepy) and a task that renders rgb_array"
         if hasattr(unfilmed.unwrapped, "mujoco_renderer"):
             remedy += "; without a screen, set MUJOCO_GL=egl in the environment"
+        remedy += "; or do without films by --no-capture-video"
         raise UsageError(f"--capture-video: {str(error) or repr(error)}; {remedy}") from error
     return env
 
@@ -4796,9 +4835,13 @@ def check_frames(env: gym.Env) -> None:
 
 
 def follow_robot(env: gym.Env) -> None:
-    """Look through the camera that follows a robot of MuJoCo, unless the task chooses one."""
+    """Look through the camera that follows a robot of MuJoCo, unless the task chooses one.
+
+    Where the policy sees images they may come from this camera, so it stays.
+    """
     renderer = getattr(env.unwrapped, "mujoco_renderer", None)
     chosen = "default_camera_config" in env.unwrapped.spec.kwargs
+    chosen = chosen or len(env.observation_space.shape) == 3
     if renderer is None or renderer.camera_id != -1 or chosen:
         return
     cameras = [renderer.model.camera(i).name for i in range(renderer.model.ncam)]

@@ -669,6 +669,11 @@ class Difference(NamedTuple):
         """Of the former of the two in a word."""
         return "ahead" if self.low > 0 else "behind" if self.high < 0 else "undecided"
 
+    @property
+    def clear(self) -> bool:
+        """Whether the interval is further from a tie than half its width."""
+        return max(self.low, -self.high) > (self.high - self.low) / 2
+
 
 def welch(after: np.ndarray, before: np.ndarray) -> Difference:
     """Of the mean of `after` from that of `before`, spreads and numbers of seeds their own; without

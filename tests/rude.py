@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -301,6 +302,20 @@ class Starter(Walk):
             file.write(f"{simulator.pid}\n")
 
 
+class Forker(Walk):
+    """Each step starts a process, and asks it to end as the test says."""
+
+    def pay(self, action):
+        """Nothing."""
+        forks = multiprocessing.get_context("fork")
+        begun = forks.Event()  # a signal that comes ahead of this may be lost
+        process = forks.Process(target=lambda: begun.set() or time.sleep(60))
+        process.start()
+        begun.wait()
+        Forker.ask(process)
+        return 0.0
+
+
 gym.register("Rude-v0", Rude)
 
 
@@ -317,7 +332,7 @@ gym.register("Battery-v0", Battery)
 gym.register("Locked-v0", partial(lambda lock: Walk(), threading.Lock()))
 for probe in (
     OldStep, OldReset, OldSeed, NoStep, Exit, Torch, Single, Unfilmed, Display, Sleeper, Mover,
-    Dier, Starter, Spaceless, Foreign, Lost,
+    Dier, Starter, Spaceless, Foreign, Lost, Forker,
 ):  # fmt: skip
     gym.register(f"{probe.__name__}-v0", probe)
 for kind in MISFITS:

@@ -102,6 +102,27 @@ def test_films_follow_a_robot(script, monkeypatch, task, chosen, camera):
     assert seen == [camera]
 
 
+def test_a_policy_that_sees_images_keeps_its_camera(script, monkeypatch):
+    """They are of the renderer that films. Through another camera it would see something else."""
+    pytest.importorskip("moviepy", reason="films need it")
+    pytest.importorskip("mujoco")
+    from gymnasium.envs.mujoco.half_cheetah_v5 import HalfCheetahEnv
+    from gymnasium.envs.mujoco.mujoco_rendering import MujocoRenderer
+
+    def make(render_mode="rgb_array"):
+        return gym.wrappers.AddRenderObservation(HalfCheetahEnv(render_mode=render_mode))
+
+    def look(renderer, mode):
+        seen.add(renderer.camera_id)
+        return np.zeros((4, 4, 3), np.uint8)
+
+    seen = set()
+    monkeypatch.setattr(MujocoRenderer, "render", look)
+    gym.register("Watched-v0", make)
+    script.make_eval_env(script.Args(env_id="Watched-v0", capture_video=True)).close()
+    assert seen == {-1}
+
+
 @pytest.mark.slow
 def test_films_change_no_bit_of_the_run(script, tmp_path):
     """Metrics, evaluations included, weights and RNGs."""
@@ -684,7 +705,7 @@ def test_a_run_of_another_version_is_refused_in_one_line(script, tmp_path, capsy
     args = flags_for(script, tmp_path, 3, env_id="probes:Walk-v0")
     directory = stopped(script, monkeypatch, args, 1)
     saved = torch.load(directory / "checkpoint.pt", weights_only=True)
-    kept = pickle.loads(saved["run"])
+    kept = pickle.loads(saved["run"].numpy())
     kept["optimizers"][0]["param_groups"][0]["params"].append(1)
     torch.save(saved | {"run": pickle.dumps(kept)}, directory / "checkpoint.pt")
     code, _, err = run_main(script, capsys, ["--resume", str(directory)])
@@ -703,7 +724,7 @@ def test_a_checkpoint_knows_of_the_best_agent_at_once(script, tmp_path, monkeypa
     with pytest.raises(OSError, match="Input"):
         script.train(args)
     [path] = (tmp_path / "runs").glob("*/checkpoint.pt")
-    kept = pickle.loads(torch.load(path, weights_only=True)["run"])
+    kept = pickle.loads(torch.load(path, weights_only=True)["run"].numpy())
     assert kept["step"] == kept["best_step"] == args.batch_size
 
 
@@ -871,7 +892,7 @@ def test_a_film_that_fails_costs_no_training(script, tmp_path, monkeypatch):
         with pytest.raises(OSError, match="Input"):
             script.train(args)
     [path] = (tmp_path / "runs").glob("*/checkpoint.pt")
-    kept = pickle.loads(torch.load(path, weights_only=True)["run"])
+    kept = pickle.loads(torch.load(path, weights_only=True)["run"].numpy())
     assert (kept["step"], kept["evaluated_at"]) == (args.batch_size, None)
     resumed(script, monkeypatch, path.parent)
     assert len(films(path.parent)) == 9  # of three evaluations

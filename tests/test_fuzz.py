@@ -191,7 +191,7 @@ def check_draw(script, capsys, tmp_path, monkeypatch, draw):
         (path,) = tmp_path.glob("runs/*/checkpoint.pt")
         checkpoint = torch.load(path, weights_only=True)
         assert checkpoint["global_step"] == steps
-        logged = pickle.loads(checkpoint["run"])["logged"]
+        logged = pickle.loads(checkpoint["run"].numpy())["logged"]
         assert np.isfinite([*logged.values()]).all(), (" ".join(line), logged)
         return
     assert code == 2, " ".join(line)

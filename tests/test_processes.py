@@ -69,7 +69,7 @@ def checkpoint(top):
     """Weights and last metrics of the only run below a directory."""
     (path,) = top.rglob("checkpoint.pt")
     saved = torch.load(path, weights_only=True)
-    return saved["agent"], pickle.loads(saved["run"])
+    return saved["agent"], pickle.loads(saved["run"].numpy())
 
 
 def check_equal(one, two):

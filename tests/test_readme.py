@@ -8,7 +8,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, stdev
 
 import numpy as np
 import pytest
@@ -310,6 +310,12 @@ def test_the_price_of_a_tail_on_the_road():
     assert f"the mean of all from {mean_before:.1f} to {mean_after:.1f} (five runs" in README
 
 
+def falls_beyond_chance(before: list[float], after: list[float]) -> bool:
+    """Whether the 95 % interval of the mean difference of three pairs (Student's t) is below 0."""
+    gaps = [late - early for early, late in zip(before, after, strict=True)]
+    return mean(gaps) + 4.303 * stdev(gaps) / 3**0.5 < 0
+
+
 def test_how_good_presets_for_calibration_are():
     """Mean errors of the coverage of deciles, over the runs of a task, with the preset of the task,
     with `calibrated`, and after the critics were trained alone."""
@@ -334,6 +340,9 @@ def test_how_good_presets_for_calibration_are():
     before, after = ([mean(own[at]) for own in found.values()] for at in (1, 2))
     assert [sum(error <= 0.05 for error in some) for some in (before, after)] == [1, 2]
     assert all(later < earlier for earlier, later in zip(before, after))
+    beyond = {task for task, own in found.items() if falls_beyond_chance(own[1], own[2])}
+    assert beyond == {"PendulumNoVel-v1", "LunarLander-v3"}
+    assert "on three of them perhaps by chance" in README
     told = "With the preset `calibrated` one of five tasks reaches that. After further training of"
     assert told in README
     last = [mean(own[2]) for own in found.values()]

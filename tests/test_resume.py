@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
+import json
 import os
 import pickle
 import random
@@ -109,7 +110,7 @@ def resumed(script, monkeypatch, directory, *line):
 def contents(directory):
     """All that a checkpoint holds but for clocks, flags and the environments' bytes."""
     saved = torch.load(Path(directory) / "checkpoint.pt", weights_only=True)
-    run = pickle.loads(saved["run"])
+    run = pickle.loads(saved["run"].numpy())
     keys = ["step", "recent_returns", "evaluated_at", "best_return", "best_step", "optimizers"]
     kept = {key: run[key] for key in keys} | {"logged": timeless(run["logged"])}
     (part,) = run["parts"]  # of processes
@@ -254,11 +255,31 @@ def test_a_state_that_cannot_be_saved_is_said_to_be_lost(
     assert AFRESH not in capsys.readouterr().out
 
 
+def run_of(path):
+    """What an exact resume needs of a checkpoint."""
+    return pickle.loads(torch.load(path, weights_only=True)["run"].numpy())
+
+
 def change_run(path, change):
     """Write the checkpoint again with another `run`, which `change` makes of the old one."""
     content = torch.load(path, weights_only=True)
-    content["run"] = pickle.dumps(change(pickle.loads(content["run"])))
+    changed = pickle.dumps(change(pickle.loads(content["run"].numpy())))
+    content["run"] = torch.frombuffer(bytearray(changed), dtype=torch.uint8)
     torch.save(content, path)
+
+
+def test_a_resume_by_the_copy_of_the_script_keeps_its_commit(script, tmp_path, monkeypatch):
+    """The folder of a run may lie in a clone that has moved on since."""
+    args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0")
+    monkeypatch.setattr(script, "commit_of", lambda folder: "then")
+    directory = stopped(script, monkeypatch, args, 1).resolve()
+    monkeypatch.setattr(script, "commit_of", lambda folder: "now")
+    script.rewrite_origin(directory, args)
+    assert json.loads((directory / "args.json").read_text())["commit"] == "now"
+    monkeypatch.setattr(script, "commit_of", lambda folder: "later")
+    monkeypatch.setattr(script, "__file__", str(directory / Path(script.__file__).name))
+    script.rewrite_origin(directory, args)
+    assert json.loads((directory / "args.json").read_text())["commit"] == "now"
 
 
 @pytest.mark.parametrize("parts", [[], [{"envs": None}] * 2])
@@ -401,7 +422,7 @@ def test_a_run_that_another_process_writes_is_not_resumed(script, tmp_path, caps
     directory = script.train(args)["run_dir"]
     before = (Path(directory) / "checkpoint.pt").read_bytes()
     line = ["--resume", directory, "--total-timesteps", str(2 * args.total_timesteps)]
-    other = os.open(directory, os.O_RDONLY)
+    other = os.open(Path(directory) / ".lock", os.O_RDWR)
     fcntl.flock(other, fcntl.LOCK_SH)  # any lock of another process is in the way
     try:
         code, _, err = run_main(script, capsys, line)
@@ -457,7 +478,7 @@ def test_a_run_keeps_others_out_until_its_end(script, tmp_path, monkeypatch):
 
     def try_to_lock(envs, *rest):
         [directory] = (tmp_path / "runs").iterdir()
-        other = os.open(directory, os.O_RDONLY)
+        other = os.open(directory / ".lock", os.O_RDWR)
         try:
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -624,11 +645,11 @@ def test_a_run_that_is_done_keeps_its_environments(script, tmp_path, monkeypatch
     old one: as if nobody had evaluated it."""
     flags = {"env_id": "probes:Walk-v0", "num_envs": 2, "eval_episodes": 0}
     directory = Path(script.train(flags_for(script, tmp_path, 2, **flags))["run_dir"])
-    before = pickle.loads(torch.load(directory / "checkpoint.pt", weights_only=True)["run"])
+    before = run_of(directory / "checkpoint.pt")
     with monkeypatch.context() as patch:
         patch.setattr(script, "loaded_versions", lambda: {"numpy": "0.0"})
         resumed(script, monkeypatch, directory, "--eval-episodes", "2")
-    after = pickle.loads(torch.load(directory / "checkpoint.pt", weights_only=True)["run"])
+    after = run_of(directory / "checkpoint.pt")
     assert after["evaluated_at"] == after["step"]
     assert after["versions"] == before["versions"]
     assert after["parts"][0]["envs"] == before["parts"][0]["envs"]
@@ -898,7 +919,7 @@ def test_an_evaluation_keeps_the_parts_of_other_processes(script, tmp_path, monk
     path = Path(script.train(args)["run_dir"]) / "checkpoint.pt"
     change_run(path, lambda kept: kept | {"parts": kept["parts"] * 2})
     resumed(script, monkeypatch, path.parent, "--eval-episodes", "1")
-    assert len(pickle.loads(torch.load(path, weights_only=True)["run"])["parts"]) == 2
+    assert len(run_of(path)["parts"]) == 2
 
 
 def test_other_processes_do_not_begin_with_the_first_numbers(script, tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import linecache
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ from types import SimpleNamespace
 import gymnasium as gym
 import numpy as np
 import pytest
+import rude
 import torch
 from command import await_end, await_file, run_main, start, undisturbed, words
 from conftest import ONE_SCRIPT, each_of, with_both_scripts
@@ -552,7 +554,7 @@ def test_a_proof_that_takes_too_long_is_none(script, tmp_path, monkeypatch, caps
     said = "another process did not read them back, step and close them within 0.5 seconds"
     assert said in capsys.readouterr().out
     saved = torch.load(f"{directory}/checkpoint.pt", weights_only=True)
-    assert script.pickle.loads(saved["run"])["parts"][0]["envs"] is None
+    assert script.pickle.loads(saved["run"].numpy())["parts"][0]["envs"] is None
 
 
 def test_a_proof_ends_the_simulators_that_it_started(script, somewhere):
@@ -562,7 +564,7 @@ def test_a_proof_ends_the_simulators_that_it_started(script, somewhere):
     directory = script.train(args)["run_dir"]
     assert time.time() - began < script.ReadBack.SECONDS
     saved = torch.load(f"{directory}/checkpoint.pt", weights_only=True)
-    assert script.pickle.loads(saved["run"])["parts"][0]["envs"] is not None
+    assert script.pickle.loads(saved["run"].numpy())["parts"][0]["envs"] is not None
     simulators = Path("simulators").read_text().split()
     assert len(simulators) == args.num_envs
     assert all(map(has_ended, simulators))
@@ -768,6 +770,59 @@ def test_a_task_that_is_registered_anew_opens_new_episodes(
     resumed(script, monkeypatch, directory)
     told = f"{AFRESH}: Lake-v0 was registered in another way when they were saved"
     assert (told in capsys.readouterr().out) == afresh
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_processes_that_a_task_forks_can_be_ended(script, somewhere, number):
+    """multiprocessing ends them by SIGTERM. Ctrl-C also reaches them, and the iteration, which is
+    finished, still needs them."""
+    flags = {"num_steps": 4, "num_minibatches": 1, "eval_episodes": 0, "save_envs": "never"}
+    args = small_args(script, "Walk", run_dir=str(somewhere), **flags)
+    args = replace(args, env_id="rude:Forker-v0", total_timesteps=args.batch_size)
+    ends = []
+    rude.Forker.ask = lambda process: ends.append(ask_to_end(process, number))
+    script.train(args)
+    assert {*ends} == {-signal.SIGTERM if number == signal.SIGTERM else None}
+
+
+def ask_to_end(process, number):
+    """Send a signal. Returns how the process has ended, or None where it lives on."""
+    os.kill(process.pid, number)
+    process.join(10 if number == signal.SIGTERM else 0.1)
+    ended = process.exitcode
+    process.kill()
+    process.join()
+    return ended
+
+
+def test_wrappers_are_a_part_of_how_a_task_was_made(script, somewhere, monkeypatch, capsys):
+    """An edited program may add one in the function that makes the task."""
+    args = flags_for(script, somewhere, 2, env_id="Wrapped-v0")
+    monkeypatch.setattr(gym.logger, "min_level", gym.logger.ERROR)  # of the second registration
+    gym.register("Wrapped-v0", lambda: Walk())
+    directory = stopped(script, monkeypatch, args, 1)
+    closed = []
+    monkeypatch.setattr(Walk, "close", lambda env: closed.append(env))
+    gym.register("Wrapped-v0", lambda: gym.wrappers.TransformReward(Walk(), abs))
+    resumed(script, monkeypatch, directory)
+    assert f"{AFRESH}: Wrapped-v0 was registered in another way" in capsys.readouterr().out
+    assert len(closed) >= 2 * args.num_envs  # those that were read back, and the new ones
+
+
+def test_functions_and_classes_of_a_notebook_have_sources(script, monkeypatch):
+    """Python looks for classes in files, and a notebook is none."""
+    source = "class Own(Walk):\n    def pay(self, action):\n        return {}\n"
+    found = []
+    for reward in (1.0, 1.0, 2.0):
+        cell, lines = f"<cell {len(found)}>", source.format(reward)
+        linecache.cache[cell] = len(lines), None, lines.splitlines(True), cell
+        scope = {"Walk": Walk, "__name__": "__main__"}
+        exec(compile(lines, cell, "exec"), scope)
+        envs = gym.vector.SyncVectorEnv([scope["Own"]])
+        envs.envs[0].spec = SimpleNamespace(entry_point=scope["Own"])
+        monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace())
+        found.append(script.task_sources(envs, "Own-v0")["the class Own"])
+    assert found[0] == found[1] != found[2]
 
 
 def test_a_registration_tells_no_address(script):
@@ -1073,7 +1128,7 @@ def test_a_closed_terminal_ends_the_run_with_a_checkpoint(tmp_path):
     assert await_end(process) == 130
     err = (tmp_path / "err").read_text()
     asked, stopped_at = err.splitlines()
-    assert asked.rstrip() == "stopping after this iteration; a second signal kills"
+    assert asked.rstrip() == "stopping after this iteration; a second Ctrl-C kills"
     assert stopped_at.startswith("stopped after ")
     assert f"--resume {path.parent}" in err
 

@@ -301,7 +301,7 @@ def test_a_lock_ends_with_its_run_whatever_was_forked(begin):
     fcntl = pytest.importorskip("fcntl")
     run = begin()
     copy = os.dup(run.lock)
-    other = os.open(run.directory, os.O_RDONLY)
+    other = os.open(run.directory / ".lock", os.O_RDWR)
     with pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     run.unlock_directory()
@@ -628,10 +628,10 @@ def test_environments_are_pickled_as_they_stand(script):
 
 
 @pytest.mark.parametrize("fault", [None, RuntimeError, KeyboardInterrupt])
-def test_the_first_signal_asks_and_the_second_one_kills(script, begin, monkeypatch, fault):
-    """The wish is noted, and handlers are the default ones until the run has ended: of a program
-    that imported the script Ctrl-C is Python's own. Hang-ups are
-    ignored then: a closed terminal may send several."""
+def test_the_first_signal_asks_and_a_second_ctrl_c_kills(script, begin, monkeypatch, fault):
+    """The wish is noted. Until the run has ended, Ctrl-C is that of a shell, or in a program that
+    imported the script Python's own. Other signals are ignored then: one request may come as
+    several of them."""
 
     def earlier(number, frame):
         pass
@@ -646,13 +646,14 @@ def test_the_first_signal_asks_and_the_second_one_kills(script, begin, monkeypat
             assert [signal.getsignal(number) for number in numbers] == [run.request_stop] * 2
             signal.raise_signal(signal.SIGTERM)
             assert run.signals == [signal.SIGTERM]
-            again = [signal.default_int_handler, signal.SIG_DFL]  # a program's Ctrl-C raises
+            again = [signal.default_int_handler, signal.SIG_IGN]  # a program's Ctrl-C raises
             assert [signal.getsignal(number) for number in numbers] == again
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             monkeypatch.setattr(script, "__name__", "__main__")
             signal.signal(signal.SIGTERM, run.request_stop)
             signal.raise_signal(signal.SIGTERM)
-            assert [signal.getsignal(number) for number in numbers] == [signal.SIG_DFL] * 2
+            again = [signal.SIG_DFL, signal.SIG_IGN]
+            assert [signal.getsignal(number) for number in numbers] == again
             if fault:
                 raise fault
         assert [signal.getsignal(number) for number in numbers] == [earlier] * 2
@@ -789,8 +790,8 @@ def test_a_second_ctrl_c_spares_a_notebook(script, begin, monkeypatch, capsys, n
         signal.signal(signal.SIGINT, before)
     spared = ipython or name == "imported"
     assert second == (signal.default_int_handler if spared else signal.SIG_DFL)
-    told = "Ctrl-C raises KeyboardInterrupt" if spared else "signal kills"
-    assert capsys.readouterr().err.rstrip().endswith(f"iteration; a second {told}")
+    told = "raises KeyboardInterrupt" if spared else "kills"
+    assert capsys.readouterr().err.rstrip().endswith(f"iteration; a second Ctrl-C {told}")
 
 
 def test_a_signal_is_confirmed(script, begin, monkeypatch, capsys):
@@ -802,7 +803,7 @@ def test_a_signal_is_confirmed(script, begin, monkeypatch, capsys):
         run.evaluating = evaluating
         run.request_stop(signal.SIGTERM, None)
         said = capsys.readouterr().err.strip()
-        assert said == f"stopping after this {part}; a second signal kills"
+        assert said == f"stopping after this {part}; a second Ctrl-C kills"
 
 
 def test_a_run_says_what_it_sees_and_which_preset_it_has(script, capsys, tmp_path):
