@@ -68,7 +68,7 @@ def test_pages_are_short(page):
     """Words apart from code and from tables with the flags that stand ahead of them."""
     lines = [line for line in prose(page) if ", all with --" not in line]
     words = sum(len(line.split()) for line in lines)
-    assert words <= (2850 if page == "README.md" else 800)
+    assert words <= (2900 if page == "README.md" else 800)
 
 
 def test_the_numbers_of_ablations_are_in_their_table():
@@ -383,7 +383,8 @@ def test_ratios_to_others_are_means_of_tasks(answers):
 def test_disasters_are_those_of_the_preset(answers, monkeypatch):
     """Other processes do not count. The disaster has one run of atoms and two of quantiles."""
     made = [
-        {"task": task, "script": script, "variant": variant, "cvar05": cvar}
+        {"task": task, "script": script, "variant": variant, "seed": "1", "cvar05": cvar}
+        | {"commit": "5dd7f7d"}
         for task, script, variant, cvar in (
             ("gaussian", answers.LSTM, "recommended", "0.1"),
             ("disaster", answers.CATEGORICAL, "recommended", "0.3"),
@@ -747,5 +748,7 @@ def test_what_both_changes_of_presets_bring(answers):
             ]
         )
         counts.append(f"{(errors <= 0.05).sum()} of {len(errors)}")
-    told = f"{counts[0]} runs are within 0.05; {counts[1]} were with both presets as before."
+    told = (
+        f"{counts[0]} runs are within 0.05; {counts[1]} were with both presets as before, on seeds"
+    )
     assert told in (FOLDER / "tuning.md").read_text()

@@ -369,16 +369,22 @@ def test_metrics_of_a_rollout_against_numpy(lively):
     assert (gap > 1) == (run.args.value_from == "mean_head")
 
 
+def spread_rewards(run):
+    """Give the rollout rewards with which returns are about as large, and as wide, as predicted."""
+    here, _ = decoded(run)
+    torch.manual_seed(2)
+    noise = float(here.points.std(-1).mean()) * torch.randn(12, 4, dtype=torch.float64)
+    mean = float((here.points * here.weights).sum(-1).mean())
+    run.rollout = run.rollout._replace(rewards=0.1 * mean + noise)  # 0.1 + 0.9 gives the mean
+
+
 def test_coverage_counts_returns_completed_by_what_is_predicted(lively):
     """Rewards up to an end and, at limits and at the last step, the whole distribution there: not
     lambda-returns, and no V, which has no spread."""
     run = lively
     run.args.cvar_alpha = 0.3
     here, ahead = decoded(run)
-    torch.manual_seed(2)
-    noise = float(here.points.std(-1).mean()) * torch.randn(12, 4, dtype=torch.float64)
-    mean = float(here.values.mean())
-    run.rollout = run.rollout._replace(rewards=0.1 * mean + noise)  # 0.1 + 0.9 gives the mean
+    spread_rewards(run)
     limit = inverse_cdf(run, here, 0.3)
     samples, weights = completed_returns(run, ahead)
     share = (weights * (samples < limit)).sum(-1).mean()
@@ -439,6 +445,30 @@ def test_looking_draws_no_random_number(script, value_from):
     run.args.value_target = "sr_lambda"
     prepare_rollout(run)
     assert drawn() != before
+
+
+def test_risk_is_read_from_samples_of_the_return(lively):
+    """All of `averse` in NumPy, Rockafellar & Uryasev 2000, theorem 1. With lambda 0 SR(lambda) has
+    no chance left: r + gamma z', where z' is all that is predicted for the true successor."""
+    run = lively
+    run.args.value_target, run.args.gae_lambda = "sr_lambda", 0.0
+    run.args.cvar_weight, run.args.cvar_alpha = 1.0, 0.3
+    spread_rewards(run)
+    here, ahead = decoded(run)
+    alive = ~run.rollout.terminated.numpy()[..., None]
+    samples = run.rollout.rewards.double().numpy()[..., None] + 0.9 * alive * ahead.points
+    if is_recurrent(run.script):
+        nu = inverse_cdf(run, here, 0.3)
+    else:  # the least atom with F >= alpha; what lies beyond the atoms counts as the outer ones
+        index = (here.weights.cumsum(-1) < 0.3).sum(-1, keepdims=True)
+        nu = np.take_along_axis(here.points, index, -1)
+        samples = samples.clip(here.points[..., :1], here.points[..., -1:])
+    utilities = nu + np.minimum(samples - nu, 0) / 0.3
+    expected = (ahead.weights * utilities).sum(-1) - tail_mean(run, here, 0.3)
+    batch, _, _ = prepare_rollout(run)
+    found = batch.advantages.reshape(12, 4)
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3 * expected.std())
+    assert 0.1 < (samples < nu).mean() < 0.9  # on both sides of where the utility bends
 
 
 def test_the_risk_term_gets_targets_and_the_state_in_the_tasks_units(lively, monkeypatch):
@@ -718,15 +748,14 @@ def flip(run, flag, value):
     ],
 )
 def test_a_flag_of_the_targets_changes_the_batch(script, value_from, flag, value):
-    """No option gets lost on the way."""
+    """No option gets lost on the way. The unit of targets does not change advantages."""
     run = make_run(script, "VectorDiscrete", value_from=value_from, value_target="sr_lambda")
     prepare(run)
     roll(run)
     base, _ = flip(run, "seed", 1)
     changed, _ = flip(run, flag, value)
-    assert not torch.equal(base.advantages, changed.advantages) or not torch.equal(
-        base.targets, changed.targets
-    )
+    assert not torch.equal(base.targets, changed.targets)
+    assert torch.equal(base.advantages, changed.advantages) == (flag == "norm_returns")
 
 
 def test_the_twin_that_is_used_is_the_configured_one(script, value_from):

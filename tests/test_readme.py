@@ -346,7 +346,7 @@ def test_how_good_presets_for_calibration_are():
     told = "With the preset `calibrated` one of five tasks reaches that. After further training of"
     assert told in README
     last = [mean(own[2]) for own in found.values()]
-    assert f"is {min(last):.3f} to {max(last):.3f} after `calibrated` and `critics`" in README
+    assert f"is {min(last):.3f} to {max(last):.3f}. A single number" in README
     script = importlib.import_module("distributional_ppo_lstm")
     assert script.PRESETS["critics"].flags["total_timesteps"] == 200_000
 
@@ -417,7 +417,7 @@ def test_how_good_tuned_flags_for_calibration_are():
         "distributional_ppo_lstm": (3, 3),
         "distributional_ppo_categorical": (2, 3),
     }
-    told = "three of three tasks reach it in the recurrent script, and two of three in the feed-for"
+    told = "three of three tasks reach 0.05 in the recurrent script, and two of three in the feed-"
     assert told in README
 
 
@@ -517,7 +517,7 @@ def test_what_memory_buys_on_robots():
 def test_the_zoo_is_ahead_where_its_number_is_left_out():
     """README gives these numbers, so that no bad comparison is hidden."""
     zoo = {row["task"]: float(row["value"]) for row in rows_of("published.csv")
-           if row["source"] == "rl-baselines3-zoo"}  # fmt: skip
+           if row["source"] == "rl-baselines3-zoo" and row["kind"] != "TRPO"}  # fmt: skip
     swimmer = mean(float(row["return_mean"]) for row in default_runs(SCRIPTS[1], "Swimmer-v5"))
     told = (
         f"CartPoleNoVel-v1 ({zoo['CartPoleNoVel-v1']:.1f}), Acrobot-v1 ({zoo['Acrobot-v1']:.1f} at "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import functools
 import importlib.util
 import io
@@ -278,14 +277,6 @@ def known_names(text: str) -> set[str]:
     """Of all functions and classes of a script, methods too."""
     kinds = ast.FunctionDef | ast.ClassDef
     return {node.name for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)}
-
-
-def test_sizes(capsys):
-    """Tells the number of lines of both scripts and of those that differ."""
-    one, two = (source(name).splitlines() for name in (LSTM, CATEGORICAL))
-    changed = sum(line[:2] in ("- ", "+ ") for line in difflib.ndiff(one, two))
-    with capsys.disabled():
-        print(f"\n{changed} lines differ between the scripts ({len(one)} and {len(two)} lines)")
 
 
 @pytest.fixture(scope="module")

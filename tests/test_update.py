@@ -8,6 +8,7 @@ import os
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -694,8 +695,9 @@ def test_the_gradient_is_one_vector_in_the_order_of_the_parameters(run, name):
 
 @pytest.fixture
 def two_cores(script, monkeypatch):
-    """Two cores for the process, and networks whose operations are said to be long."""
+    """Two cores for the process, in no container, and networks with long operations, as is said."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setattr(script, "CPU_LIMIT", Path("no", "such", "file"))
     monkeypatch.setattr(script.Agent, "second_thread_pays", True)
 
 
@@ -735,9 +737,13 @@ def test_a_fault_in_either_thread_ends_the_update(run, two_cores, monkeypatch, n
         run_update(run)
 
 
-def test_one_core_many_processes_or_short_operations_have_one_thread(run, two_cores, monkeypatch):
+def test_one_core_many_processes_or_short_operations_have_one_thread(
+    run, two_cores, monkeypatch, tmp_path
+):
     """The second of two functions runs in a thread of its own where nothing speaks against it."""
     script = run.script
+    container = tmp_path / "cpu.max"  # which may use one core
+    container.write_text("100000 100000")
 
     def apart():
         first, second = script.run_both(threading.get_ident, threading.get_ident, run.agent)
@@ -750,6 +756,7 @@ def test_one_core_many_processes_or_short_operations_have_one_thread(run, two_co
         (script, "WORLD_SIZE", 2),
         (torch, "get_num_threads", lambda: 2),
         (os, "sched_getaffinity", lambda _: {1}),
+        (script, "CPU_LIMIT", container),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(where, attribute, value)
@@ -830,12 +837,16 @@ def critic_of(agent):
     return [p for name, p in agent.named_parameters() if "critic" in name]
 
 
-def test_entropy_enters_the_loss_once(run):
-    """Two coefficients: the policies differ; the same one twice: they do not."""
-    (_, zero), (_, some), (_, same) = (run_update(run, ent_coef=c) for c in (0.0, 0.1, 0.1))
-    pairs = list(zip(actor_of(zero), actor_of(some), actor_of(same), strict=True))
-    assert any(not torch.equal(a, b) for a, b, _ in pairs)
-    assert all(torch.equal(b, c) for _, b, c in pairs)
+def test_entropy_enters_the_loss_once(script):
+    """The entropy of a Gaussian is the sum of its log_std and of constants. So a step down the
+    gradient, with a rate of 1, adds the coefficient to each log_std."""
+    run = make_run(script, "VectorBox", num_minibatches=1, update_epochs=1, max_grad_norm=1e9)
+    prepare(run)
+    flags = {"algorithm": torch.optim.SGD, "learning_rate": 1.0}
+    without, with_bonus = (
+        run_update(run, ent_coef=coef, **flags)[1].action_dist.log_std for coef in (0.0, 0.1)
+    )
+    assert_close(with_bonus - without, torch.full_like(without, 0.1))
 
 
 def test_a_single_critic_runs_and_has_no_twin(script):
@@ -1011,6 +1022,25 @@ def test_rounding_noise_is_no_gradient(script, monkeypatch, memory, share):
         assert optimizer.param_groups[0]["lr"] == 1e-3
 
 
+@pytest.mark.parametrize(("memory", "least", "most"), [(100, 0.0, 0.04), (0, 0.3, 2.0)])
+def test_steps_without_a_signal_become_short(script, memory, least, most):
+    """Adam undoes any scale of a gradient, but not one that falls. After a step of gradient g and
+    thirty of almost nothing its mean is 0.1 * 0.9^30 g / (1 - 0.9^31) = 0.0044 g, and its root mean
+    square (0.001 * 0.999^30 / (1 - 0.999^31))^0.5 g = 0.178 g: 0.025 of the first step. Without a
+    memory of the advantages noise is scaled up, and steps stay as long."""
+    sizes = {"num_minibatches": 1, "update_epochs": 1, "max_grad_norm": 1e9}
+    run = make_run(script, "VectorDiscrete", norm_adv_memory=memory, learning_rate=1e-3, **sizes)
+    batch = prepare_raw(run)
+    lengths = []
+    for i in range(31):
+        before = [p.detach().clone() for p in actor_of(run.agent)]
+        given = batch if i == 0 else batch._replace(advantages=1e-9 * batch.advantages)
+        script.update(run.agent, run.optimizers, given, run.args, 0.0)
+        moves = [(p - q).flatten() for p, q in zip(actor_of(run.agent), before, strict=True)]
+        lengths.append(float(torch.cat(moves).detach().norm()))
+    assert least <= lengths[-1] / lengths[0] < most
+
+
 def test_hundreds_of_updates_on_returns_that_hardly_vary(script, value_from):
     """Spreads from 0 to 1e-3 around 1: everything stays finite."""
     sizes = {"num_envs": 2, "num_steps": 3, "hidden_size": 3, "lstm_hidden_size": 2}
@@ -1150,6 +1180,23 @@ def test_two_processes_have_the_return_statistics_of_one(script, monkeypatch, sc
     expected = move(slice(0, 4))
     found = in_two_processes(monkeypatch, script, lambda i: move(slice(2 * i, 2 * i + 2)))
     assert found == [pytest.approx(expected)] * 2
+
+
+def test_two_processes_warn_of_the_same_share_beyond_the_atoms(monkeypatch):
+    """The first has 0 and 0, the second 0 and 100, which is beyond the atoms: a quarter of all. One
+    process speaks, and its own share may be none."""
+    import distributional_ppo_categorical as script
+
+    returns = torch.tensor([[0.0, 0, 0, 100]], dtype=torch.float64)
+
+    def describe(number):
+        dist = script.ValueDistribution(small_args(script, "Walk", norm_returns=False))
+        part = slice(2 * number, 2 * number + 2)
+        return dist.describe_statistics(dist.point_targets(returns[:, part]), torch.zeros(1))
+
+    for metrics in in_two_processes(monkeypatch, script, describe):
+        assert float(metrics["value/outside_support"]) == 0.25
+        assert "25.0% of the targets' mass is beyond the atoms" in metrics["warning"]
 
 
 @pytest.mark.parametrize(

@@ -422,6 +422,28 @@ def test_value_clipping_of_atoms_blocks_the_same_share_at_every_scale_of_returns
     assert 0.5 < changed.double().mean() < 0.8
 
 
+def test_the_loss_of_atoms_clips_the_same_samples_at_every_scale_of_returns():
+    """As training does it: means that were stored in the task's units, with a standard deviation of
+    1, 10 and 100. What moved by more than d is clipped, and the losses are the same ones."""
+    draws = torch.Generator().manual_seed(4)
+    outputs = torch.randn(1, 50, 5, generator=draws)
+    targets = torch.randn(50, 5, generator=draws).softmax(-1)
+    moves = torch.linspace(-0.6, 0.7, 50)
+    flags = {"num_atoms": 5, "v_min": -1.0, "v_max": 3.0, "value_from": "distribution"}
+    args = categorical.Args(vf_clip="mean_only", vf_clip_coef=0.2, **flags)
+    losses = []
+    for std in (1, 10, 100):
+        dist = categorical.ValueDistribution(args)
+        dist.moments.update(std * tensor([4, 6]))
+        means = outputs.softmax(-1) @ dist.support
+        old = dist.moments.normalize(dist.moments.denormalize(means.double() - moves)).float()
+        loss, clipped = dist.loss(outputs, targets, torch.zeros(50), old[..., None])
+        assert clipped[0].bool().tolist() == (moves.abs() > 0.2).tolist()
+        losses.append(loss)
+    assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-4)
+    assert_close(losses[2], losses[0], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["distributional_ppo_lstm", "distributional_ppo_categorical"])
 def test_rounding_is_not_counted_as_clipping(name):
     """Values of a task in hundreds, moved by less than the limit: `value/clip_fraction` is 0. With

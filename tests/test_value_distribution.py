@@ -407,6 +407,36 @@ def test_risk_advantages_are_in_the_units_of_the_task(script, outcome, expected,
     assert float(advantage) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize("value_from", VALUE_FROM)
+@pytest.mark.parametrize(("good", "expected"), [(0.7, 0.0), (0.2, -4.0)])
+def test_risk_advantages_weigh_samples_by_their_probabilities(script, good, expected, value_from):
+    """The lottery of above. 12 has the advantage 2.4 and 8 has -5.6, so a return that is 12 with
+    probability 0.7 has 0.7 * 2.4 - 0.3 * 5.6 = 0, as the lottery itself, and one that is 12 with
+    probability 0.2 has 0.48 - 4.48. Samples of quantile critics weigh alike."""
+    dist = of(script, cvar_alpha=0.5, num_quantiles=10, value_from=value_from)
+    set_units(dist, 10, 2)
+    outputs = torch.tensor([-1.0] * 3 + [1.0] * 7)
+    samples, weights = torch.tensor([12.0, 8.0]), torch.tensor([good, 1 - good])
+    if script is categorical:
+        outputs = torch.tensor([0.3, 1e-12, 0.7, 1e-12, 1e-12]).log()
+    else:
+        samples = samples.repeat_interleave(torch.tensor([round(10 * good), round(10 - 10 * good)]))
+        weights = torch.full((10,), 0.1)
+    if value_from == "mean_head":
+        outputs = with_v(outputs, 50.0)
+    targets = targets_of(dist, samples[None, None], weights[None, None])
+    advantage = dist.risk_advantages(targets, outputs[None, None])
+    assert float(advantage) == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_level_between_two_masses_is_at_the_lower_one():
+    """F^-1(0.5) is the least x with F(x) >= 0.5: the end of the first bin, and not that of the
+    empty one behind it."""
+    dist = atoms(num_atoms=3, v_min=-1.0, v_max=1.0)
+    outputs = torch.tensor([[0.5, 1e-30, 0.5]]).log()
+    assert float(dist.quantile(outputs, 0.5)) == pytest.approx(-0.5, abs=1e-5)
+
+
 def test_risk_advantages_of_a_rollout_are_taken_one_by_one(script):
     """Rockafellar & Uryasev 2000, theorem 1: (T, N), each (t, n) as if it were alone."""
     dist = of(script, cvar_alpha=0.3, num_quantiles=5)
