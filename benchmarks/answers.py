@@ -1289,7 +1289,8 @@ def truth_notes() -> list[str]:
         f"two-hot atoms), {found['scalar']} with a scalar critic, and "
         f"{found['peer']} with SB3's PPO.",
         f"* **Other units.** With rewards or observations of CartPole-v1 times 1e-8 to 1e18 "
-        f"{ends[0]} runs of a tuning seed end at 500, and {' and '.join(ends[1:])} of another{too}.",
+        f"{ends[0]} runs of a tuning seed end at 500, and {' and '.join(ends[1:])} of "
+        f"another{too}.",
     ]
 
 

@@ -194,6 +194,13 @@ def peer_network(script: ModuleType, args: Any) -> dict[str, Any]:
 Work = Callable[[Run], Any]  # what is done in a process of its own; a function of a module
 
 
+class Refused(Exception):
+    """A run is refused, as by a script where a package is missing. The words say what to do."""
+
+
+OF_PROGRAMS = {"--env-id", "--seed", "--run-dir", "--resume", "--evaluate"}  # flags that they set
+
+
 class Trained(NamedTuple):
     """A finished run; its directory lasts as long as the `with` block."""
 
@@ -204,7 +211,13 @@ class Trained(NamedTuple):
 
 @contextlib.contextmanager
 def trained(script: ModuleType, task: str, seed: int, flags: str) -> Iterator[Trained]:
-    """Train in a temporary run directory, without output. The last of each flag counts."""
+    """Train in a temporary run directory, without output. The last of each flag counts.
+
+    Raises `Refused` for a flag that would make it another run than its row says.
+    """
+    words = {word.split("=")[0].replace("_", "-") for word in flags.split()}
+    for name in OF_PROGRAMS & words:
+        raise Refused(f"{name}: the program sets this flag; name tasks, and seeds by --seeds")
     with tempfile.TemporaryDirectory() as top:
         line = ["--env-id", task, "--seed", str(seed), "--run-dir", top, *flags.split()]
         began = time.time()
@@ -242,10 +255,6 @@ def runs_of(
     named = set(seeds)
     chosen = [cell for cell in cells if cell.matches(words)]
     return [Run(cell, seed) for cell in chosen for seed in cell.seeds if not named or seed in named]
-
-
-class Refused(Exception):
-    """A script refuses a run, as where a package is missing. Its words say what to do."""
 
 
 def with_words(work: Work, run: Run) -> Any:
@@ -367,20 +376,26 @@ class Table:
         with self.path.open("a+", newline="") as file:
             if fcntl is not None:
                 fcntl.flock(file, fcntl.LOCK_EX)  # until all is written and the file closed
-            writer = csv.DictWriter(file, self.columns, lineterminator=self.end)
             file.seek(0)
-            if header := file.readline():
-                if header.strip().split(",") != [*self.columns]:
-                    raise ValueError(f"{self.path} has the columns {header.strip()}")
-            else:
+            old = file.read()
+            added = io.StringIO()
+            writer = csv.DictWriter(added, self.columns, lineterminator=self.end)
+            if not old:
                 writer.writeheader()
-            if self.once and header:
-                old = csv.DictReader(file, self.columns)
-                known = {tuple(row[name] for name in self.once) for row in old}
+            elif (header := old.splitlines()[0]) != ",".join(self.columns):
+                raise ValueError(f"{self.path} has the columns {header}")
+            elif not old.endswith("\n"):
+                added.write(self.end)  # a kill had left a part of a line
+            if self.once and old:
+                known = {
+                    tuple(row[name] for name in self.once)
+                    for row in csv.DictReader(io.StringIO(old), restval="")
+                }
                 rows = [
                     row for row in rows if tuple(str(row[name]) for name in self.once) not in known
                 ]
-            writer.writerows(rows)  # at the end, wherever the file was read
+            writer.writerows(rows)
+            file.write(added.getvalue())  # in one piece
 
     def record(self, work: Work, runs: Iterable[Run], processes: int = 1) -> None:
         """Append and print the row, or the rows, that each run's work gives."""

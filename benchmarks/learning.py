@@ -1115,12 +1115,19 @@ def main() -> None:
     parser.add_argument("--merge", type=Path, metavar="FOLDER", help="only take in its runs")
     args = parser.parse_args()
     if args.merge:
+        for file in (ARCHIVE.table.path, ARCHIVE.curves):
+            if not (args.merge / file.name).is_file():
+                parser.error(f"--merge {args.merge}: has no {file.name}")
         other = Archive(args.merge)
         ARCHIVE.merge(other.table.rows(), other.curve_rows())
         return
     common.require("matplotlib", *([] if args.report else ["sb3_contrib"]))
     if not args.report:
-        run_missing(missing(GRID, args.only, args.seeds), args.processes)
+        try:
+            runs = missing(GRID, args.only, args.seeds)
+        except ValueError as error:
+            parser.error(str(error))
+        run_missing(runs, args.processes)
     report()
 
 

@@ -243,7 +243,10 @@ def with_seeds(rows: list[Row], seeds: range) -> list[Row]:
 def report() -> None:
     """Tables in results/tails.md and on stdout, the figure in results/tails.png."""
     rows = TABLE.rows()
-    text = [f"{EPISODES} evaluation episodes a run; means over seeds +- half the 95 % interval."]
+    text = [
+        f"{EPISODES} evaluation episodes a run; means over seeds +- half the 95 % interval. For "
+        f"each episode of {TASK} hits were drawn {DRAWS} times, for each of other tasks once."
+    ]
     for title, seeds in (("Reported seeds", REPORTED), ("The tuning seed", PILOT)):
         own = with_seeds(rows, seeds)
         if own:

@@ -15,8 +15,9 @@ The two signals are looked at in the first STEPS steps of an episode, but not in
 ahead of its end: who is falling already needs no warning. At the same step of unchanged episodes
 there is a usual signal, and an episode's own is the mean distance from that.
 
-A signal warns at a level where it tells changed episodes from unchanged ones: where the probability
-that a changed episode has the worse signal (the area under the ROC curve) is at least WARNS. The
+A signal warns at a level where changed episodes look worse than unchanged ones: where the
+probability that a changed episode has the worse signal (the area under the ROC curve) is at least
+WARNS. The
 unchanged ones are EPISODES episodes that open otherwise, so that the unchanged robot itself is a
 level like others: a signal that warns of it is of no use. The return has fallen where it is below
 FALLEN of that of the unchanged robot in the same episodes, and by more than twice the standard
@@ -233,8 +234,9 @@ def report() -> None:
         f"A robot is changed level by level: gravity and friction in times of the usual, noise in "
         f"standard deviations of each sensor. The return has fallen where it is below {FALLEN} of "
         f"the unchanged robot's, and by more than twice the standard error of the difference. A "
-        f"signal warns where it tells changed episodes from unchanged ones with a probability of "
-        f"at least {WARNS} (the area under the ROC curve).",
+        f"signal warns where a changed episode has the worse one, beside an unchanged episode, "
+        f"with a probability of at least {WARNS} (the area under the ROC curve). A signal that is "
+        f"better than usual, as with gravity on Hopper-v5, does not warn.",
         "",
         *common.markdown_head(
             "task | change | seed | return falls at | low decile warns at | twins warn at"

@@ -154,8 +154,8 @@ def main() -> None:
     if args.report:
         print(*report(args.task, args.seeds or ()), sep="\n")
         return
-    if not args.script:
-        parser.error("name the script ahead of the task")
+    if args.script not in common.OWN_SCRIPTS:
+        parser.error(f"name one of {', '.join(common.OWN_SCRIPTS)} ahead of the task")
     line = common.spelt_out(args.script, " ".join(flags))  # a preset may change later
     cell = Cell(args.task, args.script, "tuning", line, args.seeds or range(1000, 1008))
     run_missing(cell, args.processes)

@@ -111,8 +111,11 @@ def copy_scripts(version: str, folder: Path) -> Path:
         if Path(version).is_dir():
             shutil.copy(Path(version, name), folder)
         else:
-            content = subprocess.check_output(["git", "show", f"{version}:{name}"], cwd=ROOT)
-            Path(folder, name).write_bytes(content)
+            command = ["git", "show", f"{version}:{name}"]
+            shown = subprocess.run(command, cwd=ROOT, capture_output=True)
+            if shown.returncode:
+                raise SystemExit(f"{version}: no folder, and no commit that has {name}")
+            Path(folder, name).write_bytes(shown.stdout)
     return folder
 
 

@@ -98,7 +98,10 @@ def short(version: str) -> str:
     if version == "HEAD":
         scripts = [f"{name}.py" for name in (LSTM, CATEGORICAL)]
         command = [*git, "log", "-1", "--abbrev=7", "--format=%h", "--", *scripts]
-    return subprocess.check_output(command, text=True).strip()
+    shown = subprocess.run(command, text=True, capture_output=True)
+    if shown.returncode:
+        raise SystemExit(f"{version}: no commit of this repository")
+    return shown.stdout.strip()
 
 
 def run_one(run: Run) -> Row:

@@ -564,6 +564,69 @@ def test_a_run_replaces_the_same_run_and_archives_are_merged(tmp_path, monkeypat
     assert [row["seed"] for row in archive.curve_rows()] == list("11224433")
 
 
+def test_an_archive_that_is_not_there_is_not_merged(tmp_path, monkeypatch, capsys):
+    """A mistyped folder would end without a word."""
+    learning = importlib.import_module("learning")
+    archive = keep_scores(tmp_path, monkeypatch, {1: 1.0})
+    before = archive.table.path.read_bytes()
+    monkeypatch.setattr(sys, "argv", ["learning.py", "--merge", str(tmp_path / "othr")])
+    with pytest.raises(SystemExit):
+        learning.main()
+    assert f"--merge {tmp_path / 'othr'}: has no runs.csv" in capsys.readouterr().err
+    assert archive.table.path.read_bytes() == before
+
+
+def test_rows_of_an_older_preset_are_told_in_one_line(tmp_path, monkeypatch, capsys):
+    """And not by a traceback."""
+    learning = importlib.import_module("learning")
+    monkeypatch.setattr(learning, "missing", lambda *_: raise_value_error("of other flags"))
+    monkeypatch.setattr(sys, "argv", ["learning.py"])
+    with pytest.raises(SystemExit):
+        learning.main()
+    assert capsys.readouterr().err.endswith("error: of other flags\n")
+
+
+def raise_value_error(text):
+    """Raise it."""
+    raise ValueError(text)
+
+
+@pytest.mark.parametrize("flags", ["--gamma 0.9 --seed 5", "--env_id=Pendulum-v1", "--resume x"])
+def test_flags_that_programs_set_are_refused(flags):
+    """`--seed`, a typo of `--seeds`, would train eight equal runs under eight seeds."""
+    common, script = map(importlib.import_module, ("common", NAMES[1]))
+    said = f"{re.search('--(seed|env.id|resume)', flags)[0].replace('_', '-')}: the program sets"
+    with pytest.raises(common.Refused, match=said):
+        common.trained(script, "CartPole-v1", 1000, flags).__enter__()
+
+
+def test_half_a_row_spoils_no_other(tmp_path):
+    """A kill in the middle of a write leaves it behind."""
+    common = importlib.import_module("common")
+    table = common.Table(tmp_path / "table.csv", ("task", "seed", "value"), "\n", ("task", "seed"))
+    table.append({"task": "a", "seed": 1, "value": 2})
+    with table.path.open("a") as file:
+        file.write("a,2")
+    table.append({"task": "a", "seed": 3, "value": 4}, {"task": "a", "seed": 1, "value": 9})
+    assert table.path.read_text().splitlines() == ["task,seed,value", "a,1,2", "a,2", "a,3,4"]
+
+
+@pytest.mark.parametrize(
+    ("program", "line", "said"),
+    [
+        ("versions", ["nosuch", "HEAD"], "nosuch: no commit of this repository"),
+        ("unchanged", ["nosuch"], "nosuch: no folder, and no commit that has distributional"),
+        ("tune", ["ppo", "CartPole-v1"], "name one of distributional_ppo_lstm, "),
+    ],
+)
+def test_names_that_do_not_exist_cost_one_line(monkeypatch, capsys, program, line, said):
+    """Of a commit, a folder, a script."""
+    monkeypatch.setattr(sys, "argv", [f"{program}.py", *line])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(program).main()
+    assert said in f"{ended.value} {capsys.readouterr().err}"
+
+
 START = """
 import sys, pathlib, common
 folder, number = pathlib.Path(sys.argv[1]), int(sys.argv[2])
