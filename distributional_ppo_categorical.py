@@ -3694,6 +3694,7 @@ class Run:
         self.seconds = 0.0  # spent on them, apart from evaluations and checkpoints
         self.recent_returns: list[float] = []  # of the last 100 training episodes
         self.logged: dict[str, float] = {}  # last value of every metric
+        self.described: set[str] = set()  # tags whose description is in the log
 
         self.evaluating = False
         self.saved_at = time.monotonic()  # of the last checkpoint, or the start
@@ -4053,8 +4054,10 @@ class Run:
             else:
                 continue
 
-            entry.metadata.summary_description = DESCRIPTIONS.get(tag, "")
-            entry.metadata.plugin_data.plugin_name, entry.metadata.data_class = kind
+            if tag not in self.described:  # TensorBoard reads this of a tag's first event alone
+                self.described.add(tag)
+                entry.metadata.summary_description = DESCRIPTIONS.get(tag, "")
+                entry.metadata.plugin_data.plugin_name, entry.metadata.data_class = kind
         self.writer.file_writer.add_summary(entries, step)
 
     def log_episodes(self, rollout: Rollout) -> None:

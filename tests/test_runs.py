@@ -24,6 +24,8 @@ from conftest import with_one_script
 from helpers import act, carried_obs, is_recurrent, make_agent, make_run, prepare, small_args
 from probes import ACTIONS, OBSERVATIONS, Walk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+from tensorboard.compat.proto import event_pb2
 from torch.testing import assert_close
 
 SCALARS = """
@@ -260,6 +262,19 @@ def test_speed_counts_rollout_values_and_update_of_all_iterations(script, tmp_pa
     speed = {p.step: p.value for p in found.Scalars("charts/SPS")}
     steps = [48, 96, 144, 192]
     assert speed == pytest.approx(dict(zip(steps, steps / seconds)), rel=1e-3)
+
+
+@with_one_script
+def test_a_tag_is_described_once(script, tmp_path):
+    """A description is several times as long as its value. TensorBoard reads the first one alone."""
+    _, directory = run(script, tmp_path, "RandomReward", num_steps=12, total_timesteps=96)
+    [path] = Path(directory).glob("events.*")
+    events = map(event_pb2.Event.FromString, RawEventFileLoader(str(path)).Load())
+    values = [value for event in events for value in event.summary.value]
+    described = [value.tag for value in values if value.HasField("metadata")]
+    assert len(described) == len({*described})
+    assert {*described} >= {value.tag for value in values}
+    assert len(values) > 2 * len(described)
 
 
 @with_one_script
