@@ -266,7 +266,7 @@ def test_speed_counts_rollout_values_and_update_of_all_iterations(script, tmp_pa
 
 @with_one_script
 def test_a_tag_is_described_once(script, tmp_path):
-    """A description is several times as long as its value. TensorBoard reads the first one alone."""
+    """It is several times as long as its value. TensorBoard reads that of the first event alone."""
     _, directory = run(script, tmp_path, "RandomReward", num_steps=12, total_timesteps=96)
     [path] = Path(directory).glob("events.*")
     events = map(event_pb2.Event.FromString, RawEventFileLoader(str(path)).Load())
