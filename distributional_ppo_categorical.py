@@ -3475,8 +3475,8 @@ def take_weights(agent: Agent, args: Args, here: Path) -> None:
     require_one_file(args, "init_from", saved)
     stored = SimpleNamespace(**saved["args"])  # another number of processes may have had them
     meaning = ("activation", "norm_obs", "norm_returns", "value_from")  # shapes may be the same
-    theirs = shapes(saved["agent"], stored) | {name: getattr(stored, name) for name in meaning}
-    ours = shapes(agent.state_dict(), args) | {name: getattr(args, name) for name in meaning}
+    theirs = {name: getattr(stored, name) for name in meaning} | shapes(saved["agent"], stored)
+    ours = {name: getattr(args, name) for name in meaning} | shapes(agent.state_dict(), args)
     for name in theirs | ours:
         if theirs.get(name) != ours.get(name):
             differ = f"{name} is {theirs.get(name)} there, {ours.get(name)} by these flags"

@@ -610,7 +610,7 @@ def refusal(script, tmp_path, capsys, flags):
         ({"hidden_size": 7}, "(6, 1) there, (7, 1) by these flags"),
         ({"env_id": "probes:Memory-v0"}, "(1,) there, (3,) by these flags"),
         ({"num_critics": 1}, " there, None by these flags"),
-        ({"value_from": "distribution"}, "critic_heads.0.2.weight is ("),
+        ({"value_from": "distribution"}, "value_from is mean_head there, distribution by these"),
         # of the same shapes, but with another meaning
         ({"activation": "tanh"}, "activation is relu there, tanh by these flags"),
         ({"norm_obs": False}, "norm_obs is True there, False by these flags"),
