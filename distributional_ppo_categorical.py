@@ -1824,7 +1824,9 @@ class ValueDistribution(nn.Module):
         probs = targets.probs.float()
         if args.target_encoding == "hl_gauss":
             sigma = args.hl_gauss_sigma * (args.v_max - args.v_min) / (args.num_atoms - 1)
-            return (probs[..., None] * hl_gauss(returns, self.support, sigma)).sum(-2)
+            # One return at a time: all of them at once would take K times the memory.
+            parts = zip(probs.unbind(-1), returns.unbind(-1))
+            return sum(p[..., None] * hl_gauss(x, self.support, sigma) for p, x in parts)
         if returns.shape[-1] == 1:
             return two_hot(returns[..., 0], self.support)
         return project_categorical(probs, returns, self.support)
