@@ -653,8 +653,9 @@ def gae(
             raise ValueError(f"gae: {bad} of {x.numel()} {name} are not finite")
 
     shape = terminated.shape + (1,) * (values.dim() - terminated.dim())
-    not_terminated = (~terminated).to(values.dtype).view(shape)
-    not_ended = (~(terminated | truncated)).to(values.dtype).view(shape)
+    dtype = torch.promote_types(values.dtype, torch.float32)  # bfloat16 would round gamma
+    not_terminated = (~terminated).to(dtype).view(shape)
+    not_ended = (~(terminated | truncated)).to(dtype).view(shape)
     delta = rewards + gamma * not_terminated * next_values - values  # (T, N)
     decay = gamma * gae_lambda * not_ended
 
@@ -1236,9 +1237,10 @@ def clipped_policy_loss(
         approx_kl = mean((r - 1) - log r)            in nats, >= 0 (Schulman's k3 estimator)
         clip fraction = mean(|r - 1| > eps)
 
-    Both inputs are (B,), and each entry counts. ValueError is raised if they differ. The clamp
-    keeps exp finite. Beyond it there is no gradient, so it is wide: a tight one would remove the
-    gradient where r is far above 1 and A is negative, where PPO needs it most.
+    Both inputs are (B,), and each entry counts. ValueError is raised if they differ. Advantages
+    should have no graph, or their gradient counts. The clamp keeps exp finite. Beyond it there is
+    no gradient, so it is wide: a tight one would remove the gradient where r is far above 1 and A
+    is negative, where PPO needs it most.
     Source: Schulman et al. 2017, eq. 7.
     """
     if log_ratio.shape != advantages.shape:  # (B,) and (B, 1) would give (B, B)
@@ -1321,8 +1323,12 @@ class RunningMoments(nn.Module):
         """Take in a batch. Training does not call this; it uses `merge`.
 
         All axes ahead of the shape of the moments are samples. A batch of none changes nothing.
-        `max_count` counts samples here. Entries have to be finite, here and in `merge`.
+        `max_count` counts samples here. Entries have to be finite, here and in `merge`. Raises
+        ValueError for a batch of another shape.
         """
+        if x.shape[x.dim() - self.mean.dim() :] != self.mean.shape:  # entries would be mixed
+            shapes = f"{tuple(x.shape)}, not (..., *{tuple(self.mean.shape)})"
+            raise ValueError(f"RunningMoments: the batch is {shapes}")
         x = x.double().reshape(-1, *self.mean.shape)
         if len(x) == 0:
             return
@@ -1412,8 +1418,13 @@ def hl_gauss(targets: Tensor, atoms: Tensor, sigma: float) -> Tensor:
 def categorical_cross_entropy(target_probs: Tensor, logits: Tensor) -> Tensor:
     """Compute -sum_k target_probs_k log_softmax(logits)_k in nats, (..., K) -> (...).
 
+    Logits may have further leading axes, as that of the critics. Targets should have no graph, or
+    their gradient counts. Raises ValueError for targets of other states.
     Source: Bellemare et al. 2017, algorithm 1.
     """
+    if target_probs.shape != logits.shape[-target_probs.dim() :]:  # all pairs would be compared
+        shapes = f"{tuple(target_probs.shape)} and logits {tuple(logits.shape)}"
+        raise ValueError(f"categorical_cross_entropy: targets are {shapes}")
     return -(target_probs * logits.log_softmax(-1)).sum(-1)
 
 
@@ -1437,23 +1448,33 @@ def clip_categorical(probs: Tensor, old_values: Tensor, clip_delta: float, atoms
 def squared_error(values: Tensor, returns: Tensor) -> Tensor:
     """Compute 0.5 (V - R)^2 of values (..., 1) and returns (...). Values (..., 0) give 0.
 
-    Raises ValueError where the last axis of values is longer.
+    Values may have further leading axes, as that of the critics. Returns should have no graph, or
+    their gradient counts. Raises ValueError for other shapes, such as returns (B, 1).
     """
-    if values.shape[-1] > 1:  # (B,) and (B,) would be summed over all pairs
-        raise ValueError(f"squared_error: values are {tuple(values.shape)}, not (..., 1)")
+    alike = values.shape[:-1][-returns.dim() :]
+    if values.shape[-1] > 1 or alike != returns.shape:  # all pairs would be compared
+        shapes = f"{tuple(values.shape)} and returns {tuple(returns.shape)}"
+        raise ValueError(f"squared_error: values are {shapes}; give (..., 1) and (...)")
     return 0.5 * (values - returns[..., None]).square().sum(-1)
 
 
 def clip_values(values: Tensor, old_values: Tensor, clip_delta: float) -> Tensor:
     """Compute V_old + clamp(V - V_old, -d, d), as the reference code of Schulman et al. 2017.
 
-    Old values should have no graph, or their gradient counts.
+    Both have one shape, and so has the result. ValueError is raised if they differ. Old values
+    should have no graph, or their gradient counts.
     """
+    if values.shape != old_values.shape:  # (B, 1) and (B,) would give (B, B)
+        shapes = f"{tuple(values.shape)} and {tuple(old_values.shape)}"
+        raise ValueError(f"clip_values: values and old values are {shapes}")
     return old_values + (values - old_values).clamp(-clip_delta, clip_delta)
 
 
 def clipped_value_loss(loss: Tensor, loss_clipped: Tensor) -> Tensor:
-    """Take max(loss, loss_clipped) for each state and critic, ahead of the minibatch's mean."""
+    """Take max(loss, loss_clipped) for each state and critic, ahead of the minibatch's mean.
+
+    Both have one shape, and so has the result.
+    """
     return torch.max(loss, loss_clipped)
 
 
@@ -1477,10 +1498,12 @@ def cvar_categorical(probs: Tensor, atoms: Tensor, alpha: float) -> Tensor:
 def categorical_quantile(probs: Tensor, atoms: Tensor, level: float) -> Tensor:
     """Compute F^-1(level), (..., K) -> (...), with each atom's mass spread evenly over its bin.
 
-    Atoms ascend in equal steps, so the result is within half a step of them. It is float64, and the
-    sum of the probabilities is made 1. Otherwise rounding would decide which bin has a level near
-    1. Raises ValueError for a level outside [1e-3, 1].
+    Atoms (K,) ascend in equal steps, so the result is within half a step of them. It is float64,
+    and the sum of the probabilities is made 1. Otherwise rounding would decide which bin has a
+    level near 1. Raises ValueError for a level outside [1e-3, 1], and for atoms of each state.
     """
+    if atoms.dim() != 1:
+        raise ValueError(f"categorical_quantile: atoms are {tuple(atoms.shape)}, not (K,)")
     if not 1e-3 <= level <= 1:
         raise ValueError(f"categorical_quantile: level {level} is outside [1e-3, 1]")
     dz = (atoms[-1] - atoms[0]) / (len(atoms) - 1)
@@ -1688,6 +1711,8 @@ class ValueDistribution(nn.Module):
                actions that would overestimate, so V is a little too small.
         mean:  the mean of the probabilities, and of the corrections
         """
+        if len(outputs) != self.args.num_critics:  # axis 0 would be one of states
+            raise ValueError(f"reduce_twins: {len(outputs)} critics, not {self.args.num_critics}")
         if len(outputs) == 1:
             return outputs[0]
         if self.args.twin_reduce == "min":
@@ -1920,7 +1945,7 @@ class Convolutions(nn.Module):
 
     Pixels are divided by their largest absolute bound, or by 1 if that is larger. Images with sides
     of 36 and more go through the layers of Mnih et al. 2015. Smaller grids go through the layer of
-    Young & Tian 2019 (MinAtar).
+    Young & Tian 2019 (MinAtar). Raises ValueError where a bound is infinite.
     """
 
     def __init__(self, space: Box, activation: type[nn.Module]) -> None:
@@ -1931,7 +1956,10 @@ class Convolutions(nn.Module):
         if min(sides) >= 36:
             layers = [(32, 8, 4), (64, 4, 2), (64, 3, 1)]
             self.memory_format = torch.channels_last
-        self.scale = 1 / max(-float(space.low.min()), float(space.high.max()), 1)
+        largest = max(-float(space.low.min()), float(space.high.max()), 1)
+        if math.isinf(largest):  # all images would be black
+            raise ValueError("Convolutions: pixels need finite bounds")
+        self.scale = 1 / largest
         self.layers = nn.Sequential()
         for size, kernel, stride in layers:
             self.layers.append(layer_init(nn.Conv2d(channels, size, kernel, stride)))
@@ -2063,8 +2091,11 @@ class CategoricalActions(nn.Module):
         """Return the log-probability (...) of actions (..., P), in nats.
 
         The actions are the indices of `sample`. Those of `to_env`, and so of `Agent.act`, count
-        from the space's `start`.
+        from the space's `start`. Raises ValueError unless there is one for each part.
         """
+        if actions.shape != params.shape[:-1]:  # the other parts would count as certain
+            shapes = f"{tuple(actions.shape)} and params {tuple(params.shape)}"
+            raise ValueError(f"log_prob: actions are {shapes}; give (..., P)")
         chosen = params.gather(-1, actions[..., None])
         return chosen.sum((-2, -1))
 

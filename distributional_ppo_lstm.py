@@ -712,8 +712,9 @@ def gae(
             raise ValueError(f"gae: {bad} of {x.numel()} {name} are not finite")
 
     shape = terminated.shape + (1,) * (values.dim() - terminated.dim())
-    not_terminated = (~terminated).to(values.dtype).view(shape)
-    not_ended = (~(terminated | truncated)).to(values.dtype).view(shape)
+    dtype = torch.promote_types(values.dtype, torch.float32)  # bfloat16 would round gamma
+    not_terminated = (~terminated).to(dtype).view(shape)
+    not_ended = (~(terminated | truncated)).to(dtype).view(shape)
     delta = rewards + gamma * not_terminated * next_values - values  # (T, N)
     decay = gamma * gae_lambda * not_ended
 
@@ -1310,9 +1311,10 @@ def clipped_policy_loss(
         approx_kl = mean((r - 1) - log r)            in nats, >= 0 (Schulman's k3 estimator)
         clip fraction = mean(|r - 1| > eps)
 
-    Both inputs are (B,), and each entry counts. ValueError is raised if they differ. The clamp
-    keeps exp finite. Beyond it there is no gradient, so it is wide: a tight one would remove the
-    gradient where r is far above 1 and A is negative, where PPO needs it most.
+    Both inputs are (B,), and each entry counts. ValueError is raised if they differ. Advantages
+    should have no graph, or their gradient counts. The clamp keeps exp finite. Beyond it there is
+    no gradient, so it is wide: a tight one would remove the gradient where r is far above 1 and A
+    is negative, where PPO needs it most.
     Source: Schulman et al. 2017, eq. 7.
     """
     if log_ratio.shape != advantages.shape:  # (B,) and (B, 1) would give (B, B)
@@ -1395,8 +1397,12 @@ class RunningMoments(nn.Module):
         """Take in a batch. Training does not call this; it uses `merge`.
 
         All axes ahead of the shape of the moments are samples. A batch of none changes nothing.
-        `max_count` counts samples here. Entries have to be finite, here and in `merge`.
+        `max_count` counts samples here. Entries have to be finite, here and in `merge`. Raises
+        ValueError for a batch of another shape.
         """
+        if x.shape[x.dim() - self.mean.dim() :] != self.mean.shape:  # entries would be mixed
+            shapes = f"{tuple(x.shape)}, not (..., *{tuple(self.mean.shape)})"
+            raise ValueError(f"RunningMoments: the batch is {shapes}")
         x = x.double().reshape(-1, *self.mean.shape)
         if len(x) == 0:
             return
@@ -1444,15 +1450,18 @@ def quantile_huber_loss(quantiles: Tensor, targets: Tensor, taus: Tensor, kappa:
         loss[b]    = mean_i mean_j |tau_i - 1{u < 0}| L(u) / kappa
 
     For kappa = 0 the factor |u| takes the place of L / kappa. That is the pinball loss. taus are
-    (K,). Further leading axes broadcast. The indicator carries no gradient.
+    (K,), or (..., K) where each state has its own. Quantiles may have further leading axes, as that
+    of the critics. The indicator carries no gradient. Targets should have no graph, or their
+    gradient counts.
 
     The loss is divided by kappa as in IQN, so that it meets the pinball loss as kappa goes to 0. It
     is a mean over i, where QR-DQN sums, so that its size does not depend on K.
-    Raises ValueError for targets without an axis of samples beside quantiles of many states: one
-    number for each state would be taken for samples that all states share.
+    Raises ValueError for targets of other states than the quantiles: without an axis of samples
+    one number for each state would be taken for samples that all states share.
     Source: Dabney et al. 2018a (QR-DQN), eq. 8 to 10; 2018b (IQN), eq. 3.
     """
-    if targets.dim() == 1 < quantiles.dim():
+    states = quantiles.shape[-targets.dim() : -1]
+    if targets.dim() == 1 < quantiles.dim() or targets.shape[:-1] != states:
         shapes = f"{tuple(targets.shape)} and quantiles {tuple(quantiles.shape)}"
         raise ValueError(f"quantile_huber_loss: targets are {shapes}; give (..., J) samples")
     u = targets[..., None, :] - quantiles[..., None]  # (..., K, J)
@@ -1460,7 +1469,7 @@ def quantile_huber_loss(quantiles: Tensor, targets: Tensor, taus: Tensor, kappa:
     error = distance  # the pinball loss, for kappa = 0
     if kappa > 0:
         error = torch.where(distance < kappa, 0.5 * u.square() / kappa, distance - 0.5 * kappa)
-    weight = (taus[:, None] - (u < 0).to(u.dtype)).abs()
+    weight = (taus[..., None] - (u < 0).to(u.dtype)).abs()
     return (weight * error).mean((-2, -1))
 
 
@@ -1475,9 +1484,9 @@ def clip_quantiles(
         mean_only:          q + (m_c - m),  m_c = m_old + clamp(m - m_old, -d, d)
         mean_and_variance:  m_c + (q - m) * min(1, 2 s_old / s)
 
-    Old quantiles have no graph. For K = 1 each mode is PPO's value clipping, which is in the
-    reference code of Schulman et al. 2017 but not in the paper. The modes are ours. Raises
-    ValueError for another mode.
+    Old quantiles should have no graph, or their gradient counts. For K = 1 each mode is PPO's value
+    clipping, which is in the reference code of Schulman et al. 2017 but not in the paper. The modes
+    are ours. Raises ValueError for another mode.
     """
     if mode == "per_quantile":
         return old_quantiles + (quantiles - old_quantiles).clamp(-clip_delta, clip_delta)
@@ -1496,23 +1505,33 @@ def clip_quantiles(
 def squared_error(values: Tensor, returns: Tensor) -> Tensor:
     """Compute 0.5 (V - R)^2 of values (..., 1) and returns (...). Values (..., 0) give 0.
 
-    Raises ValueError where the last axis of values is longer.
+    Values may have further leading axes, as that of the critics. Returns should have no graph, or
+    their gradient counts. Raises ValueError for other shapes, such as returns (B, 1).
     """
-    if values.shape[-1] > 1:  # (B,) and (B,) would be summed over all pairs
-        raise ValueError(f"squared_error: values are {tuple(values.shape)}, not (..., 1)")
+    alike = values.shape[:-1][-returns.dim() :]
+    if values.shape[-1] > 1 or alike != returns.shape:  # all pairs would be compared
+        shapes = f"{tuple(values.shape)} and returns {tuple(returns.shape)}"
+        raise ValueError(f"squared_error: values are {shapes}; give (..., 1) and (...)")
     return 0.5 * (values - returns[..., None]).square().sum(-1)
 
 
 def clip_values(values: Tensor, old_values: Tensor, clip_delta: float) -> Tensor:
     """Compute V_old + clamp(V - V_old, -d, d), as the reference code of Schulman et al. 2017.
 
-    Old values should have no graph, or their gradient counts.
+    Both have one shape, and so has the result. ValueError is raised if they differ. Old values
+    should have no graph, or their gradient counts.
     """
+    if values.shape != old_values.shape:  # (B, 1) and (B,) would give (B, B)
+        shapes = f"{tuple(values.shape)} and {tuple(old_values.shape)}"
+        raise ValueError(f"clip_values: values and old values are {shapes}")
     return old_values + (values - old_values).clamp(-clip_delta, clip_delta)
 
 
 def clipped_value_loss(loss: Tensor, loss_clipped: Tensor) -> Tensor:
-    """Take max(loss, loss_clipped) for each state and critic, ahead of the minibatch's mean."""
+    """Take max(loss, loss_clipped) for each state and critic, ahead of the minibatch's mean.
+
+    Both have one shape, and so has the result.
+    """
     return torch.max(loss, loss_clipped)
 
 
@@ -1555,7 +1574,8 @@ def cvar_weights(num_quantiles: int, alpha: float, dtype: torch.dtype | None = N
 def cvar(quantiles: Tensor, alpha: float) -> Tensor:
     """Compute the mean of the lower tail of mass alpha, (..., K) -> (...). See `cvar_weights`.
 
-    Raises TypeError for integers, and ValueError for alpha outside [1e-3, 1].
+    The levels are those of `quantile_midpoints`, in any order. Raises TypeError for integers, and
+    ValueError for alpha outside [1e-3, 1].
     """
     if not quantiles.is_floating_point():  # weights would be cut to 0
         raise TypeError(f"cvar: quantiles are {quantiles.dtype}, not floats")
@@ -1566,7 +1586,8 @@ def cvar(quantiles: Tensor, alpha: float) -> Tensor:
 def value_at_risk(quantiles: Tensor, alpha: float) -> Tensor:
     """Compute F^-1(alpha) by the interpolation that `cvar_weights` describes, (..., K) -> (...).
 
-    Raises ValueError for alpha outside [1e-3, 1]. Source: Rockafellar & Uryasev 2000.
+    The levels are those of `quantile_midpoints`, in any order. Raises ValueError for alpha outside
+    [1e-3, 1]. Source: Rockafellar & Uryasev 2000.
     """
     if not 1e-3 <= alpha <= 1:
         raise ValueError(f"value_at_risk: alpha {alpha} is outside [1e-3, 1]")
@@ -1623,7 +1644,8 @@ def cvar_advantages(targets: Tensor, quantiles: Tensor, alpha: float) -> Tensor:
         A_t = mean_j u(X_t,j) - CVaR_alpha(Z(s_t))
 
     targets X are (T, N, J), quantiles of Z are (T, N, K). For alpha = 1 nu is the largest target,
-    so that u(x) = x. Raises ValueError for alpha outside [1e-3, 1].
+    so that u(x) = x. Raises ValueError for alpha outside [1e-3, 1], and for targets without an
+    axis of samples.
 
     The mean of u(Z) is CVaR_alpha(Z). So a target that is distributed as Z has an advantage of 0.
     With alpha 1 the advantage is the target's mean minus that of Z.
@@ -1632,6 +1654,9 @@ def cvar_advantages(targets: Tensor, quantiles: Tensor, alpha: float) -> Tensor:
     That is not the policy gradient of the start state's CVaR (Tamar et al. 2015).
     Source of u: Rockafellar & Uryasev 2000. Its use state by state is ours.
     """
+    if targets.shape[:-1] != quantiles.shape[:-1]:  # the samples of all states would be mixed
+        shapes = f"{tuple(targets.shape)} and quantiles {tuple(quantiles.shape)}"
+        raise ValueError(f"cvar_advantages: targets are {shapes}; give (..., J) samples")
     targets = targets.detach()
     quantiles = quantiles.detach()
     nu = value_at_risk(quantiles, alpha)[..., None] if alpha < 1 else targets.amax(-1, True)
@@ -1713,6 +1738,8 @@ class ValueDistribution(nn.Module):
         mean:  the 2 K quantiles of both, sorted, each pair of neighbours averaged; the mean output
                is the mean of both
         """
+        if len(outputs) != self.args.num_critics:  # axis 0 would be one of states
+            raise ValueError(f"reduce_twins: {len(outputs)} critics, not {self.args.num_critics}")
         if len(outputs) == 1:
             return outputs[0]
         if self.args.twin_reduce == "min":
@@ -1880,7 +1907,8 @@ def unroll_lstm(
     The function makes one fused call instead of T. inputs are (T, N, F). state is (h, c), each
     (1, N, H), ahead of step 0. episode_start is (T, N) bool: the state is zero when a step opens an
     episode. Returns outputs (T, N, H) and the state after the last step. The lstm has one layer,
-    one direction, biases, no projection, and batch_first=False.
+    one direction, biases, no projection, and batch_first=False. Raises TypeError for another dtype
+    of episode_start.
 
     The trick is that a reset becomes one more time step of the LSTM. Each environment is a column
     of rows: its T steps, and one reset row before each step that opens an episode. Columns with
@@ -1900,6 +1928,8 @@ def unroll_lstm(
         reset row  (1, 0):  input gate 0, forget gate 0, so c = 0 and h = 0, and no gradient passes
         rest row   (0, 1):  input gate 0, forget gate 1, so c stays
     """
+    if episode_start.dtype != torch.bool:  # integers would pick steps by their number
+        raise TypeError("unroll_lstm: episode_start must be a tensor of bool")
     if not episode_start.any():
         return lstm(inputs, state)
     T, N, F = inputs.shape
@@ -1948,7 +1978,7 @@ class Convolutions(nn.Module):
 
     Pixels are divided by their largest absolute bound, or by 1 if that is larger. Images with sides
     of 36 and more go through the layers of Mnih et al. 2015. Smaller grids go through the layer of
-    Young & Tian 2019 (MinAtar).
+    Young & Tian 2019 (MinAtar). Raises ValueError where a bound is infinite.
     """
 
     def __init__(self, space: Box, activation: type[nn.Module]) -> None:
@@ -1959,7 +1989,10 @@ class Convolutions(nn.Module):
         if min(sides) >= 36:
             layers = [(32, 8, 4), (64, 4, 2), (64, 3, 1)]
             self.memory_format = torch.channels_last
-        self.scale = 1 / max(-float(space.low.min()), float(space.high.max()), 1)
+        largest = max(-float(space.low.min()), float(space.high.max()), 1)
+        if math.isinf(largest):  # all images would be black
+            raise ValueError("Convolutions: pixels need finite bounds")
+        self.scale = 1 / largest
         self.layers = nn.Sequential()
         for size, kernel, stride in layers:
             self.layers.append(layer_init(nn.Conv2d(channels, size, kernel, stride)))
@@ -2091,8 +2124,11 @@ class CategoricalActions(nn.Module):
         """Return the log-probability (...) of actions (..., P), in nats.
 
         The actions are the indices of `sample`. Those of `to_env`, and so of `Agent.act`, count
-        from the space's `start`.
+        from the space's `start`. Raises ValueError unless there is one for each part.
         """
+        if actions.shape != params.shape[:-1]:  # the other parts would count as certain
+            shapes = f"{tuple(actions.shape)} and params {tuple(params.shape)}"
+            raise ValueError(f"log_prob: actions are {shapes}; give (..., P)")
         chosen = params.gather(-1, actions[..., None])
         return chosen.sum((-2, -1))
 

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -150,3 +152,72 @@ def test_a_contract_that_training_does_not_call_says_so(name):
         first_line = ast.get_docstring(known[function]).splitlines()[0]
         says = "Training does not call it" in first_line
         assert called != says, function
+
+
+# ------------------------------------------------------------------ inputs that would broadcast
+def test_a_discount_is_not_rounded_to_bfloat16(script):
+    """0.999 would become 1. Rewards of 1 for 1,000 steps: (1 - 0.999^1000) / 0.001 = 632.3."""
+    rewards, no = torch.ones(1000, 1), torch.zeros(1000, 1, dtype=torch.bool)
+    zeros = torch.zeros(1000, 1, dtype=torch.bfloat16)
+    end = no.clone()
+    end[-1] = True
+    advantages, _ = script.gae(rewards, zeros, zeros, end, no, 0.999, 1.0)
+    assert float(advantages[0]) == pytest.approx(632.3, abs=0.1)
+
+
+def test_masks_of_integers_are_no_resets():
+    """They would pick steps by their number."""
+    import distributional_ppo_lstm as script
+
+    lstm, state = torch.nn.LSTM(2, 3), (torch.zeros(1, 2, 3), torch.zeros(1, 2, 3))
+    starts = torch.tensor([[0, 1], [1, 0], [0, 0]])
+    with pytest.raises(TypeError, match="unroll_lstm: episode_start must be"):
+        script.unroll_lstm(lstm, torch.zeros(3, 2, 2), state, starts)
+
+
+def test_images_without_bounds_are_refused(script):
+    """Divided by infinity all of them would be black."""
+    space = gym.spaces.Box(0, np.inf, (3, 8, 8))
+    with pytest.raises(ValueError, match="Convolutions: pixels need finite bounds"):
+        script.Convolutions(space, torch.nn.ReLU)
+
+
+@pytest.mark.parametrize("shape", [(4, 32), (5, 8), ()])
+def test_a_batch_of_other_entries_is_refused(script, shape):
+    """Its entries would be shuffled among the four."""
+    moments = script.RunningMoments((4,))
+    with pytest.raises(ValueError, match="RunningMoments: the batch is"):
+        moments.update(torch.zeros(shape))
+    moments.update(torch.ones(7, 2, 4))
+    assert moments.mean.tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("shape", [(5, 1), (1, 3), (4, 3)])
+def test_actions_of_some_parts_are_refused(script, shape):
+    """`gather` would give the probability of those alone."""
+    dist = script.make_action_dist(gym.spaces.MultiDiscrete([2, 3, 4]), script.Args())
+    params = dist(torch.zeros(5, dist.num_outputs))
+    with pytest.raises(ValueError, match="log_prob: actions are"):
+        dist.log_prob(params, torch.zeros(shape, dtype=torch.int64))
+
+
+def test_outputs_of_one_head_are_no_twins(script):
+    """Of two states the one with the smaller V would be taken. A third critic would be left out."""
+    dist = script.ValueDistribution(script.Args())
+    for critics in (1, 3):
+        with pytest.raises(ValueError, match=f"reduce_twins: {critics} critics, not 2"):
+            dist.reduce_twins(torch.zeros(critics, 5, dist.num_outputs))
+
+
+def test_old_values_of_another_shape_are_refused(script):
+    """(B, 1) beside (B,) would give (B, B)."""
+    with pytest.raises(ValueError, match="clip_values: values and old values are"):
+        script.clip_values(torch.zeros(4, 1), torch.zeros(4), 0.2)
+
+
+def test_atoms_of_each_state_have_no_quantiles():
+    """The function takes those that all states share."""
+    import distributional_ppo_categorical as script
+
+    with pytest.raises(ValueError, match=r"categorical_quantile: atoms are \(4, 3\)"):
+        script.categorical_quantile(torch.ones(4, 3) / 3, torch.zeros(4, 3), 0.1)

@@ -128,6 +128,13 @@ def test_advantages_of_atoms_scale_and_shift_with_the_returns():
     assert_close(out, 10 * base)
 
 
+@pytest.mark.parametrize(("targets", "quantiles"), [((4,), (4, 3)), ((4, 1), (4, 1, 3))])
+def test_returns_of_all_states_are_no_samples(targets, quantiles):
+    """Lambda-returns without an axis of samples would broadcast, and be averaged over states."""
+    with pytest.raises(ValueError, match="cvar_advantages: targets are"):
+        lstm.cvar_advantages(torch.zeros(targets), torch.zeros(quantiles), 0.2)
+
+
 def test_advantages_of_quantiles_carry_no_gradient():
     """Ours: a risk term never enters a critic's loss, nor its targets."""
     targets = torch.randn(3, 2, 5, requires_grad=True)

@@ -390,10 +390,46 @@ def test_cross_entropy_is_finite_for_huge_logits():
 
 
 @pytest.mark.parametrize("script", [lstm, categorical])
-def test_values_without_an_axis_of_their_own_are_refused(script):
-    """(B,) and (B,) would be summed over all pairs."""
-    with pytest.raises(ValueError, match=r"values are \(3,\), not"):
-        script.squared_error(torch.zeros(3), torch.zeros(3))
+@pytest.mark.parametrize(
+    ("values", "returns"), [((3,), (3,)), ((3, 1), (3, 1)), ((1, 3, 1), (3, 1)), ((3, 1), (4,))]
+)
+def test_all_pairs_of_values_and_returns_are_refused(script, values, returns):
+    """They would broadcast, and pull every V to the mean return. Critics may have an axis ahead."""
+    with pytest.raises(ValueError, match=r"squared_error: values are .*; give \(\.\.\., 1\) and"):
+        script.squared_error(torch.zeros(values), torch.zeros(returns))
+    assert script.squared_error(torch.zeros(2, 3, 1), torch.ones(3)).tolist() == [[0.5] * 3] * 2
+
+
+def test_each_state_may_have_levels_of_its_own():
+    """As IQN draws them: (B, K) gives what each state has alone, also where J is K."""
+    draws = torch.Generator().manual_seed(3)
+    quantiles, targets, taus = (torch.rand(5, 4, generator=draws) for _ in range(3))
+    together = lstm.quantile_huber_loss(quantiles, targets, taus, 0.1)
+    alone = [lstm.quantile_huber_loss(*one, 0.1) for one in zip(quantiles, targets, taus)]
+    assert_close(together, torch.stack(alone))
+
+
+@pytest.mark.parametrize(
+    ("targets", "quantiles"), [((1, 4), (1, 4, 3)), ((4, 1), (4, 1, 3)), ((5, 2), (4, 3))]
+)
+def test_samples_of_other_states_are_refused(targets, quantiles):
+    """With one critic or one environment lambda-returns would broadcast as if they were samples. A
+    critics' axis may stand ahead of the quantiles'."""
+    taus = lstm.quantile_midpoints(3)
+    with pytest.raises(ValueError, match="quantile_huber_loss: targets are"):
+        lstm.quantile_huber_loss(torch.zeros(quantiles), torch.zeros(targets), taus, 1.0)
+    loss = lstm.quantile_huber_loss(torch.zeros(2, 4, 3), torch.zeros(4, 5), taus, 1.0)
+    assert loss.shape == (2, 4)
+
+
+def test_all_pairs_of_logits_and_targets_are_refused():
+    """Targets (B, 1, K), of returns (B, 1), beside logits (B, K)."""
+    with pytest.raises(ValueError, match="categorical_cross_entropy: targets are"):
+        categorical.categorical_cross_entropy(torch.zeros(4, 1, 3), torch.zeros(4, 3))
+    assert categorical.categorical_cross_entropy(torch.zeros(4, 3), torch.zeros(2, 4, 3)).shape == (
+        2,
+        4,
+    )
 
 
 def test_one_number_for_each_state_is_no_set_of_samples():
