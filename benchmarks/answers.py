@@ -1189,7 +1189,7 @@ def goal_told() -> str:
 def calibration_notes() -> list[str]:
     """Known distributions, and the goal of presets."""
     return [
-        f"* **Known distributions**{if_older(chains())}. Three of five processes have goals: a "
+        f"* **Known distributions.**{if_older(chains())} Three of five processes have goals: a "
         "Wasserstein distance at most 3 % of the standard deviation above that of the truth on "
         "such atoms or levels, coverage within two points, the standard deviation within 5 %, the "
         "mean of the worst twentieth within 8 %.",
