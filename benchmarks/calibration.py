@@ -805,8 +805,8 @@ def draw(groups: dict[Setting, list[Row]]) -> None:
         *axes[0, 0].get_legend_handles_labels(),
         loc="outside lower center",
         ncols=5,
-        title="Tuned flags in (a) to (c): mean of three seeds, band from the lowest to the "
-        "highest; else one seed",
+        title="Tuned flags: mean of three seeds, band from the lowest to the highest; others: one "
+        "seed, of an older version",
         title_fontsize=7.5,
     )
     common.save(figure, RESULTS / "calibration.png")
