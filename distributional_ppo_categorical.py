@@ -304,7 +304,7 @@ class CriticArgs:
     """Rollouts that the return statistics remember. The newest one weighs at least
     1 / (this + 1)."""
     vf_clip_coef: Annotated[Positive, IdleWhile("vf_clip", "none")] = 0.2
-    """How far a prediction moves in an update before value clipping stops rewarding it, in
+    """How far a prediction may move in an update before the loss rewards no further move, in
     normalised returns, or in the task's units with --no-norm-returns. Needs --vf-clip."""
     value_target: Literal["lambda_return", "sr_lambda"] = "lambda_return"
     """What the distribution learns. lambda_return: lambda-returns, which vary less than returns, so
@@ -524,9 +524,8 @@ def train(args: Args) -> dict[str, Any]:
             batch, metrics = prepare_batch(agent, rollout, args)
             run.lap("values")
             metrics |= update(agent, optimizers, batch, args, progress)
-            agent.update_obs_moments(
-                rollout.obs
-            )  # after `prepare_batch`, which sees as the actor did
+            # After `prepare_batch`, which has to see as the actor did.
+            agent.update_obs_moments(rollout.obs)
             run.lap("update")
             run.end_iteration(rollout, metrics, (obs,))
     return run.results
@@ -675,8 +674,8 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     The order matters (van Hasselt et al. 2016). The return statistics of earlier rollouts,
     `dist.moments`, turn this one's values into the task's units: std * value + mean. These values
     give advantages and targets. Then the targets move the statistics, and so does V's distance from
-    their mean where that is larger. The corrections are rescaled to keep their size in the task's
-    units. (Atoms cannot be, see `move_statistics`.)
+    their mean where it is larger than their std. The corrections are rescaled to keep their size in
+    the task's units. (Atoms cannot be, see `move_statistics`.)
 
     The new statistics normalise targets and old values for the update, and decode the next rollout.
     So a rollout is decoded on the scale that its critics were last trained on. Only the first one
@@ -1327,7 +1326,7 @@ class RunningMoments(nn.Module):
         ValueError for a batch of another shape.
         """
         if x.shape[x.dim() - self.mean.dim() :] != self.mean.shape:  # entries would be mixed
-            shapes = f"{tuple(x.shape)}, not (..., *{tuple(self.mean.shape)})"
+            shapes = f"{tuple(x.shape)}, not (..., {', '.join(map(str, self.mean.shape))})"
             raise ValueError(f"RunningMoments: the batch is {shapes}")
         x = x.double().reshape(-1, *self.mean.shape)
         if len(x) == 0:
@@ -1770,12 +1769,12 @@ class ValueDistribution(nn.Module):
         their decoded mean jumps, and the coming update repairs it. The correction keeps its size:
         the last row of each head's last layer is rescaled in place.
 
-        There is one exception. Where the std is within 100 times its floor, hardly anything has
-        varied yet, as where all rewards were 0. A correction rescaled from there would vanish, so
-        it stays as it is.
+        There is one exception. Where the std is within 100 times its floor, returns have hardly
+        varied lately, as where all rewards were 0. A correction rescaled from there would vanish,
+        so it stays as it is.
 
         Returns the mean, and V, that each critic predicted, in the new units, (C, T, N, 1 or 2),
-        and metrics. Value clipping holds predictions to these. They are what was predicted in the
+        and metrics. Value clipping measures moves from these. They are what was predicted in the
         task's units, while the decoded mean has jumped since. So clipping may act even before the
         first step. In the exception above they are what the heads predict now, and it cannot.
 
@@ -2255,7 +2254,7 @@ class Agent(nn.Module):
         return ((obs - mean) * scale).clip(-10, 10)
 
     def update_obs_moments(self, obs: Tensor) -> None:
-        """Take in this process's raw observations (T, N, D) of a rollout, and those of the others.
+        """Take in raw observations (T, N, D) of a rollout, of this process and of all others.
 
         They count as `args.batch_size` samples, however many there are. A policy that is not
         trained (a learning rate of 0) keeps its statistics, since others would change what it does.
@@ -3858,26 +3857,28 @@ class Run:
         as well.
 
         Processes that a task forks inherit this handler. They live on, since the iteration needs
-        them, but for SIGTERM, by which multiprocessing ends them.
+        them, but for SIGTERM, by which multiprocessing ends them, and a second Ctrl-C. To ignore
+        signals here would make all processes ignore them that the task starts from now on.
         """
         if os.getpid() != self.pid:
-            if number == signal.SIGTERM:
+            if number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
+            if number == signal.SIGTERM:
                 os.kill(os.getpid(), number)
+            return
+        if self.signals:
             return
 
         self.signals.append(number)
         lives_on = __name__ != "__main__" or hasattr(builtins, "get_ipython")
-        for handled in self.handlers:
-            again = signal.SIG_IGN
-            if handled == signal.SIGINT and WORLD_SIZE == 1:
-                again = signal.default_int_handler if lives_on else signal.SIG_DFL
-            signal.signal(handled, again)
+        if WORLD_SIZE == 1:
+            again = signal.default_int_handler if lives_on else signal.SIG_DFL
+            signal.signal(signal.SIGINT, again)
         if RANK == 0:
             part = "episode" if self.evaluating else "iteration"
             line = f"stopping after this {part}"
-            second = "raises KeyboardInterrupt" if lives_on else "kills"
-            line += "" if WORLD_SIZE > 1 else f"; a second Ctrl-C {second}"
+            now = "raises KeyboardInterrupt" if lives_on else "kills"
+            line += "" if WORLD_SIZE > 1 else f"; Ctrl-C now {now}"
             with contextlib.suppress(RuntimeError):  # the signal came while a line was printed
                 tell_over(line, file=sys.stderr)
 
@@ -4087,7 +4088,7 @@ class Run:
             else:
                 continue
 
-            if tag not in self.described:  # TensorBoard reads this of a tag's first event alone
+            if tag not in self.described:  # TensorBoard reads this from a tag's first event only
                 self.described.add(tag)
                 entry.metadata.summary_description = DESCRIPTIONS.get(tag, "")
                 entry.metadata.plugin_data.plugin_name, entry.metadata.data_class = kind
@@ -4143,7 +4144,8 @@ class Run:
             "global_step": self.step,
         }
         if name == "checkpoint":
-            pickled = pickle.dumps(self.to_resume())  # as a tensor, since torch doubles most bytes
+            # As a tensor: torch writes bytes as text, in which those above 127 take two.
+            pickled = pickle.dumps(self.to_resume())
             content["run"] = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
         if self.writer is None:
             return
@@ -4197,8 +4199,12 @@ class Run:
         if RANK > 0 or fcntl is None:
             return
         try:
-            # Of a directory no lock reaches other machines that share a disk by NFS.
-            self.lock = os.open(self.directory / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+            # Over NFS other machines see a lock of a file, but none of a directory.
+            path = self.directory / ".lock"
+            try:
+                self.lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            except PermissionError:  # another user's, who shares the directory
+                self.lock = os.open(path, os.O_RDONLY)
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             text = "this run is being written already; stop that first"
@@ -4238,10 +4244,11 @@ class Run:
                 raise flag_error(args, name, text)
         self.take_up_episodes()
 
-    def take_up_training(self, pickled: Tensor) -> None:
+    def take_up_training(self, pickled: Tensor | bytes) -> None:
         """Go on with optimizers, counts and metrics. Raises `UsageError` for another version's."""
         try:
-            kept = pickle.loads(pickled.numpy())
+            old = isinstance(pickled, bytes)  # of an older version
+            kept = pickle.loads(pickled if old else pickled.numpy())
             self.untouched = {"parts": kept["parts"], "versions": kept["versions"]}
             for optimizer, saved in zip(self.optimizers, kept["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
@@ -4293,8 +4300,9 @@ class Run:
         except Exception as error:  # from the task, of any kind
             return f"reading the environments back failed: {error!r}"
         if changed:
-            for env in envs:
-                close_quietly(env)
+            self.unused_envs = list(
+                envs
+            )  # closed at the end, or they may shut down what they share
             return f"{self.args.env_id} was registered in another way when they were saved"
 
         self.unused_envs = list(self.envs.envs)
@@ -4536,7 +4544,9 @@ def write_origin(path: Path, args: Args) -> None:
     versions = {module.__name__: module.__version__ for module in (torch, gym, np, tyro)}
     versions["python"] = sys.version
     if source and source.parent == path:  # the run's own copy, of the commit that it came from
-        commit = json.loads((path / "args.json").read_text())["commit"]
+        commit = ""
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            commit = json.loads((path / "args.json").read_text())["commit"]
     else:
         commit = commit_of(source.parent if source else Path.cwd())
     content = {"args": asdict(args), "versions": versions, "commit": commit}
@@ -4873,7 +4883,7 @@ def check_frames(env: gym.Env) -> None:
 def follow_robot(env: gym.Env) -> None:
     """Look through the camera that follows a robot of MuJoCo, unless the task chooses one.
 
-    Where the policy sees images they may come from this camera, so it stays.
+    Where the policy sees images they may come from this camera, so it is left as it is.
     """
     renderer = getattr(env.unwrapped, "mujoco_renderer", None)
     chosen = "default_camera_config" in env.unwrapped.spec.kwargs

@@ -310,7 +310,7 @@ class CriticArgs:
     """Rollouts that the return statistics remember. The newest one weighs at least
     1 / (this + 1)."""
     vf_clip_coef: Annotated[Positive, IdleWhile("vf_clip", "none")] = 0.2
-    """How far a prediction moves in an update before value clipping stops rewarding it, in
+    """How far a prediction may move in an update before the loss rewards no further move, in
     normalised returns, or in the task's units with --no-norm-returns. Needs --vf-clip."""
     value_target: Literal["lambda_return", "sr_lambda"] = "lambda_return"
     """What the distribution learns. lambda_return: lambda-returns, which vary less than returns, so
@@ -334,9 +334,9 @@ class ValueDistributionArgs:
     """Huber threshold of the quantile loss, in normalised returns, or in the task's units with
     --no-norm-returns. 0 gives the pinball loss."""
     vf_clip: Literal["none", "per_quantile", "mean_only", "mean_and_variance"] = "none"
-    """What the loss does not reward for moving more than --vf-clip-coef in an update. per_quantile:
-    each quantile by itself. mean_only: their mean. mean_and_variance: their mean, and a spread of
-    more than twice the old one. V is clipped, too. none: nothing is."""
+    """none: no value clipping. Else the loss rewards no move beyond --vf-clip-coef in an update, of
+    each quantile by itself (per_quantile) or of their mean (mean_only), and of V.
+    mean_and_variance: as mean_only, and no spread beyond twice the old one."""
 
 
 CALIBRATED = {"kappa": 0.0, "num_quantiles": 51}  # the presets calibrated and averse set these
@@ -537,9 +537,8 @@ def train(args: Args) -> dict[str, Any]:
             batch, critic_state, metrics = prepare_batch(agent, rollout, critic_state, args)
             run.lap("values")
             metrics |= update(agent, optimizers, batch, args, progress)
-            agent.update_obs_moments(
-                rollout.obs
-            )  # after `prepare_batch`, which sees as the actor did
+            # After `prepare_batch`, which has to see as the actor did.
+            agent.update_obs_moments(rollout.obs)
             run.lap("update")
             run.end_iteration(rollout, metrics, (*carry, critic_state.cpu()))
     return run.results
@@ -736,7 +735,7 @@ def prepare_batch(
     The order matters (van Hasselt et al. 2016). The return statistics of earlier rollouts,
     `dist.moments`, turn this one's values into the task's units: std * value + mean. These values
     give advantages and targets. Then the targets move the statistics, and so does V's distance from
-    their mean where that is larger. The value heads are rescaled in the same moment.
+    their mean where it is larger than their std. The value heads are rescaled in the same moment.
 
     The new statistics normalise targets and old values for the update, and decode the next rollout.
     So a rollout is decoded on the scale that its critics were last trained on. Only the first one
@@ -1401,7 +1400,7 @@ class RunningMoments(nn.Module):
         ValueError for a batch of another shape.
         """
         if x.shape[x.dim() - self.mean.dim() :] != self.mean.shape:  # entries would be mixed
-            shapes = f"{tuple(x.shape)}, not (..., *{tuple(self.mean.shape)})"
+            shapes = f"{tuple(x.shape)}, not (..., {', '.join(map(str, self.mean.shape))})"
             raise ValueError(f"RunningMoments: the batch is {shapes}")
         x = x.double().reshape(-1, *self.mean.shape)
         if len(x) == 0:
@@ -2338,7 +2337,7 @@ class Agent(nn.Module):
         return ((obs - mean) * scale).clip(-10, 10)
 
     def update_obs_moments(self, obs: Tensor) -> None:
-        """Take in this process's raw observations (T, N, D) of a rollout, and those of the others.
+        """Take in raw observations (T, N, D) of a rollout, of this process and of all others.
 
         They count as `args.batch_size` samples, however many there are. A policy that is not
         trained (a learning rate of 0) keeps its statistics, since others would change what it does.
@@ -3960,26 +3959,28 @@ class Run:
         as well.
 
         Processes that a task forks inherit this handler. They live on, since the iteration needs
-        them, but for SIGTERM, by which multiprocessing ends them.
+        them, but for SIGTERM, by which multiprocessing ends them, and a second Ctrl-C. To ignore
+        signals here would make all processes ignore them that the task starts from now on.
         """
         if os.getpid() != self.pid:
-            if number == signal.SIGTERM:
+            if number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
+            if number == signal.SIGTERM:
                 os.kill(os.getpid(), number)
+            return
+        if self.signals:
             return
 
         self.signals.append(number)
         lives_on = __name__ != "__main__" or hasattr(builtins, "get_ipython")
-        for handled in self.handlers:
-            again = signal.SIG_IGN
-            if handled == signal.SIGINT and WORLD_SIZE == 1:
-                again = signal.default_int_handler if lives_on else signal.SIG_DFL
-            signal.signal(handled, again)
+        if WORLD_SIZE == 1:
+            again = signal.default_int_handler if lives_on else signal.SIG_DFL
+            signal.signal(signal.SIGINT, again)
         if RANK == 0:
             part = "episode" if self.evaluating else "iteration"
             line = f"stopping after this {part}"
-            second = "raises KeyboardInterrupt" if lives_on else "kills"
-            line += "" if WORLD_SIZE > 1 else f"; a second Ctrl-C {second}"
+            now = "raises KeyboardInterrupt" if lives_on else "kills"
+            line += "" if WORLD_SIZE > 1 else f"; Ctrl-C now {now}"
             with contextlib.suppress(RuntimeError):  # the signal came while a line was printed
                 tell_over(line, file=sys.stderr)
 
@@ -4189,7 +4190,7 @@ class Run:
             else:
                 continue
 
-            if tag not in self.described:  # TensorBoard reads this of a tag's first event alone
+            if tag not in self.described:  # TensorBoard reads this from a tag's first event only
                 self.described.add(tag)
                 entry.metadata.summary_description = DESCRIPTIONS.get(tag, "")
                 entry.metadata.plugin_data.plugin_name, entry.metadata.data_class = kind
@@ -4245,7 +4246,8 @@ class Run:
             "global_step": self.step,
         }
         if name == "checkpoint":
-            pickled = pickle.dumps(self.to_resume())  # as a tensor, since torch doubles most bytes
+            # As a tensor: torch writes bytes as text, in which those above 127 take two.
+            pickled = pickle.dumps(self.to_resume())
             content["run"] = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
         if self.writer is None:
             return
@@ -4299,8 +4301,12 @@ class Run:
         if RANK > 0 or fcntl is None:
             return
         try:
-            # Of a directory no lock reaches other machines that share a disk by NFS.
-            self.lock = os.open(self.directory / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+            # Over NFS other machines see a lock of a file, but none of a directory.
+            path = self.directory / ".lock"
+            try:
+                self.lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            except PermissionError:  # another user's, who shares the directory
+                self.lock = os.open(path, os.O_RDONLY)
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             text = "this run is being written already; stop that first"
@@ -4340,10 +4346,11 @@ class Run:
                 raise flag_error(args, name, text)
         self.take_up_episodes()
 
-    def take_up_training(self, pickled: Tensor) -> None:
+    def take_up_training(self, pickled: Tensor | bytes) -> None:
         """Go on with optimizers, counts and metrics. Raises `UsageError` for another version's."""
         try:
-            kept = pickle.loads(pickled.numpy())
+            old = isinstance(pickled, bytes)  # of an older version
+            kept = pickle.loads(pickled if old else pickled.numpy())
             self.untouched = {"parts": kept["parts"], "versions": kept["versions"]}
             for optimizer, saved in zip(self.optimizers, kept["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
@@ -4395,8 +4402,9 @@ class Run:
         except Exception as error:  # from the task, of any kind
             return f"reading the environments back failed: {error!r}"
         if changed:
-            for env in envs:
-                close_quietly(env)
+            self.unused_envs = list(
+                envs
+            )  # closed at the end, or they may shut down what they share
             return f"{self.args.env_id} was registered in another way when they were saved"
 
         self.unused_envs = list(self.envs.envs)
@@ -4638,7 +4646,9 @@ def write_origin(path: Path, args: Args) -> None:
     versions = {module.__name__: module.__version__ for module in (torch, gym, np, tyro)}
     versions["python"] = sys.version
     if source and source.parent == path:  # the run's own copy, of the commit that it came from
-        commit = json.loads((path / "args.json").read_text())["commit"]
+        commit = ""
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            commit = json.loads((path / "args.json").read_text())["commit"]
     else:
         commit = commit_of(source.parent if source else Path.cwd())
     content = {"args": asdict(args), "versions": versions, "commit": commit}
@@ -4976,7 +4986,7 @@ def check_frames(env: gym.Env) -> None:
 def follow_robot(env: gym.Env) -> None:
     """Look through the camera that follows a robot of MuJoCo, unless the task chooses one.
 
-    Where the policy sees images they may come from this camera, so it stays.
+    Where the policy sees images they may come from this camera, so it is left as it is.
     """
     renderer = getattr(env.unwrapped, "mujoco_renderer", None)
     chosen = "default_camera_config" in env.unwrapped.spec.kwargs

@@ -1296,13 +1296,16 @@ def truth_notes() -> list[str]:
 
 # ------------------------------------------------------------------------------------------- method
 def older_rows() -> dict[str, tuple[int, int]]:
-    """Rows of our scripts that are older than the change, and rows, by file. Of risk.csv those
-    count that stand in its table. Older runs stay in the comparison of critics."""
+    """Rows of our scripts that are older than the change, and rows, by file. Of risk.csv and of
+    calibration.csv those count that stand in their tables. Older runs stay in the comparison of
+    critics."""
     counts = {}
     for name in ("runs", "risk", "calibration", "truth"):
         rows = Table(RESULTS / f"{name}.csv", ()).rows()
         if name == "risk":
             rows = [row for own in risk.groups().values() for row in own]
+        if name == "calibration":
+            rows = calibration.counted()
         rows = [row for row in rows if row["script"] not in (SB3, CONTRIB)]
         counts[name] = (sum(row["commit"] in common.OLDER for row in rows), len(rows))
     return counts
@@ -1388,8 +1391,9 @@ def current() -> str:
         risks = ""
     fresh = any(newer(cell) for cell in learning.GRID if cell.script in (LSTM, CATEGORICAL))
     told = (
-        f" Measured with today's scripts: returns with *, speeds called current,{risks} "
-        f"calibration's second table, warnings, reward terms, the robots' tails and `--cuda`."
+        f" Measured with today's scripts: returns with *, speeds called current,{risks}"
+        f"{'' if if_older(chains()) else ' known processes,'} calibration's second table, "
+        f"warnings, reward terms, the robots' tails and `--cuda`."
         if fresh
         else ""
     )
@@ -1613,8 +1617,8 @@ def beside_best() -> str:
     final, claimed = (ours / [top[task] for task in FOUR] for top in (screen.BEST, highest))
     return (
         f"  * **Beside the best published,** the table's last column, its return is "
-        f"{critics.estimate(score, claimed)} in the mean of four robots; these are single runs of "
-        f"the zoo. Beside the higher mean of XuanCe's PPO and sb3-contrib's TRPO it is "
+        f"{critics.estimate(score, claimed)} in the mean of four robots (most of these values are "
+        f"single runs). Beside the higher mean of XuanCe's PPO and sb3-contrib's TRPO it is "
         f"{critics.estimate(score, final)}, with {(final < 0.5).sum()} of {final.size} runs below "
         f"half."
     )
@@ -1665,12 +1669,12 @@ def memory_told() -> list[str]:
             gaps[task] = welch(own, control)
     if not gaps:
         return []
-    told = joined(f"{gap.told(0)} on {task}" for task, gap in gaps.items())
+    also = {"AntNoVel-v5": ", where forces of contact are hidden as well"}
+    told = joined(f"{gap.told(0)} on {task}{also.get(task, '')}" for task, gap in gaps.items())
     clear = joined(task for task, gap in gaps.items() if gap.clear)
     return [
-        f"  * **Robots:** beside the feed-forward script, whose critics differ, it has {told}, "
-        f"where forces of contact are hidden as well; by our rule "
-        f"{f'clear on {clear}' if clear else 'none of these is clear'}."
+        f"  * **Robots:** beside the feed-forward script, whose critics differ, it has {told}; by "
+        f"our rule {f'clear on {clear} alone' if clear else 'none of these is clear'}."
     ]
 
 

@@ -21,12 +21,12 @@ tuned on --seed 1000 and up; of the real tasks these runs are in results/tuning_
 besides (PRESETS), and `critics` are the latter after 200,000 further steps with the preset
 `critics`: the policy stays as it is and the critics alone are trained. Goal, written ahead of these
 runs: a coverage error of at most 0.05 in all three runs of each task. CartPoleNoVel-v1 got its
-entropy bonus after the reported seeds had been seen without it ("no bonus"). Seeds 8001 to 8003
-("before") have 51 atoms and an older preset `critics`, which trained for two epochs on the task's
-own rollouts; of seven of these pairs the first half is of an earlier commit, since the run was
-repeated for the second half and measured there alone. With --presets two changes of the presets
-were tried on seeds 1000 to 1002 (tuning.md); there `critics` without further flags is the older
-one.
+entropy bonus after the reported seeds had been seen without it ("no bonus"). Of real tasks
+seeds 8001 to 8003 ("before") have 51 atoms and an older preset `critics`, which trained for two
+epochs on the task's own rollouts; of seven of these pairs the first half is of an earlier commit,
+since the run was repeated for the second half and measured there alone. With --presets two changes
+of the presets were tried on seeds 1000 to 1002 (tuning.md); there `critics` without further flags
+is the older one.
 
 Recommended for calibration: --value-target sr_lambda --twin-reduce mean, with --kappa 0
 --num-quantiles 51 or with --target-encoding two_hot. On the real tasks also 201 atoms, many

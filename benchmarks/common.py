@@ -379,18 +379,20 @@ class Table:
             file.seek(0)
             old = file.read()
             added = io.StringIO()
+            last = old[old.rfind("\n") + 1 :]  # what has no end of a line
+            if last and len(next(csv.reader([last]))) == len(self.columns):
+                added.write(self.end)
+            elif last:  # a kill has left a part of a row
+                old = old.removesuffix(last)
+                file.truncate(len(old.encode()))
             writer = csv.DictWriter(added, self.columns, lineterminator=self.end)
             if not old:
                 writer.writeheader()
             elif (header := old.splitlines()[0]) != ",".join(self.columns):
                 raise ValueError(f"{self.path} has the columns {header}")
-            elif not old.endswith("\n"):
-                added.write(self.end)  # a kill had left a part of a line
             if self.once and old:
-                known = {
-                    tuple(row[name] for name in self.once)
-                    for row in csv.DictReader(io.StringIO(old), restval="")
-                }
+                standing = csv.DictReader(io.StringIO(old))
+                known = {tuple(row[name] for name in self.once) for row in standing}
                 rows = [
                     row for row in rows if tuple(str(row[name]) for name in self.once) not in known
                 ]

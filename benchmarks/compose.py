@@ -37,6 +37,7 @@ QUANTILES = {  # sentences of the kind, by what they are about
     "J": "J   samples of a target distribution: 1 by default, K by SR(lambda)",
     "normalised": '"""Critics predict (return - running mean) / running std (PopArt)."""',
     "targets": "J) what the value distributions learn, normalised returns",
+    "returns": "normalised: what the mean output learns",
     "old": "K or K + 1) before the update, for value clipping",
     "moving": "# 3. The targets move the return statistics, and the value heads are rescaled.",
     "moved": "The value heads are rescaled in the same moment.",
@@ -57,10 +58,11 @@ ATOMS = {
     "J": "J   weighted returns of a target distribution: 1 by default, K by SR(lambda)",
     "normalised": '"""Critics predict (return - running mean) / running std."""',
     "targets": "K) what the value distributions learn",
+    "returns": "normalised: what V's correction learns",
     "old": "1 or 2) mean, and V, before the update, for value clipping",
     "moving": "# 3. The targets move the return statistics, and the corrections are rescaled.",
-    "moved": """The corrections are rescaled to keep their size in the task's
-    units. (Atoms cannot be, see `move_statistics`.)""",
+    "moved": """The corrections are rescaled to keep their size in
+    the task's units. (Atoms cannot be, see `move_statistics`.)""",
 }
 
 

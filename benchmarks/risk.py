@@ -4,10 +4,10 @@
     python benchmarks/risk.py             # run what is missing as well
     python benchmarks/risk.py --only lottery categorical --seeds 8006 8007
 
-Three tasks, each by the preset `averse` with cvar_weight 1, as the preset has it, 0.5, and 0, which
-is neutral. The final policy plays 500 fresh episodes by its mode and 500 as it samples. One row of
-results/risk.csv is one run; interrupted at any point, the next call continues. Reported seeds are
-8006 to 8010; where one of these is missing, older rows of seeds 1 to 5 stand (`common.standing`).
+Three tasks, each by the preset `averse` with cvar_weight 1 (the preset's), 0.5 and 0 (neutral). The
+final policy plays 500 fresh episodes by its mode and 500 as it samples. One row of results/risk.csv
+is one run; interrupted at any point, the next call continues. Reported seeds are 8006 to 8010;
+where one of these is missing, older rows of seeds 1 to 5 stand (`common.standing`).
 Rows of seeds 8001 to 8005 tell no flags and count no more: they had 51 atoms, and the preset has
 201.
 """

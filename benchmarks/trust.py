@@ -236,7 +236,7 @@ def report() -> None:
         f"the unchanged robot's, and by more than twice the standard error of the difference. A "
         f"signal warns where a changed episode has the worse one, beside an unchanged episode, "
         f"with a probability of at least {WARNS} (the area under the ROC curve). A signal that is "
-        f"better than usual, as with gravity on Hopper-v5, does not warn.",
+        f"better than usual does not warn.",
         "",
         *common.markdown_head(
             "task | change | seed | return falls at | low decile warns at | twins warn at"

@@ -237,9 +237,9 @@ def test_age_is_told_from_the_rows(answers, monkeypatch):
         assert "and so were" not in answers.current()
     monkeypatch.setattr(answers.common, "OLDER", set())
     for old, behind, fresh in (
-        (0, "1 of 9 rows of truth", "current, risk, calibration's second"),
+        (0, "1 of 9 rows of truth", "current, risk, known processes, calibration's second"),
         (5, "5 of 9 rows of risk and 1 of 9 rows of truth", "risk (feed-forward), calibration's"),
-        (9, "all of risk and 1 of 9 rows of truth", "called current, calibration's second"),
+        (9, "all of risk and 1 of 9 rows of truth", "called current, known processes, calibration's second"),
     ):
         counts = {"runs": (5, 9), "risk": (old, 9), "truth": (1, 9)}
         monkeypatch.setattr(answers, "older_rows", counts.copy)

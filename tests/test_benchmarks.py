@@ -608,7 +608,11 @@ def test_half_a_row_spoils_no_other(tmp_path):
     with table.path.open("a") as file:
         file.write("a,2")
     table.append({"task": "a", "seed": 3, "value": 4}, {"task": "a", "seed": 1, "value": 9})
-    assert table.path.read_text().splitlines() == ["task,seed,value", "a,1,2", "a,2", "a,3,4"]
+    table.path.write_text(table.path.read_text() + "b,1,5")  # an editor's last line, which is whole
+    table.append({"task": "b", "seed": 2, "value": 6})
+    assert table.path.read_text().splitlines() == [
+        "task,seed,value", "a,1,2", "a,3,4", "b,1,5", "b,2,6",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

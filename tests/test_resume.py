@@ -294,6 +294,17 @@ def test_parts_of_other_processes_resume_afresh(script, tmp_path, monkeypatch, c
     assert contents(directory)["run"]["step"] == 3 * args.batch_size
 
 
+def test_a_checkpoint_that_holds_bytes_is_resumed(script, tmp_path, monkeypatch):
+    """As those of older versions do."""
+    args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0")
+    directory = stopped(script, monkeypatch, args, 1)
+    path = directory / "checkpoint.pt"
+    content = torch.load(path, weights_only=True)
+    torch.save(content | {"run": content["run"].numpy().tobytes()}, path)
+    resumed(script, monkeypatch, directory)
+    assert contents(directory)["run"]["iteration"] == 2
+
+
 @pytest.mark.parametrize("name", ["recent_returns", "best_step", "seconds", "optimizers"])
 def test_a_run_of_another_version_is_refused(script, tmp_path, monkeypatch, capsys, name):
     """One line where a name is missing; the checkpoint stays, and can still be evaluated."""

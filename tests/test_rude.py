@@ -806,7 +806,7 @@ def test_wrappers_are_a_part_of_how_a_task_was_made(script, somewhere, monkeypat
     gym.register("Wrapped-v0", lambda: gym.wrappers.TransformReward(Walk(), abs))
     resumed(script, monkeypatch, directory)
     assert f"{AFRESH}: Wrapped-v0 was registered in another way" in capsys.readouterr().out
-    assert len(closed) >= 2 * args.num_envs  # those that were read back, and the new ones
+    assert len(closed) >= 2 * args.num_envs  # those that were read back, and the new ones, at last
 
 
 def test_functions_and_classes_of_a_notebook_have_sources(script, monkeypatch):
@@ -1128,7 +1128,7 @@ def test_a_closed_terminal_ends_the_run_with_a_checkpoint(tmp_path):
     assert await_end(process) == 130
     err = (tmp_path / "err").read_text()
     asked, stopped_at = err.splitlines()
-    assert asked.rstrip() == "stopping after this iteration; a second Ctrl-C kills"
+    assert asked.rstrip() == "stopping after this iteration; Ctrl-C now kills"
     assert stopped_at.startswith("stopped after ")
     assert f"--resume {path.parent}" in err
 

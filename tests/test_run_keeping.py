@@ -630,8 +630,9 @@ def test_environments_are_pickled_as_they_stand(script):
 @pytest.mark.parametrize("fault", [None, RuntimeError, KeyboardInterrupt])
 def test_the_first_signal_asks_and_a_second_ctrl_c_kills(script, begin, monkeypatch, fault):
     """The wish is noted. Until the run has ended, Ctrl-C is that of a shell, or in a program that
-    imported the script Python's own. Other signals are ignored then: one request may come as
-    several of them."""
+    imported the script Python's own. Other signals change nothing more, since one request may come
+    as several of them. They keep their handler: processes that a task starts would inherit it if
+    they were ignored."""
 
     def earlier(number, frame):
         pass
@@ -646,13 +647,15 @@ def test_the_first_signal_asks_and_a_second_ctrl_c_kills(script, begin, monkeypa
             assert [signal.getsignal(number) for number in numbers] == [run.request_stop] * 2
             signal.raise_signal(signal.SIGTERM)
             assert run.signals == [signal.SIGTERM]
-            again = [signal.default_int_handler, signal.SIG_IGN]  # a program's Ctrl-C raises
+            again = [signal.default_int_handler, run.request_stop]  # a program's Ctrl-C raises
             assert [signal.getsignal(number) for number in numbers] == again
-            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                signal.raise_signal(number)
+            assert run.signals == [signal.SIGTERM]
             monkeypatch.setattr(script, "__name__", "__main__")
-            signal.signal(signal.SIGTERM, run.request_stop)
+            run.signals.clear()
             signal.raise_signal(signal.SIGTERM)
-            again = [signal.SIG_DFL, signal.SIG_IGN]
+            again = [signal.SIG_DFL, run.request_stop]
             assert [signal.getsignal(number) for number in numbers] == again
             if fault:
                 raise fault
@@ -791,7 +794,7 @@ def test_a_second_ctrl_c_spares_a_notebook(script, begin, monkeypatch, capsys, n
     spared = ipython or name == "imported"
     assert second == (signal.default_int_handler if spared else signal.SIG_DFL)
     told = "raises KeyboardInterrupt" if spared else "kills"
-    assert capsys.readouterr().err.rstrip().endswith(f"iteration; a second Ctrl-C {told}")
+    assert capsys.readouterr().err.rstrip().endswith(f"iteration; Ctrl-C now {told}")
 
 
 def test_a_signal_is_confirmed(script, begin, monkeypatch, capsys):
@@ -801,9 +804,11 @@ def test_a_signal_is_confirmed(script, begin, monkeypatch, capsys):
     capsys.readouterr()
     for evaluating, part in ((False, "iteration"), (True, "episode")):
         run.evaluating = evaluating
-        run.request_stop(signal.SIGTERM, None)
+        with undisturbed():
+            run.request_stop(signal.SIGTERM, None)
         said = capsys.readouterr().err.strip()
-        assert said == f"stopping after this {part}; a second Ctrl-C kills"
+        assert said == f"stopping after this {part}; Ctrl-C now kills"
+        run.signals.clear()
 
 
 def test_a_run_says_what_it_sees_and_which_preset_it_has(script, capsys, tmp_path):
@@ -963,9 +968,10 @@ def test_under_a_launcher_further_signals_are_ignored(script, begin, monkeypatch
         with undisturbed():
             ended = pytest.raises(KeyboardInterrupt)
             with ended, run:
-                signal.raise_signal(signal.SIGTERM)
-                assert [signal.getsignal(number) for number in numbers] == [signal.SIG_IGN] * 2
-            assert [signal.getsignal(number) for number in numbers] == [signal.SIG_IGN] * 2
+                for number in (signal.SIGTERM, *numbers):
+                    signal.raise_signal(number)
+            assert [signal.getsignal(number) for number in numbers] == [run.request_stop] * 2
+            signal.raise_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGHUP, hang_up)
     assert run.signals == [signal.SIGTERM]
