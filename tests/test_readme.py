@@ -160,6 +160,23 @@ def test_python_of_the_readme_runs(monkeypatch, tmp_path):
     assert torch.allclose(probs.double() @ atoms, means)
 
 
+def test_the_loss_of_the_readme_is_that_of_the_script():
+    """To be edited: it computes what the feed-forward script does without value clipping."""
+    script = importlib.import_module("distributional_ppo_categorical")
+    [code] = [x.split("```")[0] for x in README.split("```python\n") if x.startswith("def loss(")]
+    scope = {"squared_error": script.squared_error, "torch": torch}
+    exec(code, scope)
+    dist = script.ValueDistribution(script.Args())
+    outputs = torch.randn(2, 7, dist.num_outputs, requires_grad=True)
+    targets, returns = torch.randn(7, 51).softmax(-1), torch.randn(7)
+    found = []
+    for loss in (dist.loss, lambda *inputs: scope["loss"](dist, *inputs)):
+        losses, clipped = loss(outputs, targets, returns, torch.zeros(2, 7, 2))
+        assert not clipped.any()
+        found.append((losses, *torch.autograd.grad(losses.mean(), outputs)))
+    assert all(map(torch.allclose, *found))
+
+
 def test_the_loop_of_the_recurrent_script_runs():
     """Along an episode that is open: nine deciles for each of its steps."""
     import numpy as np
