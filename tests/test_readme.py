@@ -547,6 +547,22 @@ def test_robots_without_velocities_beside_the_recurrent_peer():
     assert words.format(*told) in README
 
 
+def test_minatar_at_ten_million_steps():
+    """Our means and numbers of runs; the highest that others have published of as many steps."""
+    told, best = [], []
+    for game, seeds in learning.LONG_GAMES.items():
+        cell = learning.cell_of(SCRIPTS[1], f"envs:MinAtar/{game}-v1", "ten_million")
+        own = learning.scores_of(cell)
+        assert len(own) == len(seeds)
+        told.append(f"{mean(own):.1f} ({'runs: ' if not told else ''}{len(own)})")
+        rows = [row for row in rows_of("published.csv") if row["steps"] == "10000000"]
+        values = [row["value"] for row in rows if row["task"] == f"MinAtar-{game}-v1"]
+        best.append(max(values, key=float))
+    words = "MinAtar's Breakout has {}, Asterix {} and SpaceInvaders {}. After as many steps others"
+    assert words.format(*told) in README
+    assert "have published up to {}, {} and {}, in ports".format(*best) in README
+
+
 def test_the_zoo_is_ahead_where_its_number_is_left_out():
     """README gives these numbers, so that no bad comparison is hidden."""
     zoo = {row["task"]: float(row["value"]) for row in rows_of("published.csv")
