@@ -1015,6 +1015,13 @@ def is_older(task: str, script: str) -> bool:
     return min(seeds) < common.RENEWED
 
 
+def older_risks() -> str:
+    """Whose rows of risk are of older scripts."""
+    pairs = {(setting.task, setting.script) for setting in risk.groups()}
+    older = sorted(pair for pair in pairs if is_older(*pair))
+    return joined(f"the {task}, {kind_of(script)}" for task, script in older)
+
+
 def cliff(script: str, column: str) -> Difference:
     """What full aversion changes on the cliff."""
     return welch(*(risk_rows("cliff", script, name, column) for name in ("weight 1", "neutral")))
@@ -1061,7 +1068,7 @@ def risk_notes() -> list[str]:
     return [
         f"* **A lottery of one step.** Neutral policies take the risky arm {chance}. "
         f"Those with `--cvar-weight 0.5` do with at most {max(averse[0]):.3f} (feed-forward) and "
-        f"{max(averse[1]):.3f} (recurrent, older).",
+        f"{max(averse[1]):.3f} (recurrent{', older' * is_older('lottery', LSTM)}).",
         f"* **A slippery cliff.** By dynamic programming the best mean ({mean:.1f}) comes "
         f"with the best tail ({its_tail:.1f}), so aversion has nothing to gain. A policy that "
         f"stands still has -200.",
@@ -1386,7 +1393,7 @@ def current() -> str:
             f"trained {what}{also}. {effect}"
         )
     old_risks, all_risks = counts["risk"]
-    risks = " risk (feed-forward)," if old_risks else " risk,"
+    risks = " risk," if not old_risks else f" risk (but for {older_risks()}),"
     if old_risks == all_risks:
         risks = ""
     fresh = any(newer(cell) for cell in learning.GRID if cell.script in (LSTM, CATEGORICAL))

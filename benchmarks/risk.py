@@ -349,9 +349,14 @@ def draw(groups: dict[Setting, list[Row]], optimum: Optimum) -> None:
         for colour, words in POLICIES.values()
     ]
     for script, (marker, size, words) in MARKERS.items():
-        own = [row for setting, rows in groups.items() if setting.script == script for row in rows]
-        if any(int(row["seed"]) < common.RENEWED for row in own):
-            words += " (older version)"
+        older = {
+            setting.task
+            for setting, rows in groups.items()
+            if setting.script == script and any(int(row["seed"]) < common.RENEWED for row in rows)
+        }
+        panels = ", ".join(f"({chr(97 + i)})" for i, task in enumerate(TITLES) if task in older)
+        if panels:
+            words += f" (older version in {panels})"
         look = {"marker": marker, "ms": size, "color": common.INK, "label": words}
         handles.append(plt.Line2D([], [], ls="", **look))
     best = "(c): best mean and best CVaR possible"

@@ -236,9 +236,14 @@ def test_age_is_told_from_the_rows(answers, monkeypatch):
         assert f"{old or 'None'} of 9" in answers.current() or old == 9
         assert "and so were" not in answers.current()
     monkeypatch.setattr(answers.common, "OLDER", set())
+    monkeypatch.setattr(answers, "older_risks", lambda: "the sea")
     for old, behind, fresh in (
         (0, "1 of 9 rows of truth", "current, risk, known"),
-        (5, "5 of 9 rows of risk and 1 of 9 rows of truth", "current, risk (feed-forward), known"),
+        (
+            5,
+            "5 of 9 rows of risk and 1 of 9 rows of truth",
+            "current, risk (but for the sea), known",
+        ),
         (9, "all of risk and 1 of 9 rows of truth", "called current, known"),
     ):
         counts = {"runs": (5, 9), "risk": (old, 9), "truth": (1, 9)}
