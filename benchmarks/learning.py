@@ -54,7 +54,7 @@ MINATAR = "--preset minatar"
 GAMES = ("Breakout", "Asterix", "Freeway", "Seaquest", "SpaceInvaders")
 LONG_GAMES = {  # also trained as long as others have, with these seeds: 40 to 80 minutes a run
     "Breakout": range(8001, 8003),
-    "Asterix": range(8001, 8002),
+    "Asterix": range(8001, 8003),
     "SpaceInvaders": range(8002, 8003),
 }
 TEN_MILLION = MINATAR + " --total-timesteps 10000000"
