@@ -3958,15 +3958,13 @@ class Run:
         its group, and a closed terminal hangs up more than once. Under torchrun Ctrl-C comes twice
         as well.
 
-        Processes that a task forks inherit this handler. They live on, since the iteration needs
-        them, but for SIGTERM, by which multiprocessing ends them, and a second Ctrl-C. To ignore
-        signals here would make all processes ignore them that the task starts from now on.
+        Processes that a task forks inherit this handler, but for SIGTERM, see `free_sigterm`. They
+        live on, since the iteration needs them, until a second Ctrl-C. To ignore signals here would
+        make all processes ignore them that the task starts from now on.
         """
         if os.getpid() != self.pid:
-            if number in (signal.SIGTERM, signal.SIGINT):
+            if number == signal.SIGINT:
                 signal.signal(number, signal.SIG_DFL)
-            if number == signal.SIGTERM:
-                os.kill(os.getpid(), number)
             return
         if self.signals:
             return
@@ -4410,6 +4408,20 @@ class Run:
         self.unused_envs = list(self.envs.envs)
         self.envs.envs = envs
         return ""
+
+
+def free_sigterm() -> None:
+    """Let a process that a task has forked end by SIGTERM, as multiprocessing wants it.
+
+    A handler in Python would not do: it may come too late for a process that begins to wait.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    if isinstance(getattr(handler, "__self__", None), Run):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=free_sigterm)
 
 
 # ------------------------------------------------------------------ environments in checkpoints
