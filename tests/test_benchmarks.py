@@ -579,6 +579,7 @@ def test_an_archive_that_is_not_there_is_not_merged(tmp_path, monkeypatch, capsy
 def test_rows_of_an_older_preset_are_told_in_one_line(tmp_path, monkeypatch, capsys):
     """And not by a traceback."""
     learning = importlib.import_module("learning")
+    monkeypatch.setattr(learning.common, "require", lambda *_: None)
     monkeypatch.setattr(learning, "missing", lambda *_: raise_value_error("of other flags"))
     monkeypatch.setattr(sys, "argv", ["learning.py"])
     with pytest.raises(SystemExit):
