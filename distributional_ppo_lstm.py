@@ -4400,9 +4400,7 @@ class Run:
         except Exception as error:  # from the task, of any kind
             return f"reading the environments back failed: {error!r}"
         if changed:
-            self.unused_envs = list(
-                envs
-            )  # closed at the end, or they may shut down what they share
+            self.unused_envs = list(envs)  # closing them now may end what the others share
             return f"{self.args.env_id} was registered in another way when they were saved"
 
         self.unused_envs = list(self.envs.envs)
