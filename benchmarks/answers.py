@@ -1768,7 +1768,7 @@ def answers(verdicts: dict[Contest, Verdict]) -> list[str]:
 
 def worse_elsewhere() -> str:
     """On which tasks of tails.py full aversion has lowered the worst tenth, of one seed each."""
-    rows = tails.with_seeds(tails.TABLE.rows(), tails.PILOT)
+    rows = tails.with_seeds(tails.TABLE.rows(), tails.OLDER)
     worst = {}
     for told, task in (("a robot", tails.TASK), ("LunarLander-v3", tails.LANDER)):
         found = (tails.values(rows, task, name, "cvar_10") for name in ("neutral", "averse"))
@@ -1780,7 +1780,7 @@ def worse_elsewhere() -> str:
 
 def averse_robots() -> str:
     """What aversion has cost on the task that was made for it."""
-    rows = tails.with_seeds(tails.TABLE.rows(), tails.PILOT)
+    rows = tails.with_seeds(tails.TABLE.rows(), tails.OLDER)
     neutral, full, chosen, penalty = (
         tails.values(rows, tails.TASK, variant, "cvar_10").mean()
         for variant in ("neutral", "averse", tails.CHOSEN, "penalty")

@@ -9,7 +9,9 @@ vector. MinAtar's games, `envs:MinAtar/Breakout-v1`, have to be registered. `env
 `envs:RiskyWalker2d-v0` and `envs:RiskyHalfCheetah-v0` are robots that now and then pay for a
 risky state, running too fast or leaning far; in the Rare ones that is a fifth as likely.
 `envs:LimitHalfCheetah-v0` is ours. In `envs:LimitHalfCheetahPenalty-v0` every dangerous step costs
-3 besides. `envs:Slow-v0` takes a millisecond a step.
+3 besides. `envs:LimitHalfCheetahUpTo700-v0` pays up to a total of 700 an episode, UpTo800 up to
+800, and `envs:LimitHalfCheetahClock-v0` without a limit; all three show the total and the time.
+`envs:Slow-v0` takes a millisecond a step.
 """
 
 from __future__ import annotations
@@ -107,6 +109,51 @@ class TooFast(Risky):
         return info["reward_forward"]
 
 
+class UpTo(gym.Wrapper):
+    """A task that pays up to a total of `goal` in an episode of `steps` steps.
+
+    Its mean return is that of min(G, goal), where G is the return of the wrapped task. The best
+    policies of this task, for the right goal, have the best CVaR of G (Rockafellar & Uryasev 2000;
+    Bauerle & Ott 2011):
+
+        CVaR_alpha(G) = max over b of  b - E[max(b - G, 0)] / alpha,   min(G, b) = b - max(b - G, 0)
+
+    They depend on what is earned so far and on the time left, so that both are observed. A step
+    pays by how much min(G, goal) changes. Since the time is observed, its end is a true end.
+    `earned` has what each step so far has earned in the wrapped task.
+    """
+
+    def __init__(self, env: gym.Env, goal: float, steps: int) -> None:
+        super().__init__(gym.wrappers.TimeLimit(env, steps))
+        self.goal = goal
+        self.earned: list[float] = []
+        low, high = env.observation_space.low, env.observation_space.high
+        self.observation_space = gym.spaces.Box(
+            np.append(low, [-np.inf, 0]), np.append(high, [np.inf, steps]), dtype=np.float64
+        )
+
+    def reset(self, *, seed=None, options=None):
+        """Nothing is earned yet."""
+        self.total = 0.0
+        self.time = 0
+        obs, info = self.env.reset(seed=seed, options=options)
+        return self.seen(obs), info
+
+    def step(self, action):
+        """Step, and pay no more than is left."""
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        before = min(self.total, self.goal)
+        self.total += reward
+        self.time += 1
+        self.earned.append(reward)
+        paid = min(self.total, self.goal) - before
+        return self.seen(obs), paid, terminated or truncated, False, info
+
+    def seen(self, obs: np.ndarray) -> np.ndarray:
+        """Append the total and the time."""
+        return np.append(obs, [self.total, self.time])
+
+
 class Leaning(Risky):
     """A robot that leans further than `lean` without having fallen."""
 
@@ -126,6 +173,11 @@ def risky_cheetah(
     """By default as in the paper."""
     env = gym.make("HalfCheetah-v5", disable_env_checker=True, **options)
     return TooFast(env, limit, probability, cost, penalty)
+
+
+def cheetah_up_to(goal: float = np.inf, **options) -> gym.Env:
+    """LimitHalfCheetah that pays up to a total of `goal`."""
+    return UpTo(risky_cheetah(**LIMIT, **options), goal, steps=200)
 
 
 def risky_hopper(probability: float = 0.1, penalty: float = 0, **options) -> gym.Env:
@@ -158,3 +210,6 @@ PENALTY = 3
 gym.register("LimitHalfCheetah-v0", risky_cheetah, max_episode_steps=200, kwargs=LIMIT)
 penalised = LIMIT | {"penalty": PENALTY}
 gym.register("LimitHalfCheetahPenalty-v0", risky_cheetah, max_episode_steps=200, kwargs=penalised)
+gym.register("LimitHalfCheetahClock-v0", cheetah_up_to)
+for goal in (700, 800):
+    gym.register(f"LimitHalfCheetahUpTo{goal}-v0", cheetah_up_to, kwargs={"goal": goal})

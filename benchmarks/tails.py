@@ -10,9 +10,13 @@ Rare ones are the same with a fifth of the probability. LimitHalfCheetah is ours
 a probability of 0.004 a step, where it runs faster than 5. A task is learnt with an aversion to
 risk (the preset `averse`), neutrally (the same preset with a weight of 0 for the tail, so that
 nothing else differs), and neutrally with a penalty of 3 that every risky step costs besides, for
-certain. The mode of the final policy then plays EPISODES episodes without hits, and hits are drawn
-DRAWS times for each: they change rewards alone, so that luck with hits plays no part. One row of
-results/tails.csv is one run.
+certain. A fourth way is a neutral policy in a task that pays up to a total and no more (`UpTo` in
+envs.py): for the right total its best policy has the best CVaR of the return of a whole episode.
+
+The mode of the final policy then plays EPISODES episodes without hits, and hits are drawn DRAWS
+times for each: they change rewards alone, so that luck with hits plays no part. A policy of the
+fourth kind sees what it has earned, so that it has to meet its hits; it plays MANY episodes. One
+row of results/tails.csv is one run.
 
 What was decided ahead of what:
 
@@ -30,14 +34,18 @@ What was decided ahead of what:
                lambda, since samples of a tail vary much. CHOSEN is, of those whose mean is within
                PRICE of the neutral policy's, the one with the best tail, or else the best of all.
                All five have a worse tail than the neutral policy, and a slower gait.
+    today      With the presets of today, on tuning seed 1001: a weight of 1 and of 0.5, the
+               penalty, and totals of 700 and 800 with a discount of 1, which makes the task that of
+               the theory. `clock` has no limit: it tells what observing total and time, and this
+               discount, do by themselves. Of both totals the one with the better CVaR_0.1 is
+               reported (STATIC), whatever it has beside the neutral policy.
     goal       CVaR_0.1 better than the neutral policy's by more than its 95 % interval, for at most
                PRICE of the neutral policy's mean.
 
-Rows of the first two steps had their hits drawn in the episodes, once, and tell no flags. Those of
-the pilot are of an older preset `mujoco`, and training refuses to stand beside them: take them out
-to train the pilot anew. LunarLander-v3 has no hits: a lander that crashes is its tail. It ran on
-the tuning seed with the task's own preset. Reported seeds were to follow if an aversion had a
-better CVaR_0.1 there, and none had.
+Rows of seed 1000 are of older presets. Those of the first two steps had their hits drawn in the
+episodes, once, and tell no flags. LunarLander-v3 has no hits: a lander that crashes is its tail. It
+ran with the task's own preset. Reported seeds were to follow if an aversion had a better CVaR_0.1
+there, and none had.
 """
 
 from __future__ import annotations
@@ -54,6 +62,7 @@ import numpy as np
 from common import CATEGORICAL, RESULTS, Cell, Row, Run, Table, half_width, welch
 
 EPISODES = 200
+MANY = 1000
 DRAWS = 1000
 TAIL = 0.05
 PRICE = 0.15
@@ -64,9 +73,15 @@ VARIANTS = {
     "penalty": f"{AVERSE} --cvar-weight 0",
     "averse": AVERSE,
     "averse 0.5": f"{AVERSE} --cvar-weight 0.5",
-    "averse 0.25": f"{AVERSE} --cvar-weight 0.25",
-    "averse, lambda 0.7": f"{AVERSE} --gae-lambda 0.7",
-    "averse 0.5, lambda 0.7": f"{AVERSE} --cvar-weight 0.5 --gae-lambda 0.7",
+    "clock": f"{AVERSE} --cvar-weight 0 --gamma 1",
+    "up to 700": f"{AVERSE} --cvar-weight 0 --gamma 1",
+    "up to 800": f"{AVERSE} --cvar-weight 0 --gamma 1",
+}
+OWN_TASKS = {  # what these variants are trained on, in envs.py
+    "penalty": f"envs:{TASK}Penalty-v0",
+    "clock": f"envs:{TASK}Clock-v0",
+    "up to 700": f"envs:{TASK}UpTo700-v0",
+    "up to 800": f"envs:{TASK}UpTo800-v0",
 }
 LANDER = "LunarLander-v3"
 LANDERS = {
@@ -75,9 +90,11 @@ LANDERS = {
     "averse 0.5": "--preset lunarlander averse --cvar-weight 0.5",
 }
 CHOSEN = "averse 0.5"
-SHOWN = ("neutral", CHOSEN, "penalty")
-PILOT = range(1000, 1001)
-REPORTED = range(8001, 8011)
+STATIC = "up to 700"
+SHOWN = ("neutral", CHOSEN, STATIC, "penalty")
+OLDER = range(1000, 1001)
+PILOT = range(1001, 1002)
+REPORTED = range(8001, 8006)
 MEASURED = (
     "mean", "std", "cvar_10", "cvar_5",
     "safe_mean", "safe_cvar_10",  # without hits
@@ -114,47 +131,61 @@ def run_one(run: Run) -> dict[str, Any]:
     origin = common.origin()
     script = common.load_script(cell.script)
     flags = f"{cell.flags} --eval-episodes 0 --save-envs never --checkpoint-every 0"
-    penalised = "Penalty" if cell.variant == "penalty" else ""
-    own = cell.task == LANDER
-    task = cell.task if own else f"envs:{cell.task}{penalised}-v0"
-    with common.trained(script, task, run.seed, flags) as done:
+    task = cell.task if cell.task == LANDER else f"envs:{cell.task}-v0"
+    learnt = OWN_TASKS.get(cell.variant, task)
+    with common.trained(script, learnt, run.seed, flags) as done:
         agent, args = script.load_agent(done.directory)
+    if cell.variant == "penalty":  # it is learnt from, and not scored
+        args = replace(args, env_id=task)
     row = {**cell.setting._asdict(), "seed": run.seed, "seconds": done.seconds}
     row["flags"] = common.spelt_flags(cell)
-    played = cell.task if own else f"envs:{cell.task}-v0"
-    args = replace(args, env_id=played, eval_episodes=EPISODES)
     row |= measure(script, agent, args) | origin
     return {name: round(x, 4) if isinstance(x, float) else x for name, x in row.items()}
 
 
-def measure(script: Any, agent: Any, args: Any) -> dict[str, float]:
-    """Play the evaluation's episodes without hits, then draw hits. Returns what is told of them."""
+def measure(script: Any, agent: Any, args: Any) -> dict[str, float | str]:
+    """Play the evaluation's episodes without hits, then draw hits. Returns what is told of them.
+
+    Where the policy sees what it has earned, hits come as it plays, and nothing is known of
+    returns without them.
+    """
     import torch
 
     env = script.make_eval_env(args)
-    hits = env.has_wrapper_attr("probability")
-    if hits:
+    meets_hits = env.has_wrapper_attr("earned")
+    draws_hits = env.has_wrapper_attr("probability") and not meets_hits
+    if draws_hits:
         probability = env.get_wrapper_attr("probability")
         env.set_wrapper_attr("probability", 0.0)
+    args = replace(args, eval_episodes=MANY if meets_hits else EPISODES)
     with contextlib.redirect_stdout(io.StringIO()):
         episodes = [*script.play(env, agent, args)]
-    safe = np.array([sum(rewards) for rewards in episodes])
     lengths = [len(rewards) for rewards in episodes]
-    returns, risky = safe[:, None], 0.0
-    if hits:
-        stakes = np.array(env.get_wrapper_attr("stakes"))
-        returns = draw_hits(safe, np.split(stakes, np.cumsum(lengths)[:-1]), probability)
-        risky = (stakes > 0).mean()
+
+    def by_episode(name: str) -> list[np.ndarray]:
+        """What a wrapper has recorded of each step."""
+        return np.split(np.array(env.get_wrapper_attr(name)), np.cumsum(lengths)[:-1])
+
+    risky = 0.0
+    if draws_hits or meets_hits:
+        stakes = by_episode("stakes")
+        risky = np.mean(np.concatenate(stakes) > 0)
+    safe = np.array([sum(rewards) for rewards in episodes])
+    returns = draw_hits(safe, stakes, probability) if draws_hits else safe
+    if meets_hits:
+        returns = np.array([own.sum() for own in by_episode("earned")])
     env.close()
-    found = {"mean": returns.mean(), "std": returns.std(), "safe_mean": safe.mean()}
+
+    def cvar(sample: np.ndarray, alpha: float) -> float:
+        return float(script.empirical_cvar(torch.as_tensor(sample.flatten()), alpha))
+
+    found = {"mean": returns.mean(), "std": returns.std()}
+    found |= {"cvar_10": cvar(returns, 0.1), "cvar_5": cvar(returns, 0.05)}
+    found |= {"safe_mean": safe.mean(), "safe_cvar_10": cvar(safe, 0.1)}
     found |= {"risky_share": risky, "length": np.mean(lengths)}
-    for name, sample, alpha in (
-        ("cvar_10", returns, 0.1),
-        ("cvar_5", returns, 0.05),
-        ("safe_cvar_10", safe, 0.1),
-    ):
-        found[name] = script.empirical_cvar(torch.as_tensor(sample.flatten()), alpha)
-    return {name: float(x) for name, x in found.items()}
+    if meets_hits:
+        del found["safe_mean"], found["safe_cvar_10"]
+    return dict.fromkeys(MEASURED, "") | {name: float(x) for name, x in found.items()}
 
 
 def draw_hits(safe: np.ndarray, stakes: list[np.ndarray], probability: float) -> np.ndarray:
@@ -169,18 +200,18 @@ def draw_hits(safe: np.ndarray, stakes: list[np.ndarray], probability: float) ->
     return safe[:, None] - np.array(lost)
 
 
-def best_of(rows: list[Row]) -> str:
-    """The aversion that the pilot chooses."""
+def best_of(rows: list[Row], kind: str) -> str:
+    """The variant that the pilot chooses, of those whose names begin so."""
     mean = {name: values(rows, TASK, name, "mean").mean() for name in VARIANTS}
     tail = {name: values(rows, TASK, name, "cvar_10").mean() for name in VARIANTS}
-    averse = [name for name in VARIANTS if name.startswith("averse")]
-    cheap = [name for name in averse if mean[name] >= (1 - PRICE) * mean["neutral"]]
-    return max(cheap or averse, key=lambda name: tail[name])
+    own = [name for name in VARIANTS if name.startswith(kind)]
+    cheap = [name for name in own if mean[name] >= (1 - PRICE) * mean["neutral"]]
+    return max(cheap or own, key=lambda name: tail[name])
 
 
 def objection(rows: list[Row]) -> str:
     """Say why the pilot does not support reported runs, in a line; it is empty where it does."""
-    if missing(pilot=True, words=[], seeds=[]):
+    if missing(pilot=True, words=[TASK], seeds=[]):
         return "the pilot has not run; run tails.py --pilot first"
     own = with_seeds(rows, PILOT)
     mean, tail, safe = (
@@ -190,8 +221,11 @@ def objection(rows: list[Row]) -> str:
     share = (safe - tail) / abs(mean)
     if share < TAIL:
         return f"{TASK}: hits take {share:.1%} of the mean from the tail alone"
-    best = best_of(own)
-    return "" if best == CHOSEN else f"the pilot prefers {best}, and CHOSEN in tails.py is {CHOSEN}"
+    for constant, kind, chosen in (("CHOSEN", "averse", CHOSEN), ("STATIC", "up to", STATIC)):
+        best = best_of(own, kind)
+        if best != chosen:
+            return f"the pilot prefers {best}, and {constant} in tails.py is {chosen}"
+    return ""
 
 
 # ----------------------------------------------------------------------------------------- report
@@ -245,9 +279,14 @@ def report() -> None:
     rows = TABLE.rows()
     text = [
         f"{EPISODES} evaluation episodes a run; means over seeds +- half the 95 % interval. For "
-        f"each episode of {TASK} hits were drawn {DRAWS} times, for each of other tasks once."
+        f"each episode of {TASK} hits were drawn {DRAWS} times, for each of other tasks once. "
+        f"Policies that see what they have earned (clock, up to) played {MANY} episodes with hits."
     ]
-    for title, seeds in (("Reported seeds", REPORTED), ("The tuning seed", PILOT)):
+    for title, seeds in (
+        ("Reported seeds", REPORTED),
+        (f"Tuning seed {PILOT[0]}", PILOT),
+        (f"Tuning seed {OLDER[0]}, older presets", OLDER),
+    ):
         own = with_seeds(rows, seeds)
         if own:
             text += ["", f"{title}:", "", *lines_of(own)]
@@ -262,7 +301,8 @@ def draw(rows: list[Row]) -> None:
     neutral policy."""
     figure, axis = common.pyplot().subplots(figsize=(4.5, 3.6))
     middles = {}
-    for color, variant in zip((common.PEER, common.OURS, common.FLOOR), SHOWN, strict=True):
+    colors = (common.PEER, common.OURS, "C4", common.FLOOR)
+    for color, variant in zip(colors, SHOWN, strict=True):
         x = values(rows, TASK, variant, "mean")
         y = values(rows, TASK, variant, "cvar_10")
         if len(x):

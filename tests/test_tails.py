@@ -113,11 +113,55 @@ def test_when_a_robot_is_at_risk(risky_tasks):
         assert gym.spec(name).max_episode_steps == 200
 
 
+def test_a_task_pays_up_to_a_total(risky_tasks):
+    """Rewards 3, 4, -5, 6 and 2 with a limit of 6. The total goes to 3, 7, 2, 8 and 10, its part up
+    to 6 to 3, 6, 2, 6 and 6: the task pays 3, 3, -4, 4 and 0, which sum to min(10, 6). After five
+    steps its end is a true end, and the next episode starts anew."""
+    rewards = [3.0, 4.0, -5.0, 6.0, 2.0]
+    plain = gym.make("Pendulum-v1", disable_env_checker=True).unwrapped
+    inner = plain.step
+    given = iter(rewards * 2)
+    plain.step = lambda action: (inner(action)[0], next(given), False, False, {})
+    env = risky_tasks.UpTo(plain, goal=6, steps=5)
+    for _ in range(2):
+        obs, _ = env.reset(seed=1)
+        assert obs.shape == env.observation_space.shape == (5,)
+        assert (obs[-2:] == 0).all()
+        steps = [env.step(np.zeros(1)) for _ in rewards]
+        assert [step[1] for step in steps] == [3, 3, -4, 4, 0]
+        assert [tuple(step[0][-2:]) for step in steps] == [(3, 1), (7, 2), (2, 3), (8, 4), (10, 5)]
+        assert [step[2] for step in steps] == [False] * 4 + [True]
+        assert not any(step[3] for step in steps)
+        assert all(step[0] in env.observation_space for step in steps)
+    assert env.earned == rewards * 2
+
+
+def test_the_clock_changes_no_reward(risky_tasks):
+    """Without a limit the rewards are those of the task; with 700 they sum to no more than that."""
+    tasks = [gym.make(f"LimitHalfCheetah{name}-v0") for name in ("", "Clock", "UpTo700")]
+    totals = []
+    for env in tasks:
+        env.reset(seed=3)
+        env.action_space.seed(3)
+        ends, rewards = (False, False), []
+        while not any(ends):
+            _, reward, *ends, _ = env.step(env.action_space.sample())
+            rewards.append(reward)
+        assert len(rewards) == 200
+        assert ends == ([False, True] if env is tasks[0] else [True, False])
+        totals.append(np.array(rewards))
+    np.testing.assert_allclose(totals[1], totals[0])
+    np.testing.assert_allclose(totals[2], totals[0])  # random actions earn nothing near 700
+    assert tasks[2].get_wrapper_attr("goal") == 700
+    assert gym.make("LimitHalfCheetahUpTo800-v0").get_wrapper_attr("goal") == 800
+
+
 def test_tails_are_measured_and_reported(risky_tasks, monkeypatch, tmp_path, capsys):
     """A run of each variant at tiny size, in this process; every column has its number."""
     pytest.importorskip("matplotlib")
     tails = importlib.import_module("tails")
     monkeypatch.setattr(tails, "EPISODES", 2)
+    monkeypatch.setattr(tails, "MANY", 3)
     monkeypatch.setattr(tails, "RESULTS", tmp_path)
     table = tails.Table(tmp_path / "tails.csv", tails.COLUMNS, end="\n")
     monkeypatch.setattr(tails, "TABLE", table)
@@ -125,14 +169,18 @@ def test_tails_are_measured_and_reported(risky_tasks, monkeypatch, tmp_path, cap
     for cell in tails.cells(pilot=False):
         row = tails.run_one(tails.Run(replace(cell, flags=cell.flags + small), 8001))
         assert row.keys() == {*tails.COLUMNS}
-        assert row["cvar_5"] <= row["cvar_10"] <= row["mean"] <= row["safe_mean"]
-        assert row["cvar_10"] <= row["safe_cvar_10"]
+        assert row["cvar_5"] <= row["cvar_10"] <= row["mean"]
+        if cell.variant == tails.STATIC:  # it meets its hits
+            assert row["safe_mean"] == row["safe_cvar_10"] == ""
+        else:
+            assert row["mean"] <= row["safe_mean"]
+            assert row["cvar_10"] <= row["safe_cvar_10"]
         assert 0 <= row["risky_share"] <= 1
         assert row["length"] == 200
         table.append(row)
     tails.report()
     text = (tmp_path / "tails.md").read_text()
-    assert text.count("| LimitHalfCheetah |") == 3
+    assert text.count("| LimitHalfCheetah |") == 4
     assert (tmp_path / "tails.png").stat().st_size > 10_000
 
 
@@ -146,12 +194,13 @@ def test_an_evaluation_has_no_hits_and_knows_what_they_would_cost(risky_tasks, m
     gym.register(
         "CertainCheetah-v0", risky_tasks.risky_cheetah, max_episode_steps=200, kwargs=certain
     )
-    args = script.Args(env_id="CertainCheetah-v0", eval_episodes=2)
+    monkeypatch.setattr(tails, "EPISODES", 2)
+    args = script.Args(env_id="CertainCheetah-v0")
     envs = script.make_envs(args)
     agent = script.Agent(envs.single_observation_space, envs.single_action_space, args)
     envs.close()
     found = tails.measure(script, agent, args)
-    plain = script.evaluate(agent, replace(args, env_id="HalfCheetah-v5"))
+    plain = script.evaluate(agent, replace(args, env_id="HalfCheetah-v5", eval_episodes=2))
     gym.registry.pop("CertainCheetah-v0")
     assert found["risky_share"] == 1
     assert -200 < found["safe_mean"] < 200
@@ -159,6 +208,32 @@ def test_an_evaluation_has_no_hits_and_knows_what_they_would_cost(risky_tasks, m
     assert plain["eval/length_mean"] == 1000
     lost = found["safe_mean"] - found["mean"]
     assert abs(lost - 200 * 175) < 200  # the forward reward of 200 steps is small
+
+
+def test_a_policy_that_sees_its_earnings_meets_its_hits(risky_tasks, monkeypatch):
+    """All steps are hit; the task pays up to 10 and no more. The return is that of the wrapped
+    task: 200 times -175 and little else, though no step of it was paid beyond."""
+    tails = importlib.import_module("tails")
+    monkeypatch.setattr(tails, "MANY", 3)
+    monkeypatch.setattr(tails, "draw_hits", None)
+    script = importlib.import_module("distributional_ppo_categorical")
+    certain = {"limit": -1000.0, "probability": 1.0, "cost": 175}
+
+    def make(**options):
+        return risky_tasks.UpTo(risky_tasks.risky_cheetah(**certain, **options), 10, steps=200)
+
+    gym.register("SeenCheetah-v0", make)
+    args = script.Args(env_id="SeenCheetah-v0")
+    envs = script.make_envs(args)
+    agent = script.Agent(envs.single_observation_space, envs.single_action_space, args)
+    envs.close()
+    found = tails.measure(script, agent, args)
+    gym.registry.pop("SeenCheetah-v0")
+    assert found["safe_mean"] == found["safe_cvar_10"] == ""
+    assert found["risky_share"] == 1
+    assert found["length"] == 200
+    assert abs(found["mean"] + 200 * 175) < 400
+    assert found["cvar_5"] <= found["cvar_10"] <= found["mean"]
 
 
 @pytest.fixture
@@ -185,7 +260,8 @@ def test_hits_are_drawn_with_their_probability(tails):
 
 
 def test_neutral_policies_differ_from_averse_ones_in_the_weight_alone(tails):
-    """A weight of 0 turns one into the other, or the lambda besides. Penalties are in the task."""
+    """A weight of 0 turns one into the other. Penalties and totals are in the task; totals come
+    with a discount of 1."""
     script = tails.common.load_script(tails.CATEGORICAL)
     for task, variants in ((tails.TASK, tails.VARIANTS), (tails.LANDER, tails.LANDERS)):
         cells = [cell for cell in tails.cells(True) if cell.task == task]
@@ -193,9 +269,9 @@ def test_neutral_policies_differ_from_averse_ones_in_the_weight_alone(tails):
         assert args.keys() == variants.keys()
         assert args["averse"].cvar_weight == 1
         for name, own in args.items():
-            if "lambda" in name:
-                assert own.gae_lambda == 0.7
-                own = replace(own, gae_lambda=args["neutral"].gae_lambda)
+            if name == "clock" or name.startswith("up to"):
+                assert own.gamma == 1
+                own = replace(own, gamma=args["neutral"].gamma)
             assert replace(own, cvar_weight=0.0) == args["neutral"]
 
 
@@ -203,7 +279,7 @@ def test_a_task_without_hits_is_measured_as_it_is(monkeypatch):
     """CartPole-v1, two episodes: nothing is drawn, and no step is risky."""
     tails = importlib.import_module("tails")
     monkeypatch.setattr(tails, "LANDER", "CartPole-v1")
-    monkeypatch.setattr(tails, "EPISODES", 2)
+    monkeypatch.setattr(tails, "EPISODES", 3)
     flags = "--total-timesteps 64 --num-steps 8"
     cell = tails.Cell("CartPole-v1", tails.CATEGORICAL, "", flags, range(1))
     row = tails.run_one(tails.Run(cell, 1))
@@ -213,7 +289,8 @@ def test_a_task_without_hits_is_measured_as_it_is(monkeypatch):
 
 
 def test_a_penalty_is_trained_on_and_not_scored(tails, monkeypatch):
-    """Its policy plays the task of the others, for as many episodes."""
+    """Its policy plays the task of the others. One that was paid up to a total plays its own task,
+    since it has to see the total."""
     trained, played = [], []
     done = SimpleNamespace(directory="nowhere", seconds=1)
 
@@ -224,17 +301,18 @@ def test_a_penalty_is_trained_on_and_not_scored(tails, monkeypatch):
     script = tails.common.load_script(tails.CATEGORICAL)
     monkeypatch.undo()  # the fixture's lack of run_one
     monkeypatch.setattr(tails.common, "trained", train)
-    monkeypatch.setattr(script, "load_agent", lambda directory: (None, script.Args()))
+    monkeypatch.setattr(
+        script, "load_agent", lambda directory: (None, script.Args(env_id=trained[-1]))
+    )
     monkeypatch.setattr(tails, "measure", lambda script, agent, args: played.append(args) or {})
     for cell in tails.cells(pilot=False):
         tails.run_one(tails.Run(cell, 8001))
     task = f"envs:{tails.TASK}"
-    penalised = [cell.variant == "penalty" for cell in tails.cells(pilot=False)]
-    assert sum(penalised) == 1
-    assert trained == [f"{task}Penalty-v0" if own else f"{task}-v0" for own in penalised]
-    assert {(args.env_id, args.eval_episodes) for args in played} == {
-        (f"{task}-v0", tails.EPISODES)
-    }
+    total = tails.STATIC.removeprefix("up to ")
+    assert trained == [f"{task}{own}-v0" for own in ("", "", f"UpTo{total}", "Penalty")]
+    assert [args.env_id for args in played] == [
+        f"{task}{own}-v0" for own in ("", "", f"UpTo{total}", "")
+    ]
 
 
 def test_the_worst_tenth_worked_by_hand(tails, monkeypatch):
@@ -243,7 +321,7 @@ def test_the_worst_tenth_worked_by_hand(tails, monkeypatch):
     script = tails.common.load_script(tails.CATEGORICAL)
     monkeypatch.setattr(script, "make_eval_env", lambda args: gym.make("CartPole-v1"))
     monkeypatch.setattr(script, "play", lambda *given: [np.ones(n) for n in range(20)])
-    found = tails.measure(script, None, None)
+    found = tails.measure(script, None, script.Args())
     assert found["mean"] == found["safe_mean"] == found["length"] == 9.5
     assert (found["cvar_10"], found["cvar_5"], found["safe_cvar_10"]) == (0.5, 0, 0.5)
 
@@ -253,8 +331,8 @@ def rows_of_a_pilot(tails, safe, **better):
     has the mean and the tail of one aversion."""
     for cell in tails.cells(pilot=True):
         row = dict.fromkeys(tails.COLUMNS, 1) | cell.setting._asdict() | {"flags": ""}
-        numbers = {"seed": 1000, "mean": 100, "cvar_10": 40, "safe_cvar_10": safe}
-        tails.TABLE.append(row | numbers | (better if cell.variant == "averse 0.25" else {}))
+        numbers = {"seed": 1001, "mean": 100, "cvar_10": 40, "safe_cvar_10": safe}
+        tails.TABLE.append(row | numbers | (better if cell.variant == "averse 0.5" else {}))
 
 
 def test_reported_seeds_wait_for_a_pilot_with_a_tail(tails, monkeypatch):
@@ -265,7 +343,7 @@ def test_reported_seeds_wait_for_a_pilot_with_a_tail(tails, monkeypatch):
     for rows, error in (
         (None, "the pilot has not run"),
         ({"safe": 44}, r"LimitHalfCheetah: hits take 4\.0% of the mean"),
-        ({"safe": 46, "mean": 86, "cvar_10": 50}, r"the pilot prefers averse 0\.25, and"),
+        ({"safe": 46, "mean": 86, "cvar_10": 50}, r"the pilot prefers averse 0\.5, and"),
     ):
         if rows:
             tails.TABLE.path.unlink(missing_ok=True)
@@ -279,11 +357,11 @@ def test_reported_seeds_wait_for_a_pilot_with_a_tail(tails, monkeypatch):
 
 def test_a_pilot_never_sees_a_reported_seed(tails):
     """Seeds that are named are some of the cells' own, and runs come seed by seed."""
-    assert tails.missing(True, [], [8001]) == tails.missing(False, [], [1000]) == []
-    assert [run.seed for run in tails.missing(True, [], [])] == [1000] * 10
-    assert [run.seed for run in tails.missing(False, [], [])[:4]] == [8001] * 3 + [8002]
-    assert len(tails.missing(False, [], [])) == 30
-    assert len(tails.missing(False, ["penalty"], [8001, 1000])) == 1
+    assert tails.missing(True, [], [8001]) == tails.missing(False, [], [1001]) == []
+    assert [run.seed for run in tails.missing(True, [], [])] == [1001] * 10
+    assert [run.seed for run in tails.missing(False, [], [])[:5]] == [8001] * 4 + [8002]
+    assert len(tails.missing(False, [], [])) == 20
+    assert len(tails.missing(False, ["penalty"], [8001, 1001])) == 1
 
 
 def test_the_goal_is_a_better_tail_for_a_small_price():
