@@ -3,6 +3,7 @@
     python benchmarks/learning.py             # run the missing seeds, two at a time, and report
     python benchmarks/learning.py --report    # tables and figure from the committed files alone
     python benchmarks/learning.py --only Acrobot-v1 --seeds 8001 8002
+    python benchmarks/learning.py --again --only Acrobot-v1 default --seeds 8001   # writes nothing
     python benchmarks/learning.py --merge FOLDER        # take in the runs of another results/
 
 A run leaves a row in results/runs.csv (final evaluation, what the training returns came to, flags,
@@ -527,6 +528,32 @@ def run_missing(runs: list[Run], processes: int) -> None:
     for run, result in common.run_all(run_one, runs, processes):
         keep(result)
         print(run, "|", result.row["return_mean"], flush=True)
+
+
+def train_again(only: list[str], seeds: list[int], processes: int) -> None:
+    """Train runs that have a row once more, and print both scores. Nothing is written.
+
+    Raises ValueError if no run that can be repeated matches.
+    """
+    refuse_other_flags(GRID)
+    lacking = missing(GRID, only, seeds)
+    runs = [
+        run
+        for run in common.runs_of(GRID, only, seeds)
+        if run not in lacking
+        and (run.cell.script not in common.OWN_SCRIPTS or run.seed >= common.RENEWED)
+    ]
+    if not runs:
+        raise ValueError(f"no row of today's scripts matches {' '.join(only)}, with these seeds")
+    rows = {(common.setting_of(row), row["seed"]): row for row in ARCHIVE.table.rows()}
+    for run, result in common.run_all(run_one, runs, processes):
+        row = rows[run.cell.setting, str(run.seed)]
+        words = (*run.cell.setting, f"seed {run.seed}")
+        print(
+            f"{', '.join(words)}: {result.row['return_mean']:.4g} now, "
+            f"{float(row['return_mean']):.4g} in the row ({row['versions']})",
+            flush=True,
+        )
 
 
 # ------------------------------------------------------------------------------------------ reading
@@ -1116,6 +1143,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="words, all to match")
     parser.add_argument("--seeds", nargs="*", type=int, default=[], help="seeds to run")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
+    parser.add_argument("--again", action="store_true", help="repeat runs, and write nothing")
     parser.add_argument("--merge", type=Path, metavar="FOLDER", help="only take in its runs")
     args = parser.parse_args()
     if args.merge:
@@ -1126,6 +1154,14 @@ def main() -> None:
         ARCHIVE.merge(other.table.rows(), other.curve_rows())
         return
     common.require("matplotlib", *([] if args.report else ["sb3_contrib"]))
+    if args.again:
+        if not args.only or args.report:
+            parser.error("--again needs --only, and does not report")
+        try:
+            train_again(args.only, args.seeds, args.processes)
+        except ValueError as error:
+            parser.error(str(error))
+        return
     if not args.report:
         try:
             runs = missing(GRID, args.only, args.seeds)

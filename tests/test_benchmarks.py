@@ -576,6 +576,48 @@ def test_an_archive_that_is_not_there_is_not_merged(tmp_path, monkeypatch, capsy
     assert archive.table.path.read_bytes() == before
 
 
+def test_a_run_is_repeated_without_a_trace(tmp_path, monkeypatch, capsys):
+    """Seed 8001 has a row and is trained again; 8002 has none, and 1 is of an older version. Both
+    scores are printed, and the files stay as they are."""
+    learning = importlib.import_module("learning")
+    common = importlib.import_module("common")
+    archive = keep_scores(tmp_path, monkeypatch, {1: 1.0, 8001: 2.0})
+    cell = made_up_cell([1, 8001, 8002])
+    monkeypatch.setattr(learning, "GRID", [cell])
+    monkeypatch.setattr(learning, "refuse_other_flags", lambda cells: None)
+    monkeypatch.setattr(common, "require", lambda *_: None)
+    monkeypatch.setattr(common, "OWN_SCRIPTS", (cell.script,))
+    trained = []
+
+    def run_all(work, runs, processes):
+        assert work is learning.run_one
+        trained.extend(runs)
+        return [(run, learning.Result([], {"return_mean": 2.5})) for run in runs]
+
+    monkeypatch.setattr(common, "run_all", run_all)
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    line = ["learning.py", "--again", "--only", cell.task]
+    monkeypatch.setattr(sys, "argv", line)
+    learning.main()
+    assert trained == [common.Run(cell, 8001)]
+    assert f"{cell.task}, {cell.script}, {cell.variant}, seed 8001: 2.5 now, 2 in the row" in (
+        capsys.readouterr().out
+    )
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+    assert archive.rows_of(cell)
+
+    for words, error in (
+        ([*line, "--seeds", "8002"], "no row of today's scripts matches"),
+        (["learning.py", "--again"], "--again needs --only"),
+        ([*line, "--report"], "--again needs --only, and does not report"),
+    ):
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit):
+            learning.main()
+        assert error in capsys.readouterr().err
+    assert len(trained) == 1
+
+
 def test_rows_of_an_older_preset_are_told_in_one_line(tmp_path, monkeypatch, capsys):
     """And not by a traceback."""
     learning = importlib.import_module("learning")
