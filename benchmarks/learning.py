@@ -11,7 +11,7 @@ versions, commit, wall time) and a hundred bins of its training returns in resul
 What a row says of the training returns is computed from every episode, ahead of the binning.
 Interrupted at any point, the next call continues. Reported seeds are 1 and up for peers and older
 versions of our scripts, and 8001 and up for today's. Flags were tuned on 1000 to 7999, but for
-ten choices that README.md tells. The runs of ABLATIONS, in which one thing is changed, are of an
+eleven choices that README.md tells. The runs of ABLATIONS, in which one thing is changed, are of an
 earlier version.
 """
 
@@ -683,8 +683,12 @@ def steps_needed(cell: Cell) -> str:
     """Median steps to the threshold, in words."""
     if name_of(cell) not in THRESHOLDS:
         return "-"
-    steps = np.median(numbers(rows_of(cell), "steps_to_threshold"))
-    return f"{steps:,.0f}" if np.isfinite(steps) else "not reached"
+    steps = np.array(numbers(rows_of(cell), "steps_to_threshold"))
+    reached = np.isfinite(steps).sum()
+    if not reached:
+        return "not reached"
+    median = f"{np.median(steps):,.0f}" if 2 * reached > len(steps) else "not by most"
+    return median if reached == len(steps) else f"{median} ({reached} of {len(steps)})"
 
 
 def version_of(cell: Cell) -> str:

@@ -665,7 +665,9 @@ def test_the_score_beside_the_best_is_worked_by_hand(answers, monkeypatch):
     Their mean is (0.7 + 1 + 1 + 1) / 4 = 0.925, and one of eight is below half. Claims that are
     twice as high halve the score."""
     best = dict.fromkeys(answers.FOUR, 100.0)
-    rows = [{"task": task, "value": "200"} for task in best]
+    rows = [{"task": task, "value": "200", "note": "one run each"} for task in best]
+    rows[0]["note"] = "ten runs"
+    rows.append(rows[0] | {"value": "150", "note": "one run"})
     monkeypatch.setattr(answers.screen, "BEST", best)
     monkeypatch.setattr(answers, "PUBLISHED", SimpleNamespace(rows=lambda: rows))
 
@@ -677,6 +679,7 @@ def test_the_score_beside_the_best_is_worked_by_hand(answers, monkeypatch):
     assert "TRPO it is 0.93 (" in told or "TRPO it is 0.92 (" in told
     assert told.endswith("with 1 of 8 runs below half.")
     assert "the table's last column, its return is 0.46 (" in told
+    assert "(three of these values are single runs)" in told
     low = answers.low_robots()
     assert {task: own.tolist() for task, own in low.items() if len(own)} == {
         answers.FOUR[0]: [40.0]
