@@ -237,7 +237,7 @@ class NetworkArgs:
     run that starts from nothing is only clipped."""
 
 
-UNTRAINED = IdleWhile("learning_rate", 0.0)  # on flags of the actor's update
+UNTRAINED = IdleWhile("learning_rate", 0.0)  # marks flags of the actor's update
 
 
 @dataclass
@@ -417,8 +417,8 @@ class MachineArgs:
     It pays for slow simulators. A resume opens new episodes. A program of your own has to call
     train under its main guard."""
     torch_threads: Count = 1
-    """CPU threads of torch. One is the fastest for small networks. Acting on vectors, in NumPy,
-    takes one in any case."""
+    """CPU threads of torch, and as many again where actor and critics train at once. One is the
+    fastest for small networks. Acting on vectors, in NumPy, takes one in any case."""
     compile: bool = False
     """Compile losses and gradients by torch.compile, which needs g++. It takes up to a minute, and
     pays for long runs on vectors."""
@@ -437,7 +437,7 @@ GROUPS = {  # in the order of --help
 
 
 @dataclass
-class Args(  # a dataclass has the fields of its last base first
+class Args(  # the fields of the last base come first, and so in --help
     MachineArgs, RunArgs, RiskArgs, ValueDistributionArgs,
     CriticArgs, PPOArgs, NetworkArgs, TaskArgs,
 ):  # fmt: skip
@@ -482,7 +482,7 @@ class Rollout(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Its B rows are the T * N steps of a rollout, or those of a minibatch. Nothing has a graph.
+    """Its B rows are the T * N steps of a rollout, or those of a minibatch. No tensor has a graph.
 
     `for_actor` and `for_critics` keep the fields that one loss reads. The others are None there.
     """
@@ -510,10 +510,12 @@ def train(args: Args) -> dict[str, Any]:
     """Train, evaluate and save.
 
     Returns the last value of every metric that is a number, and `run_dir`. A fault while it trains
-    is raised with a note that names the last checkpoint. The first Ctrl-C ends the run after its
-    iteration, or within an evaluation, with a checkpoint and KeyboardInterrupt. The generators of
-    Python, NumPy and torch on the CPU are afterwards what they were. Options of torch stay as the
-    run set them, among them the number of threads.
+    is raised with a note that names the last checkpoint.
+
+    The first Ctrl-C, a SIGTERM, or a closed terminal ends the run after its iteration, or within an
+    evaluation, with a checkpoint and KeyboardInterrupt. The generators of Python, NumPy and torch
+    on the CPU are afterwards what they were. Options of torch stay as the run set them, among them
+    the number of threads.
     """
     run, agent, optimizers, envs = start(args)  # anew, resumed, or with the weights of another run
     with run:
@@ -524,7 +526,7 @@ def train(args: Args) -> dict[str, Any]:
             batch, metrics = prepare_batch(agent, rollout, args)
             run.lap("values")
             metrics |= update(agent, optimizers, batch, args, progress)
-            # After `prepare_batch`, which has to see as the actor did.
+            # Last: `prepare_batch` and `update` have to normalise observations as the actor did.
             agent.update_obs_moments(rollout.obs)
             run.lap("update")
             run.end_iteration(rollout, metrics, (obs,))
@@ -628,9 +630,12 @@ def gae(
 
     All tensors are (T, N), and terminated and truncated are bool. s'_t is the true successor: the
     final observation where an episode ended. A step that is terminated and truncated counts as
-    terminated. A + V is the lambda-return, since next_values[t] is values[t + 1] inside episodes.
+    terminated. After the last step A is 0, since next_values has what follows. A + V is the
+    lambda-return, since next_values[t] is values[t + 1] inside episodes. The results keep the graph
+    of values, if they have one.
+
     Other programs may pass rewards of several terms, (T, N, terms), and such values; the masks stay
-    (T, N). The results keep the graph of values, if they have one.
+    (T, N).
 
     The two masks differ. Termination cuts the bootstrap, since nothing follows. Either end cuts the
     recursion, since the rewards of the next episode must not leak into this one.
@@ -673,8 +678,8 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
 
     The order matters (van Hasselt et al. 2016). The return statistics of earlier rollouts,
     `dist.moments`, turn this one's values into the task's units: std * value + mean. These values
-    give advantages and targets. Then the targets move the statistics, and so does V's distance from
-    their mean where it is larger than their std. The corrections are rescaled to keep their size in
+    give advantages and targets. Then the targets move the statistics. Where V is further from their
+    mean than their std, that distance counts. The corrections are rescaled to keep their size in
     the task's units. (Atoms cannot be, see `move_statistics`.)
 
     The new statistics normalise targets and old values for the update, and decode the next rollout.
@@ -804,7 +809,7 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
 
 
 def normalize_advantages(
-    advantages: Tensor, eps: float | Tensor = 1e-8, across: Callable = lambda x: x
+    advantages: Tensor, eps: float = 1e-8, across: Callable = lambda x: x
 ) -> Tensor:
     """Compute (A - mean) / (std + eps), with the population std over all entries.
 
@@ -845,8 +850,11 @@ def policy_loss(
 
     The advantages of the minibatch are already normalised. `ent_coef` counts only where a flag of
     the entropy is set (`args.uses_entropy`). Returns the loss, a scalar with its graph, the mean
-    KL(old || new) in nats, and metrics. A metric is a scalar, or has one number for each sample.
-    With one process this is a pure function of the parameters and the minibatch.
+    KL(old || new) in nats, and metrics. A metric is a tensor without axes, or with one number for
+    each sample; `policy/log_ratio` and `policy/kl_exact` must be among them.
+
+    With one process this is a pure function of the parameters and the minibatch. It must not draw
+    random numbers: the critics' loop may run beside it in another thread.
 
     Source: Schulman et al. 2017, eq. 9, without the critics' part.
     """
@@ -876,9 +884,13 @@ def policy_loss(
 def value_loss(agent: Agent, mb: Batch, args: Args) -> tuple[Tensor, dict]:
     """Compute the critics' loss on a minibatch: the mean over samples, then over critics.
 
-    Returns the loss, a scalar with its graph, and metrics, which are scalars. This is a pure
-    function of the parameters and the minibatch. `args` is not read: the flags are those of
-    `agent.value_dist`. It is passed so that a loss of your own can read flags.
+    Returns the loss, a scalar with its graph, and metrics, which are tensors without axes. This is
+    a pure function of the parameters and the minibatch, and it must not draw random numbers: the
+    actor's loop may run beside it in another thread. A loss that needs draws, such as that of IQN,
+    gets them as a part of its targets, from `encode_targets`.
+
+    `args` is not read: the flags are those of `agent.value_dist`. It is passed so that a loss of
+    your own can read flags.
     """
     outputs = agent.value_outputs(mb.obs)  # (C, B, K or K + 1)
     old_predictions = mb.old_predictions.movedim(1, 0)
@@ -937,6 +949,7 @@ def update(
         partial(train_actor, agent, optimizers.actor, actor_batches, args, ent_coef, tickets),
         partial(train_critics, agent, optimizers.critics, critic_batches, args, tickets),
         agent,
+        between=partial(tickets.put, None),
     )
     described |= describe_update(actor_metrics, critic_metrics, actor_norms, critic_norms, args)
     return described | {
@@ -957,36 +970,40 @@ def train_actor(
     """Take a step of the actor on each minibatch.
 
     The exact KL(old || new) of a minibatch is measured ahead of its step. The first one above
-    `target_kl` ends the loop. Returns metrics of each minibatch that was evaluated, and the norm of
-    the gradient of each step that was taken.
+    `target_kl` ends the loop. With a learning rate of 0 the actor does not change, so that one
+    epoch tells all. A ticket lets the critics take a step.
+
+    Returns metrics of each minibatch that was evaluated, and the norm of the gradient of each step
+    that was taken.
     """
     evaluated = []  # metrics of each minibatch
     norms = []
     # A policy that is not trained does not move: its KL divergence is rounding.
     is_limited = args.target_kl is not None and args.learning_rate > 0
     largest_kl = args.target_kl if is_limited else math.inf
-    try:
-        parameters, _ = agent.parts()
-        loss_and_gradient = compiled(with_gradient) if args.compile else with_gradient
-        coef = torch.tensor(ent_coef, device=agent.device)  # a float would be compiled in
-        for i, mb in enumerate(batches):
-            inputs = (agent, mb, args, coef)
-            gradient, loss, kl, metrics = loss_and_gradient(policy_loss, parameters, *inputs)
-            mean_loss, mean_kl = average(torch.stack([loss, kl])).tolist()
-            gradient = average(gradient)
-            norm = float(gradient.norm())
-            check_step(mean_loss, norm, f"minibatch {i} of the actor's update", "--learning-rate")
-
-            evaluated.append(metrics)
+    parameters, _ = agent.parts()
+    loss_and_gradient = compiled(with_gradient) if args.compile else with_gradient
+    coef = torch.tensor(ent_coef, device=agent.device)  # a float would be compiled in
+    for i, mb in enumerate(batches):
+        if args.learning_rate == 0 and i >= args.num_minibatches:
             tickets.put(i)
-            if mean_kl > largest_kl:
-                break
+            continue
 
-            norms.append(norm)
-            take_step(optimizer, gradient, norm, args.max_grad_norm)
-            agent.action_dist.clamp_parameters()
-    finally:
-        tickets.put(None)  # also after a fault, or the critics would wait for ever
+        inputs = (agent, mb, args, coef)
+        gradient, loss, kl, metrics = loss_and_gradient(policy_loss, parameters, *inputs)
+        mean_loss, mean_kl = average(torch.stack([loss, kl])).tolist()
+        gradient = average(gradient)
+        norm = float(gradient.norm())
+        check_step(mean_loss, norm, f"minibatch {i} of the actor's update", "--learning-rate")
+
+        evaluated.append(metrics)
+        tickets.put(i)
+        if mean_kl > largest_kl:
+            break
+
+        norms.append(norm)
+        take_step(optimizer, gradient, norm, args.max_grad_norm)
+        agent.action_dist.clamp_parameters()
     return evaluated, norms
 
 
@@ -1057,8 +1074,11 @@ def make_optimizers(agent: Agent, args: Args) -> Optimizers:
 
     A step costs time for each tensor, however small. So the parameters become views of the vector,
     which a later `agent.to(...)` would break. `VectorAdam` is Adam without hooks, and `update` sets
-    the learning rates anew.
+    the learning rates anew. Raises ValueError for parameters that `agent.parts()` lacks.
     """
+    trained = {id(x) for part in agent.parts() for x in part}
+    if lacking := [name for name, x in agent.named_parameters() if id(x) not in trained]:
+        raise ValueError(f"Agent.parts: {', '.join(lacking)} would never be trained; add them")
     adams = []
     learning_rates = schedules(args, 0.0)[:2]
     for parameters, learning_rate in zip(agent.parts(), learning_rates):
@@ -1375,10 +1395,10 @@ def project_categorical(probs: Tensor, source_atoms: Tensor, target_atoms: Tenso
     last = len(target_atoms) - 1
     dz = (target_atoms[-1] - target_atoms[0]) / last
     position = ((source_atoms - target_atoms[0]) / dz).clamp(0, last)  # on the axis of the indices
-    # The neighbour below. The last atom has none above it. A NaN gets the index 0, which the sum
-    # below accepts, and its share stays NaN, so that the result shows it.
+    # The left neighbour, which the last atom cannot be: it has none to its right. NaN gets the
+    # index 0, which `scatter_add` accepts. Its share stays NaN, so that the result shows it.
     left = position.detach().floor().clamp(max=last - 1).nan_to_num()
-    share = (position - left).expand_as(probs)  # goes to the neighbour above
+    share = (position - left).expand_as(probs)  # goes to the right neighbour
     index = left.long().expand_as(probs)
     out = probs.new_zeros(*probs.shape[:-1], last + 1)
     out = out.scatter_add(-1, index, probs * (1 - share))
@@ -1418,7 +1438,7 @@ def categorical_cross_entropy(target_probs: Tensor, logits: Tensor) -> Tensor:
     """Compute -sum_k target_probs_k log_softmax(logits)_k in nats, (..., K) -> (...).
 
     Logits may have further leading axes, as that of the critics. Targets should have no graph, or
-    their gradient counts. Raises ValueError for targets of other states.
+    their gradient counts. Raises ValueError unless their axes are the last ones of the logits.
     Source: Bellemare et al. 2017, algorithm 1.
     """
     if target_probs.shape != logits.shape[-target_probs.dim() :]:  # all pairs would be compared
@@ -1450,8 +1470,9 @@ def squared_error(values: Tensor, returns: Tensor) -> Tensor:
     Values may have further leading axes, as that of the critics. Returns should have no graph, or
     their gradient counts. Raises ValueError for other shapes, such as returns (B, 1).
     """
-    alike = values.shape[:-1][-returns.dim() :]
-    if values.shape[-1] > 1 or alike != returns.shape:  # all pairs would be compared
+    leading = values.dim() - 1 - returns.dim()  # axes that returns lack
+    alike = values.shape[max(leading, 0) : -1] == returns.shape
+    if values.shape[-1] > 1 or not alike:  # all pairs would be compared
         shapes = f"{tuple(values.shape)} and returns {tuple(returns.shape)}"
         raise ValueError(f"squared_error: values are {shapes}; give (..., 1) and (...)")
     return 0.5 * (values - returns[..., None]).square().sum(-1)
@@ -1601,7 +1622,7 @@ def cvar_advantages_categorical(
         A_t = sum_k target_probs_k u(z_k) - CVaR_alpha(Z(s_t))
 
     target_probs of the return and probs of Z are (T, N, K), on the same atoms (K,). Raises
-    ValueError for alpha outside [1e-3, 1].
+    ValueError for alpha outside [1e-3, 1], and where the two have other shapes.
 
     The mean of u(Z) is CVaR_alpha(Z). So a target that is distributed as Z has an advantage of 0.
     With alpha 1 the advantage is the target's mean minus that of Z.
@@ -1610,6 +1631,9 @@ def cvar_advantages_categorical(
     That is not the policy gradient of the start state's CVaR (Tamar et al. 2015).
     Source of u: Rockafellar & Uryasev 2000. Its use state by state is ours.
     """
+    if target_probs.shape != probs.shape:  # targets of all states would be mixed
+        shapes = f"{tuple(target_probs.shape)} and probs {tuple(probs.shape)}"
+        raise ValueError(f"cvar_advantages_categorical: targets are {shapes}")
     target_probs = target_probs.detach()
     probs = probs.detach()
     index = (probs.cumsum(-1) < alpha).sum(-1).clamp(max=len(atoms) - 1)
@@ -1629,6 +1653,20 @@ class WeightedReturns(NamedTuple):
     probs: Tensor  # (T, N, J)
 
 
+# A value distribution is a module with these members. An iteration uses them in this order:
+#
+#     num_outputs, moments      the number of a critic's outputs, and the statistics of returns
+#     reduce_twins(outputs)     the outputs that count, (..., O), of those of C critics, (C, ..., O)
+#     value(outputs)            V, (...), float64
+#     point_targets(returns)    targets, of a type of its own, from lambda-returns (T, N)
+#     sample_targets(...)       targets from samples of the return
+#     risk_advantages(...)      advantages for the CVaR, (T, N)
+#     describe(...)             metrics, by the statistics so far
+#     move_statistics(...)      old predictions, (C, T, N, any), for `loss`, and metrics
+#     encode_targets(targets)   one tensor, (T, N, any), by the statistics from then on
+#     loss(...)                 losses, (C, ...), and where value clipping acted, (C, ...)
+#
+# Whoever reads a trained agent also takes quantile(outputs, level), (...).
 class ValueDistribution(nn.Module):
     """The critics predict this value distribution: probabilities of the K atoms `support`.
 
@@ -1876,11 +1914,10 @@ class ValueDistribution(nn.Module):
         """
         args = self.args
         logits, correction = self.split(outputs)
-        log_probs = logits.log_softmax(-1)
-        probs = log_probs.detach().exp()
+        dist_loss = categorical_cross_entropy(targets, logits)
+        probs = logits.detach().log_softmax(-1).exp()
         detached_mean = probs @ self.support.to(probs)
         values = detached_mean[..., None] + self.gain * correction  # (C, ..., 0 or 1)
-        dist_loss = -(targets * log_probs).sum(-1)  # cross-entropy, by the same log_probs
         v_loss = squared_error(values, returns)
         if args.vf_clip == "none":
             return dist_loss + v_loss, torch.zeros_like(dist_loss)
@@ -2178,7 +2215,12 @@ def in_numpy(network: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def make_encoder(space: Box, args: Args) -> nn.Sequential:
-    """Make two hidden layers, or convolutions and one layer: observations -> features (..., H)."""
+    """Make two hidden layers, or convolutions and one layer: observations -> features (..., H).
+
+    Another module must take any number of leading axes, and must not draw random numbers. The actor
+    runs it in NumPy if it consists of Sequential, Linear, ReLU and Tanh alone, and otherwise in
+    torch.
+    """
     activation = ACTIVATIONS[args.activation]
     if len(space.shape) == 3:
         convolutions = Convolutions(space, activation)
@@ -2233,7 +2275,10 @@ class Agent(nn.Module):
         return self.sees_images and not (self.args.cuda or self.args.compile)
 
     def parts(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Return the parameters of the actor, and those of the critics."""
+        """Return the parameters of the actor, and those of the critics.
+
+        Add new modules here: what is in neither list is not trained, and `make_optimizers` refuses.
+        """
         actor = nn.ModuleList((self.action_dist, self.actor_body, self.actor_head))
         critics = nn.ModuleList((self.critic_body, self.critic_heads))
         return [*actor.parameters()], [*critics.parameters()]
@@ -2260,7 +2305,7 @@ class Agent(nn.Module):
         trained (a learning rate of 0) keeps its statistics, since others would change what it does.
         """
         keeps = self.args.learning_rate == 0 and self.obs_moments.count > 0
-        if not self.sees_images and not keeps:
+        if self.args.norm_obs and not self.sees_images and not keeps:
             moments = batch_moments(obs.double().flatten(0, -2))
             self.obs_moments.merge(*moments, weight=self.args.batch_size)
 
@@ -2275,7 +2320,7 @@ class Agent(nn.Module):
         Make a new policy when weights or statistics change. The older one is no copy: on the CPU
         it follows the weights, but not the statistics. To keep a policy, copy the agent.
         """
-        network = in_numpy(nn.Sequential(*self.actor_body, self.actor_head))
+        network = in_numpy(nn.Sequential(self.actor_body, self.actor_head))
         if self.sees_images or not self.args.norm_obs:
             return network
         mean, scale = (x.cpu().numpy() for x in self.obs_scaling())
@@ -2622,14 +2667,17 @@ def reachable(space: Box) -> bool:
 def place_in_task(error: BaseException) -> str:
     """Return file and line where a task's own code raised an error, or "" if others raised it.
 
-    Others are gymnasium, Python's importing, and this file.
+    Others are gymnasium and this file. Python's own library is passed over: whoever called it made
+    the fault.
     """
     for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
         module = frame.f_globals.get("__name__", "")
-        if module != __name__ and module.split(".")[0] not in ("gymnasium", "importlib"):
-            return f"{frame.f_code.co_filename}, line {line}"
-        if module.split(".")[0] != "importlib":
+        package = module.split(".")[0]
+        if package in sys.stdlib_module_names and module != __name__:
+            continue
+        if module == __name__ or package == "gymnasium":
             break
+        return f"{frame.f_code.co_filename}, line {line}"
     return ""
 
 
@@ -2809,7 +2857,8 @@ def make_env(args: Args, **options: Any) -> gym.Env:
     hidden = velocities(args.env_id)
     name = args.env_id.replace("NoVel", "", 1) if hidden else args.env_id
     if args.is_atari:  # actions are sticky, and a lost life does not end the episode
-        options |= {"frameskip": 1, "repeat_action_probability": 0.25, "max_episode_steps": 108_000}
+        atari = {"frameskip": 1, "repeat_action_probability": 0.25, "max_episode_steps": 108_000}
+        options = atari | options
 
     with contextlib.ExitStack() as after_a_fault:  # some tasks can be open only once
         try:
@@ -3552,19 +3601,27 @@ def compiled(function: Callable) -> Callable:
 
 
 # ---------------------------------------------------------------------- threads and optimizers
-def run_both(first: Callable, second: Callable, agent: Agent) -> tuple:
+def run_both(first: Callable, second: Callable, agent: Agent, between: Callable) -> tuple:
     """Call two functions, at once where that pays. Returns what both return.
 
-    It pays for networks with long operations, where a core is free. What the functions compute is
-    the same either way. Under torchrun they come one after the other, since collective calls must
-    have one order in all processes. torch's number of threads has to be set in every thread.
+    It pays for networks with long operations, where there are cores for both. What the functions
+    compute is the same either way. `between` is called when the first one has ended or failed: the
+    second one may wait for that. Under torchrun they come one after the other, since collective
+    calls must have one order in all processes. torch's number of threads has to be set in every
+    thread.
     """
     threads = torch.get_num_threads()
     if WORLD_SIZE > 1 or usable_cores() < 2 * threads or not agent.second_thread_pays:
-        return first(), second()
+        found = first()
+        between()
+        return found, second()
     with ThreadPoolExecutor(1, "second", torch.set_num_threads, (threads,)) as pool:
-        later = pool.submit(second)
-        return first(), later.result()
+        try:
+            later = pool.submit(second)
+            found = first()
+        finally:
+            between()
+        return found, later.result()
 
 
 def usable_cores() -> int:
@@ -3788,6 +3845,8 @@ class Run:
                 facts.append("clipped and not rescaled, see Other bounds of actions in README")
             else:
                 facts.append("without bounds on some side, see Other bounds of actions in README")
+        if args.masked_obs and {*args.masked_obs} <= {*velocities(args.env_id)}:
+            facts.append("--masked-obs has no effect: this task hides these entries by itself")
         if self.agent.sees_images and not args.norm_obs:
             facts.append("--no-norm-obs has no effect on images")
         if not self.agent.sees_images and math.prod(self.agent.obs_shape) > 10_000:
@@ -4606,13 +4665,14 @@ def load_agent(path: str | Path) -> tuple[Agent, Args]:
     """Load agent and flags of a saved run, from its directory or a checkpoint.
 
     No code of the file is run, but the module that its `env_id` names is imported, and the task is
-    made once and closed. Falls back to the CPU. Raises `UsageError` for files that this script did
-    not write.
+    made once and closed. Falls back to the CPU. The global generators stay as they are. Raises
+    `UsageError` for files that this script did not write.
     """
     saved, args = read_checkpoint(path)
-    env = make_env(args)
-    close_quietly(env)
-    return restore_agent(saved, args, env.observation_space, env.action_space), args
+    with generators_apart(0):
+        env = make_env(args)
+        close_quietly(env)
+        return restore_agent(saved, args, env.observation_space, env.action_space), args
 
 
 def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], Args]:
@@ -5030,9 +5090,10 @@ def check_flags(args: Args) -> None:
 
 
 def check_presets(args: Args) -> None:
-    """Require of a new run known presets, of whose flags some are set: `Args` records their names.
+    """Refuse an unknown preset, and one none of whose flags is set in a new run.
 
-    Only `preset_args` and the command line set the flags of presets.
+    `Args` records names alone: `preset_args` and the command line set the flags. `critics` also
+    needs --init-from and a learning rate of 0.
     """
     preset_flags(args.preset)
     defaults = {one.name: one.default for one in fields(args)}
@@ -5221,7 +5282,7 @@ def parse_args(argv: list[str]) -> Args:
     if len(given.preset) > 1:
         second = " ".join(given.preset[1])
         raise UsageError(f"--preset {second}: is a second --preset; name all presets after one")
-    names = [name for names in given.preset for name in names]
+    names = given.preset[0] if given.preset else []
     path = given.evaluate if given.resume is None else given.resume
     if path is None:
         return parse_flags(argv, preset_flags(names))
@@ -5243,7 +5304,7 @@ def require_stored_flags(args: Args, stored: Args, path: str) -> None:
     free = "eval_episodes eval_sampled capture_video torch_threads"  # `take_up` has more to say
     if args.evaluate:  # other episodes: those that chose best.pt flatter it
         free += " seed"
-    if not args.evaluate:
+    else:
         free = f"total_timesteps {free} eval_every checkpoint_every save_envs"
     before = asdict(stored)
     changed = {name for name, value in asdict(args).items() if value != before[name]}
@@ -5264,7 +5325,7 @@ def evaluate_stored(args: Args) -> None:
     --eval-sampled and --seed: best.pt_seed-7.
     """
     set_up_process(args)
-    path = checkpoint_path(args.evaluate).resolve()  # a task may change the working directory
+    path = checkpoint_path(args.evaluate)  # absolute: a task may change the working directory
     saved, stored = read_checkpoint(path)
     step = saved["global_step"]
     names = ("eval_episodes", "eval_sampled", "seed")

@@ -242,7 +242,7 @@ class NetworkArgs:
     run that starts from nothing is only clipped."""
 
 
-UNTRAINED = IdleWhile("learning_rate", 0.0)  # on flags of the actor's update
+UNTRAINED = IdleWhile("learning_rate", 0.0)  # marks flags of the actor's update
 
 
 @dataclass
@@ -413,8 +413,8 @@ class MachineArgs:
     It pays for slow simulators. A resume opens new episodes. A program of your own has to call
     train under its main guard."""
     torch_threads: Count = 1
-    """CPU threads of torch. One is the fastest for small networks. Acting on vectors, in NumPy,
-    takes one in any case."""
+    """CPU threads of torch, and as many again where actor and critics train at once. One is the
+    fastest for small networks. Acting on vectors, in NumPy, takes one in any case."""
 
 
 GROUPS = {  # in the order of --help
@@ -430,7 +430,7 @@ GROUPS = {  # in the order of --help
 
 
 @dataclass
-class Args(  # a dataclass has the fields of its last base first
+class Args(  # the fields of the last base come first, and so in --help
     MachineArgs, RunArgs, RiskArgs, ValueDistributionArgs,
     CriticArgs, PPOArgs, NetworkArgs, TaskArgs,
 ):  # fmt: skip
@@ -523,10 +523,12 @@ def train(args: Args) -> dict[str, Any]:
     """Train, evaluate and save.
 
     Returns the last value of every metric that is a number, and `run_dir`. A fault while it trains
-    is raised with a note that names the last checkpoint. The first Ctrl-C ends the run after its
-    iteration, or within an evaluation, with a checkpoint and KeyboardInterrupt. The generators of
-    Python, NumPy and torch on the CPU are afterwards what they were. Options of torch stay as the
-    run set them, among them the number of threads.
+    is raised with a note that names the last checkpoint.
+
+    The first Ctrl-C, a SIGTERM, or a closed terminal ends the run after its iteration, or within an
+    evaluation, with a checkpoint and KeyboardInterrupt. The generators of Python, NumPy and torch
+    on the CPU are afterwards what they were. Options of torch stay as the run set them, among them
+    the number of threads.
     """
     run, agent, optimizers, envs = start(args)  # anew, resumed, or with the weights of another run
     with run:
@@ -537,7 +539,7 @@ def train(args: Args) -> dict[str, Any]:
             batch, critic_state, metrics = prepare_batch(agent, rollout, critic_state, args)
             run.lap("values")
             metrics |= update(agent, optimizers, batch, args, progress)
-            # After `prepare_batch`, which has to see as the actor did.
+            # Last: `prepare_batch` and `update` have to normalise observations as the actor did.
             agent.update_obs_moments(rollout.obs)
             run.lap("update")
             run.end_iteration(rollout, metrics, (*carry, critic_state.cpu()))
@@ -622,9 +624,10 @@ def run_critics(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Predict the return distribution of every state s_t and of every true successor s'_t.
 
-    obs and next_obs are (T, N, D), normalised; state is (2, N, H), that of the critics' LSTM before
-    step 0. Returns the outputs of all critics for both, each (C, T, N, K or K + 1), the states
-    (T / L, 2, N, H) before each training sequence, and the state after the last step.
+    obs and next_obs are (T, N, D), normalised. Of next_obs only the last steps of stretches (below)
+    are read. state is (2, N, H), that of the critics' LSTM before step 0. Returns the outputs of
+    all critics for both, each (C, T, N, K or K + 1), the states (T / L, 2, N, H) before each
+    training sequence, and the state after the last step.
 
     The pass over time is cut into stretches. A stretch ends for one of two reasons:
 
@@ -687,9 +690,12 @@ def gae(
 
     All tensors are (T, N), and terminated and truncated are bool. s'_t is the true successor: the
     final observation where an episode ended. A step that is terminated and truncated counts as
-    terminated. A + V is the lambda-return, since next_values[t] is values[t + 1] inside episodes.
+    terminated. After the last step A is 0, since next_values has what follows. A + V is the
+    lambda-return, since next_values[t] is values[t + 1] inside episodes. The results keep the graph
+    of values, if they have one.
+
     Other programs may pass rewards of several terms, (T, N, terms), and such values; the masks stay
-    (T, N). The results keep the graph of values, if they have one.
+    (T, N).
 
     The two masks differ. Termination cuts the bootstrap, since nothing follows. Either end cuts the
     recursion, since the rewards of the next episode must not leak into this one.
@@ -734,8 +740,8 @@ def prepare_batch(
 
     The order matters (van Hasselt et al. 2016). The return statistics of earlier rollouts,
     `dist.moments`, turn this one's values into the task's units: std * value + mean. These values
-    give advantages and targets. Then the targets move the statistics, and so does V's distance from
-    their mean where it is larger than their std. The value heads are rescaled in the same moment.
+    give advantages and targets. Then the targets move the statistics. Where V is further from their
+    mean than their std, that distance counts. The value heads are rescaled in the same moment.
 
     The new statistics normalise targets and old values for the update, and decode the next rollout.
     So a rollout is decoded on the scale that its critics were last trained on. Only the first one
@@ -882,7 +888,7 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
 
 
 def normalize_advantages(
-    advantages: Tensor, eps: float | Tensor = 1e-8, across: Callable = lambda x: x
+    advantages: Tensor, eps: float = 1e-8, across: Callable = lambda x: x
 ) -> Tensor:
     """Compute (A - mean) / (std + eps), with the population std over all entries.
 
@@ -923,8 +929,11 @@ def policy_loss(
 
     The advantages of the minibatch are already normalised. `ent_coef` counts only where a flag of
     the entropy is set (`args.uses_entropy`). Returns the loss, a scalar with its graph, the mean
-    KL(old || new) in nats, and metrics. A metric is a scalar, or has one number for each sample.
-    With one process this is a pure function of the parameters and the minibatch.
+    KL(old || new) in nats, and metrics. A metric is a tensor without axes, or with one number for
+    each sample; `policy/log_ratio` and `policy/kl_exact` must be among them.
+
+    With one process this is a pure function of the parameters and the minibatch. It must not draw
+    random numbers: the critics' loop may run beside it in another thread.
 
     Source: Schulman et al. 2017, eq. 9, without the critics' part.
     """
@@ -957,9 +966,13 @@ def policy_loss(
 def value_loss(agent: Agent, mb: Batch, args: Args) -> tuple[Tensor, dict]:
     """Compute the critics' loss on a minibatch: the mean over samples, then over critics.
 
-    Returns the loss, a scalar with its graph, and metrics, which are scalars. This is a pure
-    function of the parameters and the minibatch. `args` is not read: the flags are those of
-    `agent.value_dist`. It is passed so that a loss of your own can read flags.
+    Returns the loss, a scalar with its graph, and metrics, which are tensors without axes. This is
+    a pure function of the parameters and the minibatch, and it must not draw random numbers: the
+    actor's loop may run beside it in another thread. A loss that needs draws, such as that of IQN,
+    gets them as a part of its targets, from `encode_targets`.
+
+    `args` is not read: the flags are those of `agent.value_dist`. It is passed so that a loss of
+    your own can read flags.
     """
     features = agent.critic_body(mb.obs, mb.critic_state, mb.episode_start)
     outputs = agent.value_outputs(features)  # (C, L, M, K or K + 1)
@@ -1019,6 +1032,7 @@ def update(
         partial(train_actor, agent, optimizers.actor, actor_batches, args, ent_coef, tickets),
         partial(train_critics, agent, optimizers.critics, critic_batches, args, tickets),
         agent,
+        between=partial(tickets.put, None),
     )
     described |= describe_update(actor_metrics, critic_metrics, actor_norms, critic_norms, args)
     return described | {
@@ -1039,34 +1053,38 @@ def train_actor(
     """Take a step of the actor on each minibatch.
 
     The exact KL(old || new) of a minibatch is measured ahead of its step. The first one above
-    `target_kl` ends the loop. Returns metrics of each minibatch that was evaluated, and the norm of
-    the gradient of each step that was taken.
+    `target_kl` ends the loop. With a learning rate of 0 the actor does not change, so that one
+    epoch tells all. A ticket lets the critics take a step.
+
+    Returns metrics of each minibatch that was evaluated, and the norm of the gradient of each step
+    that was taken.
     """
     evaluated = []  # metrics of each minibatch
     norms = []
     # A policy that is not trained does not move: its KL divergence is rounding.
     is_limited = args.target_kl is not None and args.learning_rate > 0
     largest_kl = args.target_kl if is_limited else math.inf
-    try:
-        parameters, _ = agent.parts()
-        for i, mb in enumerate(batches):
-            inputs = (agent, mb, args, ent_coef)
-            gradient, loss, kl, metrics = with_gradient(policy_loss, parameters, *inputs)
-            mean_loss, mean_kl = average(torch.stack([loss, kl])).tolist()
-            gradient = average(gradient)
-            norm = float(gradient.norm())
-            check_step(mean_loss, norm, f"minibatch {i} of the actor's update", "--learning-rate")
-
-            evaluated.append(metrics)
+    parameters, _ = agent.parts()
+    for i, mb in enumerate(batches):
+        if args.learning_rate == 0 and i >= args.num_minibatches:
             tickets.put(i)
-            if mean_kl > largest_kl:
-                break
+            continue
 
-            norms.append(norm)
-            take_step(optimizer, gradient, norm, args.max_grad_norm)
-            agent.action_dist.clamp_parameters()
-    finally:
-        tickets.put(None)  # also after a fault, or the critics would wait for ever
+        inputs = (agent, mb, args, ent_coef)
+        gradient, loss, kl, metrics = with_gradient(policy_loss, parameters, *inputs)
+        mean_loss, mean_kl = average(torch.stack([loss, kl])).tolist()
+        gradient = average(gradient)
+        norm = float(gradient.norm())
+        check_step(mean_loss, norm, f"minibatch {i} of the actor's update", "--learning-rate")
+
+        evaluated.append(metrics)
+        tickets.put(i)
+        if mean_kl > largest_kl:
+            break
+
+        norms.append(norm)
+        take_step(optimizer, gradient, norm, args.max_grad_norm)
+        agent.action_dist.clamp_parameters()
     return evaluated, norms
 
 
@@ -1136,8 +1154,11 @@ def make_optimizers(agent: Agent, args: Args) -> Optimizers:
 
     A step costs time for each tensor, however small. So the parameters become views of the vector,
     which a later `agent.to(...)` would break. `VectorAdam` is Adam without hooks, and `update` sets
-    the learning rates anew.
+    the learning rates anew. Raises ValueError for parameters that `agent.parts()` lacks.
     """
+    trained = {id(x) for part in agent.parts() for x in part}
+    if lacking := [name for name, x in agent.named_parameters() if id(x) not in trained]:
+        raise ValueError(f"Agent.parts: {', '.join(lacking)} would never be trained; add them")
     adams = []
     learning_rates = schedules(args, 0.0)[:2]
     for parameters, learning_rate in zip(agent.parts(), learning_rates):
@@ -1455,12 +1476,13 @@ def quantile_huber_loss(quantiles: Tensor, targets: Tensor, taus: Tensor, kappa:
 
     The loss is divided by kappa as in IQN, so that it meets the pinball loss as kappa goes to 0. It
     is a mean over i, where QR-DQN sums, so that its size does not depend on K.
-    Raises ValueError for targets of other states than the quantiles: without an axis of samples
-    one number for each state would be taken for samples that all states share.
+    Raises ValueError unless targets are (..., J) for the same states as the quantiles. Targets of
+    one number for each state, (...), would be taken for samples that all states share.
     Source: Dabney et al. 2018a (QR-DQN), eq. 8 to 10; 2018b (IQN), eq. 3.
     """
     states = quantiles.shape[-targets.dim() : -1]
-    if targets.dim() == 1 < quantiles.dim() or targets.shape[:-1] != states:
+    lacks_samples = targets.dim() == 1 and quantiles.dim() > 1
+    if lacks_samples or targets.shape[:-1] != states:
         shapes = f"{tuple(targets.shape)} and quantiles {tuple(quantiles.shape)}"
         raise ValueError(f"quantile_huber_loss: targets are {shapes}; give (..., J) samples")
     u = targets[..., None, :] - quantiles[..., None]  # (..., K, J)
@@ -1507,8 +1529,9 @@ def squared_error(values: Tensor, returns: Tensor) -> Tensor:
     Values may have further leading axes, as that of the critics. Returns should have no graph, or
     their gradient counts. Raises ValueError for other shapes, such as returns (B, 1).
     """
-    alike = values.shape[:-1][-returns.dim() :]
-    if values.shape[-1] > 1 or alike != returns.shape:  # all pairs would be compared
+    leading = values.dim() - 1 - returns.dim()  # axes that returns lack
+    alike = values.shape[max(leading, 0) : -1] == returns.shape
+    if values.shape[-1] > 1 or not alike:  # all pairs would be compared
         shapes = f"{tuple(values.shape)} and returns {tuple(returns.shape)}"
         raise ValueError(f"squared_error: values are {shapes}; give (..., 1) and (...)")
     return 0.5 * (values - returns[..., None]).square().sum(-1)
@@ -1670,7 +1693,10 @@ def rescale_head(
 
         w' = w s / s',    b' = b s / s' + (mu - mu') / s'
 
-    It is computed in float64, since mu may be 100,000 times s.
+    Means and stds have no axes: one mean and one std for all outputs of the layer. The layer
+    predicts what is normalised by them. The weights vanish where old_std does, so leave the layer
+    alone as long as no return has varied. It is computed in float64, since mu may be 100,000 times
+    s. Adam's moments stay as they are.
     Source: van Hasselt et al. 2016, eq. 5.
     """
     ratio = old_std / new_std
@@ -1680,6 +1706,20 @@ def rescale_head(
         linear.bias.copy_(bias)
 
 
+# A value distribution is a module with these members. An iteration uses them in this order:
+#
+#     num_outputs, moments      the number of a critic's outputs, and the statistics of returns
+#     reduce_twins(outputs)     the outputs that count, (..., O), of those of C critics, (C, ..., O)
+#     value(outputs)            V, (...), float64
+#     point_targets(returns)    targets, of a type of its own, from lambda-returns (T, N)
+#     sample_targets(...)       targets from samples of the return
+#     risk_advantages(...)      advantages for the CVaR, (T, N)
+#     describe(...)             metrics, by the statistics so far
+#     move_statistics(...)      old predictions, (C, T, N, any), for `loss`, and metrics
+#     encode_targets(targets)   one tensor, (T, N, any), by the statistics from then on
+#     loss(...)                 losses, (C, ...), and where value clipping acted, (C, ...)
+#
+# Whoever reads a trained agent also takes quantile(outputs, level), (...).
 class ValueDistribution(nn.Module):
     """The critics predict this value distribution: K quantiles at the levels `support`.
 
@@ -2237,7 +2277,12 @@ def lstm_in_numpy(lstm: nn.LSTM) -> Callable[[np.ndarray, np.ndarray], tuple]:
 
 
 def make_encoder(space: Box, args: Args) -> nn.Sequential:
-    """Make one hidden layer from observations to the LSTM. Images go through convolutions."""
+    """Make one hidden layer from observations to the LSTM. Images go through convolutions.
+
+    Another module must take any number of leading axes, and must not draw random numbers. The actor
+    runs it in NumPy if it consists of Sequential, Linear, ReLU and Tanh alone, and otherwise in
+    torch.
+    """
     activation = ACTIVATIONS[args.activation]
     if len(space.shape) == 3:
         convolutions = Convolutions(space, activation)
@@ -2303,7 +2348,7 @@ class Agent(nn.Module):
             output = layer_init(nn.Linear(args.hidden_size, self.value_dist.num_outputs), 0.1)
             self.critic_heads.append(nn.Sequential(hidden, ACTIVATIONS[args.activation](), output))
         self.to("cuda" if args.cuda else "cpu")
-        if args.cuda:  # cuDNN copies the weights that `unroll_lstm` puts together, and says so
+        if args.cuda:  # cuDNN copies the LSTM's weights, which lie in other memory, and says so
             warnings.filterwarnings("ignore", "RNN module weights are not part of single")
 
     @property
@@ -2316,7 +2361,10 @@ class Agent(nn.Module):
         return not self.args.cuda
 
     def parts(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Return the parameters of the actor, and those of the critics."""
+        """Return the parameters of the actor, and those of the critics.
+
+        Add new modules here: what is in neither list is not trained, and `make_optimizers` refuses.
+        """
         actor = nn.ModuleList((self.action_dist, self.actor_body, self.actor_head))
         critics = nn.ModuleList((self.critic_body, self.critic_heads))
         return [*actor.parameters()], [*critics.parameters()]
@@ -2343,7 +2391,7 @@ class Agent(nn.Module):
         trained (a learning rate of 0) keeps its statistics, since others would change what it does.
         """
         keeps = self.args.learning_rate == 0 and self.obs_moments.count > 0
-        if not self.sees_images and not keeps:
+        if self.args.norm_obs and not self.sees_images and not keeps:
             moments = batch_moments(obs.double().flatten(0, -2))
             self.obs_moments.merge(*moments, weight=self.args.batch_size)
 
@@ -2743,14 +2791,17 @@ def reachable(space: Box) -> bool:
 def place_in_task(error: BaseException) -> str:
     """Return file and line where a task's own code raised an error, or "" if others raised it.
 
-    Others are gymnasium, Python's importing, and this file.
+    Others are gymnasium and this file. Python's own library is passed over: whoever called it made
+    the fault.
     """
     for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
         module = frame.f_globals.get("__name__", "")
-        if module != __name__ and module.split(".")[0] not in ("gymnasium", "importlib"):
-            return f"{frame.f_code.co_filename}, line {line}"
-        if module.split(".")[0] != "importlib":
+        package = module.split(".")[0]
+        if package in sys.stdlib_module_names and module != __name__:
+            continue
+        if module == __name__ or package == "gymnasium":
             break
+        return f"{frame.f_code.co_filename}, line {line}"
     return ""
 
 
@@ -2930,7 +2981,8 @@ def make_env(args: Args, **options: Any) -> gym.Env:
     hidden = velocities(args.env_id)
     name = args.env_id.replace("NoVel", "", 1) if hidden else args.env_id
     if args.is_atari:  # actions are sticky, and a lost life does not end the episode
-        options |= {"frameskip": 1, "repeat_action_probability": 0.25, "max_episode_steps": 108_000}
+        atari = {"frameskip": 1, "repeat_action_probability": 0.25, "max_episode_steps": 108_000}
+        options = atari | options
 
     with contextlib.ExitStack() as after_a_fault:  # some tasks can be open only once
         try:
@@ -3654,19 +3706,27 @@ def shapes(held: dict[str, Tensor], args: Args | SimpleNamespace) -> dict[str, t
 
 
 # ---------------------------------------------------------------------- threads and optimizers
-def run_both(first: Callable, second: Callable, agent: Agent) -> tuple:
+def run_both(first: Callable, second: Callable, agent: Agent, between: Callable) -> tuple:
     """Call two functions, at once where that pays. Returns what both return.
 
-    It pays for networks with long operations, where a core is free. What the functions compute is
-    the same either way. Under torchrun they come one after the other, since collective calls must
-    have one order in all processes. torch's number of threads has to be set in every thread.
+    It pays for networks with long operations, where there are cores for both. What the functions
+    compute is the same either way. `between` is called when the first one has ended or failed: the
+    second one may wait for that. Under torchrun they come one after the other, since collective
+    calls must have one order in all processes. torch's number of threads has to be set in every
+    thread.
     """
     threads = torch.get_num_threads()
     if WORLD_SIZE > 1 or usable_cores() < 2 * threads or not agent.second_thread_pays:
-        return first(), second()
+        found = first()
+        between()
+        return found, second()
     with ThreadPoolExecutor(1, "second", torch.set_num_threads, (threads,)) as pool:
-        later = pool.submit(second)
-        return first(), later.result()
+        try:
+            later = pool.submit(second)
+            found = first()
+        finally:
+            between()
+        return found, later.result()
 
 
 def usable_cores() -> int:
@@ -3890,6 +3950,8 @@ class Run:
                 facts.append("clipped and not rescaled, see Other bounds of actions in README")
             else:
                 facts.append("without bounds on some side, see Other bounds of actions in README")
+        if args.masked_obs and {*args.masked_obs} <= {*velocities(args.env_id)}:
+            facts.append("--masked-obs has no effect: this task hides these entries by itself")
         if self.agent.sees_images and not args.norm_obs:
             facts.append("--no-norm-obs has no effect on images")
         if not self.agent.sees_images and math.prod(self.agent.obs_shape) > 10_000:
@@ -4708,13 +4770,14 @@ def load_agent(path: str | Path) -> tuple[Agent, Args]:
     """Load agent and flags of a saved run, from its directory or a checkpoint.
 
     No code of the file is run, but the module that its `env_id` names is imported, and the task is
-    made once and closed. Falls back to the CPU. Raises `UsageError` for files that this script did
-    not write.
+    made once and closed. Falls back to the CPU. The global generators stay as they are. Raises
+    `UsageError` for files that this script did not write.
     """
     saved, args = read_checkpoint(path)
-    env = make_env(args)
-    close_quietly(env)
-    return restore_agent(saved, args, env.observation_space, env.action_space), args
+    with generators_apart(0):
+        env = make_env(args)
+        close_quietly(env)
+        return restore_agent(saved, args, env.observation_space, env.action_space), args
 
 
 def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], Args]:
@@ -5133,9 +5196,10 @@ def check_flags(args: Args) -> None:
 
 
 def check_presets(args: Args) -> None:
-    """Require of a new run known presets, of whose flags some are set: `Args` records their names.
+    """Refuse an unknown preset, and one none of whose flags is set in a new run.
 
-    Only `preset_args` and the command line set the flags of presets.
+    `Args` records names alone: `preset_args` and the command line set the flags. `critics` also
+    needs --init-from and a learning rate of 0.
     """
     preset_flags(args.preset)
     defaults = {one.name: one.default for one in fields(args)}
@@ -5223,7 +5287,8 @@ def check_sizes(args: Args) -> None:
         raise flag_error(args, "seq_len", "must divide num_steps (0 takes all of them)")
     sequences = args.batch_size // args.sequence_length // WORLD_SIZE
     if sequences % args.num_minibatches:
-        text = f"must divide the {sequences} training sequences of a rollout"
+        whose = "each process" if WORLD_SIZE > 1 else "a rollout"
+        text = f"must divide the {sequences} training sequences of {whose}"
         remedy = "lower it, or cut more sequences by --seq-len"
         raise flag_error(args, "num_minibatches", f"{text}; {remedy}")
 
@@ -5327,7 +5392,7 @@ def parse_args(argv: list[str]) -> Args:
     if len(given.preset) > 1:
         second = " ".join(given.preset[1])
         raise UsageError(f"--preset {second}: is a second --preset; name all presets after one")
-    names = [name for names in given.preset for name in names]
+    names = given.preset[0] if given.preset else []
     path = given.evaluate if given.resume is None else given.resume
     if path is None:
         return parse_flags(argv, preset_flags(names))
@@ -5349,7 +5414,7 @@ def require_stored_flags(args: Args, stored: Args, path: str) -> None:
     free = "eval_episodes eval_sampled capture_video torch_threads"  # `take_up` has more to say
     if args.evaluate:  # other episodes: those that chose best.pt flatter it
         free += " seed"
-    if not args.evaluate:
+    else:
         free = f"total_timesteps {free} eval_every checkpoint_every save_envs"
     before = asdict(stored)
     changed = {name for name, value in asdict(args).items() if value != before[name]}
@@ -5370,7 +5435,7 @@ def evaluate_stored(args: Args) -> None:
     --eval-sampled and --seed: best.pt_seed-7.
     """
     set_up_process(args)
-    path = checkpoint_path(args.evaluate).resolve()  # a task may change the working directory
+    path = checkpoint_path(args.evaluate)  # absolute: a task may change the working directory
     saved, stored = read_checkpoint(path)
     step = saved["global_step"]
     names = ("eval_episodes", "eval_sampled", "seed")

@@ -791,8 +791,10 @@ CELLS = [
 
 def rows_beside(cell: Cell) -> speed.Programs:
     """Rows of a cell, one torch thread: those of the newest version with ENOUGH repeats of both
-    programs, or else of the one that has most of them."""
+    programs, or else of the one that has most of them. Scripts that were not committed ("+") are
+    no version."""
     rows = Table(RESULTS / "speed.csv", speed.COLUMNS).rows()
+    rows = [row for row in rows if not row["commit"].endswith("+")]
     commits = dict.fromkeys(row["commit"] for row in reversed(rows))  # the newest first
     versions = []
     for commit in commits:
@@ -848,8 +850,9 @@ def before_speed_up(cell: Cell) -> speed.Programs | None:
 def load_note() -> str:
     """How slow the machine was for the current rows, by peers that did not change."""
     shares, ratios = with_less_load()
+    speed_then = "slower" if max(shares) < 1 else "not slower" if min(shares) > 1 else "other"
     return (
-        f"* **Load.** The machine was slower for the current rows: the same peers ran at "
+        f"* **Load.** The machine was {speed_then} for the current rows: the same peers ran at "
         f"{min(shares):.2f} to {max(shares):.2f} of their speed in the older rows. Older "
         f"ratios are {joined(ratios)}. Beside the LSTMs the peer's episodes are "
         f"[shorter](results/speed.md); {equal_lengths()}."
@@ -961,9 +964,11 @@ def kept_memory() -> list[str]:
 
 
 def gains() -> dict[str, str]:
-    """Speed of two processes over that of one, by cell."""
-    rows = [row for row in scaling.TABLE.rows() if row["kind"] != "slow"]
-    rows = scaling.newest(rows[-1]["commit"])
+    """Speed of two processes over that of one, by cell: of the newest version with all cells."""
+    cells = {str(cell.name) for cell in scaling.CELLS}
+    commits = dict.fromkeys(row["commit"] for row in reversed(scaling.TABLE.rows()))
+    versions = [scaling.newest(commit) for commit in commits if not commit.endswith("+")]
+    rows = next(rows for rows in versions if cells <= {row["cell"] for row in rows})
     told = {}
     for cell in scaling.CELLS:
         one, two = (scaling.values(rows, cell.name, how) for how in (1, 2))
@@ -1591,11 +1596,14 @@ def trusted() -> str:
     falls, low, twins = warned()
     fallen = len(falls) - falls.count(None)
     robots = joined(sorted({row["task"] for row in rows}))
-    best = max(len(trust.in_time(warnings, falls)) for warnings in (low, twins))
-    short = "Yes." if best >= 0.9 * fallen else "Not reliably."
+    held = [at for at, fall in enumerate(falls) if fall is None]
+    reliable = [
+        len(trust.in_time(warnings, falls)) >= 0.9 * fallen and not any(warnings[at] for at in held)
+        for warnings in (low, twins)
+    ]
+    short = "Yes." if any(reliable) else "Not reliably."
     first, second = (len(trust.in_time(warnings, falls)) for warnings in (low, twins))
     ahead = [sum(np.array(trust.in_time(one, falls)) > 0) for one in (low, twins)]
-    held = [at for at, fall in enumerate(falls) if fall is None]
     false = [sum(bool(one[at]) for at in held) for one in (low, twins)]  # 0: of unchanged robots
     agents = count_of(len({row["seed"] for row in rows}))
     return (

@@ -229,6 +229,7 @@ def update(agent: TermsAgent, optimizers: Any, batch: Any, args: Any, progress: 
     critic_batches = script.minibatches(batch, args)
     tickets = SimpleQueue()
     script.train_actor(agent, optimizers.actor, actor_batches, args, ent_coef, tickets)
+    tickets.put(None)
     _, parameters = agent.parts()
     for i, mb in zip(iter(tickets.get, None), critic_batches):
         gradient, loss, _ = script.with_gradient(terms_loss, parameters, agent, mb, args)

@@ -169,7 +169,8 @@ def logged(run_dir: Path) -> Numbers:
 def kept(checkpoint: Path) -> Numbers:
     """States of the agent and of the optimizer."""
     content = torch.load(checkpoint, map_location="cpu", weights_only=True)
-    pickled = [Lenient(io.BytesIO(x)).load() for x in content.values() if isinstance(x, bytes)]
+    parts = [x.numpy().tobytes() if isinstance(x, torch.Tensor) else x for x in content.values()]
+    pickled = [Lenient(io.BytesIO(x)).load() for x in parts if isinstance(x, bytes)]
     agent = {f"agent {name}": flat(x) for name, x in content["agent"].items()}
     return agent | optimizer_state([content, pickled])
 

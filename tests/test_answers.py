@@ -605,6 +605,28 @@ def test_warnings_worked_by_hand(answers, monkeypatch):
     assert "in 1, at the same level in 0, and later or never in 0; the distance of " in told
     assert "the distance of the twins in 0, 0 and 1. In 1 case the return held;" in told
     assert "the return held; the decile warned in 0, the twins in 1 (older preset)." in told
+    rows[4]["low_warns"] = 0.95  # now the decile warns in vain, too
+    assert "** Not reliably. Gravity" in answers.trusted()
+
+
+def test_speeds_are_of_versions_that_were_committed_and_measured_whole(answers, monkeypatch):
+    """The newest rows are of an edited tree, those before of a program that was stopped after its
+    first cell: neither counts."""
+    rows = answers.scaling.TABLE.rows()
+    told = answers.gains()
+    first = answers.scaling.CELLS[0].name
+    cut = [row | {"commit": "abcdef0"} for row in rows if row["cell"] == first]
+    edited = [row | {"commit": "abcdef1+"} for row in rows]
+    monkeypatch.setattr(answers.scaling.Table, "rows", lambda self: [*rows, *cut, *edited])
+    assert answers.gains() == told
+    monkeypatch.undo()
+
+    speeds = common.rows_of_file(FOLDER / "results" / "speed.csv")
+    cell = answers.CELLS[0]
+    known = answers.rows_beside(cell)
+    edited = [row | {"commit": "abcdef1+"} for row in speeds]
+    monkeypatch.setattr(answers.Table, "rows", lambda self: [*speeds, *edited])
+    assert answers.rows_beside(cell) == known
 
 
 def test_aversion_on_robots_worked_by_hand(answers, monkeypatch):

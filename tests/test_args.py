@@ -432,8 +432,9 @@ def test_the_defaults_are_those_that_were_tuned(script):
     assert {name: getattr(script.Args(), name) for name in expected} == expected
 
 
-def test_sequence_sizes():
-    """L is seq_len, or the rollout; minibatches divide environments times sequences."""
+def test_sequence_sizes(monkeypatch):
+    """L is seq_len, or the rollout; minibatches divide environments times sequences, those of each
+    process."""
     import distributional_ppo_lstm as script
 
     args = small_args(script, "Counter", num_minibatches=4)  # 4 envs x 1 sequence
@@ -444,8 +445,11 @@ def test_sequence_sizes():
         small_args(script, "Counter", num_minibatches=8)
     args = small_args(script, "Counter", seq_len=3, num_minibatches=16)  # 4 envs x 4 sequences
     assert args.sequence_length == 3
-    with pytest.raises(script.UsageError, match="num-minibatches 32: must divide the 16 training"):
+    with pytest.raises(script.UsageError, match=r"32: must divide the 16 training .* of a rollout"):
         small_args(script, "Counter", seq_len=3, num_minibatches=32)
+    monkeypatch.setattr(script, "WORLD_SIZE", 2)
+    with pytest.raises(script.UsageError, match=r"16: must divide the 8 training .* each process"):
+        small_args(script, "Counter", seq_len=3, num_minibatches=16)
 
 
 # ----------------------------------------------------------------------------- flags without effect

@@ -30,6 +30,9 @@ def test_the_protocol(script):
     before = ale.getFrameNumber()
     env.step(0)
     assert ale.getFrameNumber() - before == 4
+    few = script.make_env(small_args(script, "", **PACMAN), max_episode_steps=80)
+    assert few.spec.max_episode_steps == 80  # the caller's own
+    few.close()
     lives = {ale.lives()}
     ended = False
     while not ended:

@@ -8,6 +8,7 @@ import importlib
 import io
 import json
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -749,7 +750,7 @@ script,CartPole-v1,default,2,50000,499.0,inf,420.25,9,
 TABLE = """\
 | script | Walk-v0 | default | - | 200,000 | 2 | 0.25 | - | -1.75, 2.25 | - | 20 |
 | script | CartPole-v1 | default | - | 50,000 | 2 | 499.5 | - | 499.0, 500.0 | not by most (1 of 2) | 8 |
-"""
+"""  # noqa: E501
 EVERY_RUN = """\
 | script | Walk-v0 | default | 200,000 | -1.750 2.250 | 1.000 | abcdef0 |
 | script | CartPole-v1 | default | 50,000 | 499.0 500.0 | 450.2 | - |
@@ -1097,10 +1098,13 @@ def test_scaling_knows_what_processes_exchange(script, monkeypatch):
     batch, *_ = prepare_rollout(run)
     sent = []
 
-    def one_after_the_other(first, second, agent):
+    run_both = module.run_both
+
+    def one_after_the_other(*given, **between):
         with monkeypatch.context() as patch:
             patch.setattr(module, "average", lambda x: sent.append(x.numel()) or x)
-            return first(), second()
+            patch.setattr(module, "WORLD_SIZE", 2)  # one after the other
+            return run_both(*given, **between)
 
     monkeypatch.setattr(module, "run_both", one_after_the_other)
     module.update(run.agent, run.optimizers, batch, run.args, 0.0)
@@ -1860,6 +1864,19 @@ def test_what_a_difference_is_relative_to(unchanged, name, before, after, larges
     unchanged.add(result, name, before, after)
     assert result.largest == pytest.approx(largest)
     assert result.equal == sum(repr(x) == repr(y) for x, y in zip(before, after))
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_optimizers_are_found_in_older_and_newer_checkpoints(unchanged, tmp_path, newer):
+    """What a run resumes from is pickled: bytes in older versions, a tensor of bytes in newer."""
+    state = {"state": {0: {"exp_avg": torch.tensor([1.0, 2.0])}}, "param_groups": []}
+    run = pickle.dumps({"optimizers": [state]})
+    if newer:
+        run = torch.frombuffer(bytearray(run), dtype=torch.uint8)
+    weights = {"w": torch.tensor([3.0])}
+    torch.save({"agent": weights, "run": run, "global_step": 5}, tmp_path / "checkpoint.pt")
+    found = {name: x.tolist() for name, x in unchanged.kept(tmp_path / "checkpoint.pt").items()}
+    assert found == {"agent w": [3.0], "optimizer exp_avg": [1.0, 2.0]}
 
 
 def test_layouts_of_optimizers_do_not_matter(unchanged):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,8 @@ def definitions(name: str) -> dict[str, ast.AST]:
     return {n.name: n for n in ast.parse((ROOT / name).read_text()).body if hasattr(n, "name")}
 
 
-def lift(name: str, function: str) -> dict[str, Any]:
-    """An empty module with one contract and the contracts that it calls."""
+def with_callees(name: str, function: str) -> list[str]:
+    """A contract and the contracts that it calls, directly or not."""
     known = definitions(name)
     allowed = {*CONTRACTS[name], *GOES_ALONG[name]}
     wanted, lifted = [function], []
@@ -76,6 +77,12 @@ def lift(name: str, function: str) -> dict[str, Any]:
         lifted.append(one)
         used = {n.id for n in ast.walk(known[one]) if isinstance(n, ast.Name)}
         wanted += sorted(used & allowed)
+    return lifted
+
+
+def lift(name: str, function: str) -> dict[str, Any]:
+    """An empty module with one contract and the contracts that it calls."""
+    known, lifted = definitions(name), with_callees(name, function)
     source = "from __future__ import annotations\n"
     source += "\n".join(ast.unparse(known[one]) for one in lifted)
     module = dict(GIVEN)
@@ -130,6 +137,23 @@ CALLS = {
 def test_a_contract_runs_in_an_empty_module(name, function):
     """It needs torch, math and other contracts, and nothing else of its script."""
     CALLS[function](lift(name, function)[function])
+
+
+def test_the_readme_names_what_goes_along():
+    """For every contract that calls others, and no other one."""
+    readme = (ROOT / "README.md").read_text()
+    table = readme.split("| to take | copy as well | script |")[1].split("\n\n")[0]
+    told = {}
+    for line in table.splitlines()[2:]:
+        own, others = (re.findall(r"`(\w+)`", cell) for cell in line.split("|")[1:3])
+        told[own[0]] = {*others}, line.split("|")[3].strip()
+    expected = {}
+    for name, functions in CONTRACTS.items():
+        kind = "recurrent" if name == LSTM else "feed-forward"
+        for function in functions:
+            if others := {*with_callees(name, function)} - {function}:
+                expected[function] = others, kind
+    assert told == expected
 
 
 @pytest.mark.parametrize("name", CONTRACTS)

@@ -110,6 +110,14 @@ def test_own_atoms_as_targets_give_no_advantage(alpha):
     assert_close(out, torch.zeros(4, 3).double())
 
 
+def test_targets_of_other_states_are_refused():
+    """They would broadcast, and all states of a step would share a target."""
+    probs = randn(4, 3, 11).softmax(-1)
+    told = r"cvar_advantages_categorical: targets are \(4, 1, 11\) and probs \(4, 3, 11\)"
+    with pytest.raises(ValueError, match=told):
+        categorical.cvar_advantages_categorical(probs[:, :1], probs, torch.linspace(-2, 3, 11), 0.1)
+
+
 def test_advantages_of_quantiles_scale_and_shift_with_the_returns():
     """Rockafellar & Uryasev 2000: returns x10 + 3, advantages x10."""
     targets, quantiles = randn(3, 2, 5), randn(3, 2, 9)

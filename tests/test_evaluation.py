@@ -350,7 +350,11 @@ def test_the_best_agent_scores_what_its_line_says(script, tmp_path, capsys):
     code, again, _ = run_main(script, capsys, ["--evaluate", f"{directory}/best.pt"])
     assert code == 0
     assert f"episodes: {best} " in again
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     agent, stored = script.load_agent(f"{directory}/best.pt")
+    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    assert torch.equal(before[0], after[0])  # a program may draw from them
+    assert before[1:] == after[1:]
     mean = script.evaluate(agent, stored)["eval/return_mean"]
     assert f"return {mean:.1f}" == best
 

@@ -111,9 +111,9 @@ def test_the_length_of_the_scripts_is_told():
     """With the algorithm ahead of the middle."""
     for name in ("distributional_ppo_lstm", "distributional_ppo_categorical"):
         lines = (ROOT / f"{name}.py").read_text().splitlines()
-        assert "about 5,400 lines. The algorithm ends before the middle" in README
-        assert "| one file a script, about 5,400 lines |" in README
-        assert abs(len(lines) - 5400) < 150
+        assert "about 5,500 lines. The algorithm ends before the middle" in README
+        assert "| one file a script, about 5,500 lines |" in README
+        assert abs(len(lines) - 5500) < 150
         assert lines.index("# Nothing below is about the algorithm.") < len(lines) / 2
 
 
@@ -165,7 +165,8 @@ def test_the_loss_of_the_readme_is_that_of_the_script():
     """To be edited: it computes what the feed-forward script does without value clipping."""
     script = importlib.import_module("distributional_ppo_categorical")
     [code] = [x.split("```")[0] for x in README.split("```python\n") if x.startswith("def loss(")]
-    scope = {"squared_error": script.squared_error, "torch": torch}
+    scope = {name: getattr(script, name) for name in ("squared_error", "categorical_cross_entropy")}
+    scope["torch"] = torch
     exec(code, scope)
     dist = script.ValueDistribution(script.Args())
     outputs = torch.randn(2, 7, dist.num_outputs, requires_grad=True)
@@ -257,8 +258,8 @@ def test_the_speed_beside_the_recurrent_peer():
         r"limits of 20, 60 and 500 steps the ratio is ([\d.]+), ([\d.]+) and ([\d.]+)", page
     ).groups()
     assert long == longest
-    assert f"the older ratios are {short} where all episodes have 20 steps" in README
-    assert f"all episodes have 20 steps, and {long} where they have 60 or more" in README
+    assert f"the older ratios are {short} where all have 20 steps" in README
+    assert f"where all have 20 steps, and {long} where they have up to 60." in README
 
 
 def test_episodes_of_the_faster_script_are_longer():
@@ -352,6 +353,7 @@ def test_how_good_presets_for_calibration_are():
         if task == "CartPoleNoVel-v1":
             alone = mean(errors[task, "presets, no bonus"])
             assert f"| {task} | {told[0]} | {alone:.3f} | - |" in README
+            assert f"without it, on seeds 8001 to 8003, had {alone:.3f}." in README
             told[0] = "-"
         assert f"| {name} | {' | '.join(told)} |" in README
     assert all(len(own) == 3 for _, *some in found.values() for own in some)
@@ -371,6 +373,12 @@ def test_how_good_presets_for_calibration_are():
     worse = [pair for pair in zip(*found["Hopper-v5"][1:]) if pair[1] > pair[0]]
     assert len(worse) == 1
     assert "One of three Hoppers got worse, from {:.3f} to {:.3f}".format(*worse[0]) in README
+    hopper = [mean(own) for own in found["Hopper-v5"][:2]]
+    told = "error of three runs is {:.3f} without `calibrated` and {:.3f} with it;".format(*hopper)
+    assert told in README
+    earlier = [error for task in found for error in errors[task, "critics, before"]]
+    high = sum(error > 0.05 for error in earlier)
+    assert f"where {high} of {len(earlier)} runs were above 0.05" in README
     default = [mean(errors[task, "default"]) for task in found]
     assert (sum(error > 0.22 for error in default), len(default)) == (2, 5)
     assert "on two of five tasks it was worse than a single number at the true median" in README
@@ -495,19 +503,22 @@ def test_the_chance_that_a_distribution_helps():
 
 
 def test_how_good_tuned_flags_for_calibration_are():
-    """Mean errors of the coverage of deciles with each task's own flags, over its three runs."""
+    """Whether all three runs reach the goal, with each task's own flags, and how many runs do."""
     errors: dict[tuple[str, str], list[float]] = {}
     for row in rows_of("calibration.csv"):
         if row["variant"] == "mean":
             errors.setdefault((row["script"], row["task"]), []).append(float(row["coverage"]))
-    good = {script: [mean(found) <= 0.05 for (name, _), found in errors.items() if name == script]
+    good = {script: [max(found) <= 0.05 for (name, _), found in errors.items() if name == script]
             for script in SCRIPTS}  # fmt: skip
     assert {script: (sum(good[script]), len(good[script])) for script in SCRIPTS} == {
-        "distributional_ppo_lstm": (3, 3),
-        "distributional_ppo_categorical": (2, 3),
+        "distributional_ppo_lstm": (2, 3),
+        "distributional_ppo_categorical": (1, 3),
     }
-    told = "three of three tasks reach 0.05 in the recurrent script, and two of three in the feed-"
+    told = "on two of three tasks in the recurrent script, and on one of three in the feed-forward"
     assert told in README
+    runs = [error for found in errors.values() for error in found]
+    few = sum(error <= 0.05 for error in runs)
+    assert f"{few} of {len(runs)} runs reach 0.05 (older)" in README
 
 
 def test_the_picture_of_one_run():
@@ -517,7 +528,6 @@ def test_the_picture_of_one_run():
     share = 100 * float(re.search(r"between deciles 1 and 9 ([\d.]+)", text)[1])
     assert f"On the right are {episodes} episodes" in README
     assert f"Of the returns {share:.0f} % lie between the first and the ninth decile" in README
-    assert "Only a few lie above the ninth: the predicted upper tail is too high" in README
     error = float(re.search(r"decile error ([\d.]+)", text)[1])
     calibration = importlib.import_module("calibration")
     others = [
@@ -576,7 +586,7 @@ def test_results_are_those_of_the_runs(row):
         found = [
             float(line["value"])
             for line in rows_of("published.csv")
-            if (line["task"], line["source"], line["kind"]) == (task, source, "PPO")
+            if (line["task"], line["source"]) == (task, source) and line["kind"] != "TRPO"
         ]
         assert told == (f"{found[0]:.{told.count('.')}f}" if found else "-")
 
@@ -641,7 +651,7 @@ def test_the_zoo_is_ahead_where_its_number_is_left_out():
            if row["source"] == "rl-baselines3-zoo" and row["kind"] != "TRPO"}  # fmt: skip
     swimmer = mean(float(row["return_mean"]) for row in default_runs(SCRIPTS[1], "Swimmer-v5"))
     told = (
-        f"CartPoleNoVel-v1 ({zoo['CartPoleNoVel-v1']:.1f}), Acrobot-v1 ({zoo['Acrobot-v1']:.1f} at "
+        f"the zoo is ahead on Acrobot-v1 ({zoo['Acrobot-v1']:.1f} at "
         f"1M steps) and Swimmer-v5 ({zoo['Swimmer-v5']:.1f}, where ours has {swimmer:.1f})"
     )
     assert told in README

@@ -251,15 +251,32 @@ def test_a_fault_in_the_making_names_its_place(script, tmp_path, monkeypatch, ca
         "gymnasium.register('Mine-v0', make)\n"
     )
     (tmp_path / "mine_lacking.py").write_text("\nimport nowhere_to_be_found\n")
+    (tmp_path / "mine_reading.py").write_text(  # the fault is raised in Python's json
+        "import gymnasium, json\n\ndef make():\n    return json.loads('')\n\n"
+        "gymnasium.register('Mine-v0', make)\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     for module, kind, line in (
         ("mine_broken", "KeyError: 'price'", 4),
         ("mine_lacking", "ModuleNotFoundError: No module named 'nowhere_to_be_found'", 2),
+        ("mine_reading", "JSONDecodeError: Expecting value: line 1 column 1 (char 0)", 4),
     ):
         code, _, err = run_main(script, capsys, ["--env-id", f"{module}:Mine-v0"])
         assert code == 2
         told = f"--env-id {module}:Mine-v0: {kind} ({tmp_path}/{module}.py, line {line})"
         assert err == f"error: {told}\n"
+
+
+def test_a_registration_that_cannot_be_copied_has_no_place_in_the_task(script, capsys):
+    """Gymnasium copies the arguments ahead of the task's own code; Python's `copy` is no place."""
+    gym.register("LockedArguments-v0", lambda lock: None, kwargs={"lock": threading.Lock()})
+    try:
+        code, _, err = run_main(script, capsys, ["--env-id", "LockedArguments-v0"])
+    finally:
+        gym.registry.pop("LockedArguments-v0")
+    assert code == 2
+    assert "cannot pickle" in err
+    assert "line" not in err
 
 
 @pytest.mark.parametrize(

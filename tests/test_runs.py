@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from command import run_main
-from conftest import with_one_script
+from conftest import with_both_scripts, with_one_script
 from helpers import act, carried_obs, is_recurrent, make_agent, make_run, prepare, small_args
 from probes import ACTIONS, OBSERVATIONS, Walk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -209,6 +209,21 @@ def test_commands_that_are_printed_can_be_pasted(script, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2] == f"to watch: tensorboard --logdir '{tmp_path}/my runs'"
     assert f"resume='{directory}', total_timesteps=192))" in lines[-1]
+
+
+@with_both_scripts
+@pytest.mark.parametrize(
+    ("task", "masked", "idle"),
+    [("CartPoleNoVel-v1", (1, 3), True), ("CartPoleNoVel-v1", (0, 1), False),
+     ("CartPole-v1", (1, 3), False)],
+)  # fmt: skip
+def test_entries_that_the_task_hides_need_no_mask(script, tmp_path, capsys, task, masked, idle):
+    """The run says that such a flag has no effect."""
+    few = {"total_timesteps": 64, "num_steps": 16, "num_envs": 4, "eval_episodes": 0}
+    flags = {"run_dir": str(tmp_path), "save_envs": "never", "masked_obs": masked}
+    script.train(script.Args(env_id=task, **few, **flags))
+    told = "--masked-obs has no effect: this task hides these entries" in capsys.readouterr().out
+    assert told == idle
 
 
 @with_one_script

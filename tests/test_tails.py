@@ -170,7 +170,7 @@ def test_tails_are_measured_and_reported(risky_tasks, monkeypatch, tmp_path, cap
         row = tails.run_one(tails.Run(replace(cell, flags=cell.flags + small), 8001))
         assert row.keys() == {*tails.COLUMNS}
         assert row["cvar_5"] <= row["cvar_10"] <= row["mean"]
-        if cell.variant == tails.STATIC:  # it meets its hits
+        if cell.variant in (tails.STATIC, "clock"):  # they meet their hits
             assert row["safe_mean"] == row["safe_cvar_10"] == ""
         else:
             assert row["mean"] <= row["safe_mean"]
@@ -180,7 +180,7 @@ def test_tails_are_measured_and_reported(risky_tasks, monkeypatch, tmp_path, cap
         table.append(row)
     tails.report()
     text = (tmp_path / "tails.md").read_text()
-    assert text.count("| LimitHalfCheetah |") == 4
+    assert text.count("| LimitHalfCheetah |") == 5
     assert (tmp_path / "tails.png").stat().st_size > 10_000
 
 
@@ -309,10 +309,9 @@ def test_a_penalty_is_trained_on_and_not_scored(tails, monkeypatch):
         tails.run_one(tails.Run(cell, 8001))
     task = f"envs:{tails.TASK}"
     total = tails.STATIC.removeprefix("up to ")
-    assert trained == [f"{task}{own}-v0" for own in ("", "", f"UpTo{total}", "Penalty")]
-    assert [args.env_id for args in played] == [
-        f"{task}{own}-v0" for own in ("", "", f"UpTo{total}", "")
-    ]
+    seen = (f"UpTo{total}", "Clock")
+    assert trained == [f"{task}{own}-v0" for own in ("", "", *seen, "Penalty")]
+    assert [args.env_id for args in played] == [f"{task}{own}-v0" for own in ("", "", *seen, "")]
 
 
 def test_the_worst_tenth_worked_by_hand(tails, monkeypatch):
@@ -359,8 +358,8 @@ def test_a_pilot_never_sees_a_reported_seed(tails):
     """Seeds that are named are some of the cells' own, and runs come seed by seed."""
     assert tails.missing(True, [], [8001]) == tails.missing(False, [], [1001]) == []
     assert [run.seed for run in tails.missing(True, [], [])] == [1001] * 10
-    assert [run.seed for run in tails.missing(False, [], [])[:5]] == [8001] * 4 + [8002]
-    assert len(tails.missing(False, [], [])) == 20
+    assert [run.seed for run in tails.missing(False, [], [])[:6]] == [8001] * 5 + [8002]
+    assert len(tails.missing(False, [], [])) == 25
     assert len(tails.missing(False, ["penalty"], [8001, 1001])) == 1
 
 

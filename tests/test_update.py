@@ -8,7 +8,9 @@ import os
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -86,6 +88,67 @@ def test_critics_train_alone_where_the_actor_s_rate_is_0(script, env):
     (before, critics), (after, moved) = run.agent.parts(), agent.parts()
     assert all(map(torch.equal, before, after))
     assert not any(map(torch.equal, critics, moved))
+
+
+def test_a_policy_that_does_not_change_is_evaluated_for_one_epoch(run, monkeypatch):
+    """The critics are trained for all of them, as with a tiny rate of the actor, which moves it by
+    rounding alone."""
+    policy_loss, critics = run.script.policy_loss, []
+    calls = []
+    monkeypatch.setattr(
+        run.script, "policy_loss", lambda *given: calls.append(1) or policy_loss(*given)
+    )
+    for rate in (0.0, 1e-30):
+        metrics, agent = run_update(run, learning_rate=rate, update_epochs=3)
+        critics.append([x.clone() for x in agent.parts()[1]])
+        epochs = 1 if rate == 0 else 3
+        assert len(calls) == epochs * run.args.num_minibatches
+        assert metrics["policy/epochs_done"] == epochs
+        calls.clear()
+    assert all(map(torch.equal, *critics))
+
+
+def test_parameters_that_nobody_would_train_are_refused(script):
+    """A module that `parts` does not know."""
+    run = make_run(script, "VectorBox")
+    run.agent.further = torch.nn.Linear(2, 3)
+    told = r"Agent\.parts: further\.weight, further\.bias would never be trained"
+    with pytest.raises(ValueError, match=told):
+        script.make_optimizers(run.agent, run.args)
+
+
+@with_both_scripts
+@pytest.mark.parametrize("long", [False, True])
+def test_what_waits_for_the_first_loop_is_set_free(script, two_cores, monkeypatch, long):
+    """Also where an exception comes before that loop has begun: it would wait for ever. The second
+    loop does not begin in this thread then."""
+    agent = make_agent(script, small_args(script, "VectorBox"))
+    monkeypatch.setattr(script.Agent, "second_thread_pays", long)
+    queue, ended = SimpleQueue(), []
+
+    def fault():
+        raise KeyboardInterrupt
+
+    def wait():
+        ended.append(queue.get(timeout=60))
+        return "second"
+
+    release = partial(queue.put, "released")
+    with pytest.raises(KeyboardInterrupt):
+        script.run_both(fault, wait, agent, between=release)
+    assert ended == ["released"] * long
+    while not queue.empty():
+        queue.get()
+    assert script.run_both(lambda: "first", wait, agent, between=release) == ("first", "second")
+
+
+def test_observations_that_are_not_normalised_are_not_counted(script):
+    """Their statistics stay as they were made."""
+    run = make_run(script, "VectorBox", norm_obs=False)
+    before = copy.deepcopy(run.agent.obs_moments.state_dict())
+    run.agent.update_obs_moments(torch.randn(5, 2, *run.agent.obs_shape))
+    after = run.agent.obs_moments.state_dict()
+    assert all(torch.equal(x, after[name]) for name, x in before.items())
 
 
 # ---- a reference in float64, with its graph
@@ -532,7 +595,7 @@ def test_metrics_are_means_over_the_minibatches(run, vf_clip):
     run.batch = run.batch._replace(targets=targets)  # large losses: no minibatch has the mean
     torch.manual_seed(5)  # as `run_update` does
     parts = minibatches_ahead(run.script, run.batch, run.args)
-    metrics, agent = run_update(run, learning_rate=0.0, ent_coef=0.01, vf_clip=vf_clip)
+    metrics, agent = run_update(run, learning_rate=1e-30, ent_coef=0.01, vf_clip=vf_clip)
     run.args.vf_clip = vf_clip
     rows = [reference(run.script, agent, mb, run.args, 0.01) for mb in parts]
     assert len(rows) == 4
@@ -746,7 +809,8 @@ def test_one_core_many_processes_or_short_operations_have_one_thread(
     container.write_text("100000 100000")
 
     def apart():
-        first, second = script.run_both(threading.get_ident, threading.get_ident, run.agent)
+        whose = threading.get_ident
+        first, second = script.run_both(whose, whose, run.agent, between=lambda: None)
         assert first == threading.get_ident()
         return first != second
 
@@ -1107,7 +1171,7 @@ def in_two_processes(monkeypatch, script, work):
         return work(number)
 
     monkeypatch.setattr(script, "average", average)
-    monkeypatch.setattr(script, "run_both", lambda first, second, _: (first(), second()))
+    monkeypatch.setattr(script.Agent, "second_thread_pays", False)
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(start, range(2)))
 
@@ -1273,7 +1337,8 @@ def test_the_second_thread_is_told_the_number_of_torch_s_threads(script, two_cor
     monkeypatch.setattr(torch, "set_num_threads", lambda n: told.append((threading.get_ident(), n)))
     agent = make_agent(script, small_args(script, "VectorBox"))
     told.clear()
-    places = {*script.run_both(threading.get_ident, threading.get_ident, agent)}
+    whose = threading.get_ident
+    places = {*script.run_both(whose, whose, agent, between=lambda: None)}
     [other] = places - {threading.get_ident()}
     assert told == [(other, torch.get_num_threads())]
 

@@ -398,6 +398,7 @@ def test_all_pairs_of_values_and_returns_are_refused(script, values, returns):
     with pytest.raises(ValueError, match=r"squared_error: values are .*; give \(\.\.\., 1\) and"):
         script.squared_error(torch.zeros(values), torch.zeros(returns))
     assert script.squared_error(torch.zeros(2, 3, 1), torch.ones(3)).tolist() == [[0.5] * 3] * 2
+    assert script.squared_error(torch.zeros(2, 1), torch.tensor(2.0)).tolist() == [2.0, 2.0]
 
 
 def test_each_state_may_have_levels_of_its_own():
