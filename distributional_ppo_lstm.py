@@ -319,11 +319,9 @@ class CriticArgs:
 
 # ---- value distribution: quantiles (flags) -------------------------------------------------------
 # To use another kind of value distribution, replace this block and the block "(functions)" below.
-# The rest of the file uses `ValueDistributionArgs`, its `vf_clip`, and `CALIBRATED` from here. Of
-# the class `ValueDistribution` there it uses `args`, `moments`, `num_outputs`, `support` and the
-# methods `value`, `quantile`, `reduce_twins`, `point_targets`, `sample_targets`, `risk_advantages`,
-# `move_statistics`, `encode_targets`, `loss` and `describe`. --init-from requires that the ends of
-# the support agree.
+# The rest of the file uses `ValueDistributionArgs`, its `vf_clip`, and `CALIBRATED` from here, and
+# from there the members of the class `ValueDistribution` that are listed above it. --init-from
+# requires that the ends of its support agree.
 @dataclass
 class ValueDistributionArgs:
     """Quantiles of the return."""
@@ -1013,7 +1011,7 @@ def update(
     Where it is faster, both loops run at the same time (`run_both`). The result is the same, since
     neither draws random numbers, and neither writes what the other reads. The critics do not know
     when the actor will stop, so they wait for a ticket before each step. The actor puts one into a
-    queue for each minibatch that it has evaluated.
+    queue for each minibatch that it is done with.
 
     Returns the metrics of `describe_advantages` and `describe_update`, and what `schedules` gave.
     Raises RuntimeError for a loss or a gradient that is not finite.
@@ -1027,7 +1025,7 @@ def update(
 
     actor_batches = minibatches(batch.for_actor(), args)
     critic_batches = minibatches(batch.for_critics(), args)
-    tickets = SimpleQueue()  # one for each minibatch that the actor has evaluated, and None at last
+    tickets = SimpleQueue()  # one for each minibatch that the actor is done with, and None at last
     (actor_metrics, actor_norms), (critic_metrics, critic_norms) = run_both(
         partial(train_actor, agent, optimizers.actor, actor_batches, args, ent_coef, tickets),
         partial(train_critics, agent, optimizers.critics, critic_batches, args, tickets),
@@ -1095,7 +1093,7 @@ def train_critics(
     args: Args,
     tickets: SimpleQueue,
 ) -> tuple[list[dict], list[float]]:
-    """Take a step of the critics on each minibatch, on as many as the actor has evaluated.
+    """Take a step of the critics on each minibatch, on as many as the actor is done with.
 
     A ticket permits one step, and None ends the loop. Returns metrics of each minibatch, and the
     norm of each gradient.
@@ -1157,7 +1155,8 @@ def make_optimizers(agent: Agent, args: Args) -> Optimizers:
     the learning rates anew. Raises ValueError for parameters that `agent.parts()` lacks.
     """
     trained = {id(x) for part in agent.parts() for x in part}
-    if lacking := [name for name, x in agent.named_parameters() if id(x) not in trained]:
+    others = [name for name, x in agent.named_parameters() if x.requires_grad]
+    if lacking := [name for name in others if id(agent.get_parameter(name)) not in trained]:
         raise ValueError(f"Agent.parts: {', '.join(lacking)} would never be trained; add them")
     adams = []
     learning_rates = schedules(args, 0.0)[:2]
@@ -1708,6 +1707,7 @@ def rescale_head(
 
 # A value distribution is a module with these members. An iteration uses them in this order:
 #
+#     args, support             its flags, and the levels or the atoms
 #     num_outputs, moments      the number of a critic's outputs, and the statistics of returns
 #     reduce_twins(outputs)     the outputs that count, (..., O), of those of C critics, (C, ..., O)
 #     value(outputs)            V, (...), float64
@@ -2363,7 +2363,7 @@ class Agent(nn.Module):
     def parts(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Return the parameters of the actor, and those of the critics.
 
-        Add new modules here: what is in neither list is not trained, and `make_optimizers` refuses.
+        Add new modules here. `make_optimizers` refuses what is in neither list and not frozen.
         """
         actor = nn.ModuleList((self.action_dist, self.actor_body, self.actor_head))
         critics = nn.ModuleList((self.critic_body, self.critic_heads))
@@ -3422,7 +3422,8 @@ DESCRIPTIONS = {
     "norm/value_shift": "How far V jumped when the return statistics moved. With quantiles it is "
     "rounding once rewards have varied. With atoms V jumps, since they cannot be rescaled.",
     "policy/entropy_coef": "Weight of the entropy bonus.",
-    "policy/epochs_done": "Epochs of the actor's steps. Less than update_epochs after a KL stop.",
+    "policy/epochs_done": "Epochs of the actor's steps. Less than update_epochs after a KL stop, "
+    "1 if the actor is not trained.",
     "policy/kl_exact": "KL divergence from the policy that acted, in nats, the mean.",
     "policy/kl_max": "KL divergence from the policy that acted, the largest of a minibatch.",
     "policy/ratio_first_minibatch_error": "Largest distance of a probability ratio from 1 before "
@@ -3710,10 +3711,10 @@ def run_both(first: Callable, second: Callable, agent: Agent, between: Callable)
     """Call two functions, at once where that pays. Returns what both return.
 
     It pays for networks with long operations, where there are cores for both. What the functions
-    compute is the same either way. `between` is called when the first one has ended or failed: the
-    second one may wait for that. Under torchrun they come one after the other, since collective
-    calls must have one order in all processes. torch's number of threads has to be set in every
-    thread.
+    compute is the same either way. `between` is called when the first one has ended, and in two
+    threads also when it has failed: the second one may wait for that. Under torchrun they come one
+    after the other, since collective calls must have one order in all processes. torch's number of
+    threads has to be set in every thread.
     """
     threads = torch.get_num_threads()
     if WORLD_SIZE > 1 or usable_cores() < 2 * threads or not agent.second_thread_pays:
@@ -4770,8 +4771,9 @@ def load_agent(path: str | Path) -> tuple[Agent, Args]:
     """Load agent and flags of a saved run, from its directory or a checkpoint.
 
     No code of the file is run, but the module that its `env_id` names is imported, and the task is
-    made once and closed. Falls back to the CPU. The global generators stay as they are. Raises
-    `UsageError` for files that this script did not write.
+    made once and closed. Falls back to the CPU. The global generators are afterwards what they
+    were, so let no other thread draw from them meanwhile. Raises `UsageError` for files that this
+    script did not write.
     """
     saved, args = read_checkpoint(path)
     with generators_apart(0):

@@ -850,9 +850,10 @@ def before_speed_up(cell: Cell) -> speed.Programs | None:
 def load_note() -> str:
     """How slow the machine was for the current rows, by peers that did not change."""
     shares, ratios = with_less_load()
-    speed_then = "slower" if max(shares) < 1 else "not slower" if min(shares) > 1 else "other"
+    kind = "neither slower nor faster"
+    kind = "slower" if max(shares) < 1 else "faster" if min(shares) > 1 else kind
     return (
-        f"* **Load.** The machine was {speed_then} for the current rows: the same peers ran at "
+        f"* **Load.** The machine was {kind} for the current rows: the same peers ran at "
         f"{min(shares):.2f} to {max(shares):.2f} of their speed in the older rows. Older "
         f"ratios are {joined(ratios)}. Beside the LSTMs the peer's episodes are "
         f"[shorter](results/speed.md); {equal_lengths()}."
@@ -968,7 +969,10 @@ def gains() -> dict[str, str]:
     cells = {str(cell.name) for cell in scaling.CELLS}
     commits = dict.fromkeys(row["commit"] for row in reversed(scaling.TABLE.rows()))
     versions = [scaling.newest(commit) for commit in commits if not commit.endswith("+")]
-    rows = next(rows for rows in versions if cells <= {row["cell"] for row in rows})
+    whole = [rows for rows in versions if cells <= {row["cell"] for row in rows}]
+    if not whole:
+        raise ValueError(f"scaling.csv: no version has all of {', '.join(sorted(cells))}")
+    rows = whole[0]
     told = {}
     for cell in scaling.CELLS:
         one, two = (scaling.values(rows, cell.name, how) for how in (1, 2))
@@ -1598,7 +1602,8 @@ def trusted() -> str:
     robots = joined(sorted({row["task"] for row in rows}))
     held = [at for at, fall in enumerate(falls) if fall is None]
     reliable = [
-        len(trust.in_time(warnings, falls)) >= 0.9 * fallen and not any(warnings[at] for at in held)
+        len(trust.in_time(warnings, falls)) >= 0.9 * fallen
+        and all(warnings[at] is None for at in held)
         for warnings in (low, twins)
     ]
     short = "Yes." if any(reliable) else "Not reliably."

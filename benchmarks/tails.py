@@ -201,11 +201,13 @@ def draw_hits(safe: np.ndarray, stakes: list[np.ndarray], probability: float) ->
 
 
 def best_of(rows: list[Row], kind: str) -> str:
-    """The variant that the pilot chooses, of those whose names begin so."""
+    """The variant that the pilot chooses, of those whose names begin so. The price counts for
+    aversion alone."""
     mean = {name: values(rows, TASK, name, "mean").mean() for name in VARIANTS}
     tail = {name: values(rows, TASK, name, "cvar_10").mean() for name in VARIANTS}
     own = [name for name in VARIANTS if name.startswith(kind)]
-    cheap = [name for name in own if mean[name] >= (1 - PRICE) * mean["neutral"]]
+    limit = (1 - PRICE) * mean["neutral"] if kind == "averse" else -np.inf
+    cheap = [name for name in own if mean[name] >= limit]
     return max(cheap or own, key=lambda name: tail[name])
 
 

@@ -93,24 +93,30 @@ def test_critics_train_alone_where_the_actor_s_rate_is_0(script, env):
 def test_a_policy_that_does_not_change_is_evaluated_for_one_epoch(run, monkeypatch):
     """The critics are trained for all of them, as with a tiny rate of the actor, which moves it by
     rounding alone."""
-    policy_loss, critics = run.script.policy_loss, []
+    policy_loss = run.script.policy_loss
+    critics = [[x.clone() for x in run.agent.parts()[1]]]
     calls = []
     monkeypatch.setattr(
         run.script, "policy_loss", lambda *given: calls.append(1) or policy_loss(*given)
     )
     for rate in (0.0, 1e-30):
-        metrics, agent = run_update(run, learning_rate=rate, update_epochs=3)
+        rates = {"learning_rate": rate, "critic_learning_rate": 1e-3}
+        metrics, agent = run_update(run, update_epochs=3, **rates)
         critics.append([x.clone() for x in agent.parts()[1]])
         epochs = 1 if rate == 0 else 3
         assert len(calls) == epochs * run.args.num_minibatches
         assert metrics["policy/epochs_done"] == epochs
         calls.clear()
-    assert all(map(torch.equal, *critics))
+    before, alone, beside = critics
+    assert all(map(torch.equal, alone, beside))
+    assert not any(map(torch.equal, before, alone))
 
 
 def test_parameters_that_nobody_would_train_are_refused(script):
-    """A module that `parts` does not know."""
+    """A module that `parts` does not know, unless it is frozen."""
     run = make_run(script, "VectorBox")
+    run.agent.frozen = torch.nn.Linear(2, 3).requires_grad_(False)
+    script.make_optimizers(run.agent, run.args)
     run.agent.further = torch.nn.Linear(2, 3)
     told = r"Agent\.parts: further\.weight, further\.bias would never be trained"
     with pytest.raises(ValueError, match=told):
