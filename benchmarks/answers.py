@@ -22,6 +22,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable
+from itertools import groupby
 from typing import NamedTuple
 
 import calibration
@@ -2039,6 +2040,16 @@ def missing(lines: Iterable[str], text: str) -> list[str]:
     return [line for line in lines if line not in known]
 
 
+def torn(found: dict[str, list[str]], text: str) -> list[str]:
+    """The heads of tables whose lines do not stand one below the other as they are made. A line may
+    take its meaning from the one above it."""
+    tables = []
+    for lines in found.values():
+        groups = groupby(lines, lambda line: line.startswith("|"))
+        tables += [[*own] for is_table, own in groups if is_table]
+    return [table[0] for table in tables if "\n".join(table) not in text]
+
+
 def name_in(line: str) -> str:
     """What a line is about: the bold words of a bullet, the first cell of a table's line."""
     found = re.match(r" *\* \*\*[^*]+\*\*|\|[^|]+\|", line)
@@ -2071,7 +2082,9 @@ def main() -> None:
         if args.write:
             path.write_text(renewed(lines, path.read_text()))
         if args.write or args.check:
-            lacking += [f"{page}: {line}" for line in missing(lines, path.read_text())]
+            text = path.read_text()
+            lacking += [f"{page}: {line}" for line in missing(lines, text)]
+            lacking += [f"{page}: the lines of the table {head}" for head in torn(found, text)]
             continue
         for title, own in found.items():
             print(f"## {title}", "", *own, "", sep="\n")

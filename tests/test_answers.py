@@ -48,6 +48,19 @@ def test_lines_made_from_the_rows_stand_in_their_page(answers, pages, page):
     assert answers.missing(pages[page], (FOLDER / page).read_text()) == []
 
 
+@pytest.mark.parametrize("page", ["README.md", "tuning.md"])
+def test_lines_of_tables_stand_in_their_order(answers, page):
+    """ "The same, on one core" is about the line above it."""
+    found = answers.pages()[page]
+    made = [line for own in found.values() for line in own]
+    text = (FOLDER / page).read_text()
+    assert answers.torn(found, text) == []
+    [table] = [at for at, line in enumerate(made) if line.startswith("| ")][:1]
+    first, second = made[table + 2 : table + 4]
+    swapped = text.replace(f"{first}\n{second}", f"{second}\n{first}")
+    assert answers.torn(found, swapped) == [made[table]]
+
+
 def test_the_readme_has_no_other_numbers(pages):
     """Lines that are not made from the rows: names of tasks and of libraries apart, they have no
     digit but those of ALLOWED. That goes for tables as well."""
