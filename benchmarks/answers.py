@@ -2040,14 +2040,33 @@ def missing(lines: Iterable[str], text: str) -> list[str]:
     return [line for line in lines if line not in known]
 
 
-def torn(found: dict[str, list[str]], text: str) -> list[str]:
-    """The heads of tables whose lines do not stand one below the other as they are made. A line may
-    take its meaning from the one above it."""
+def tables_of(found: dict[str, list[str]]) -> list[list[str]]:
+    """The lines of each table that is made here."""
     tables = []
     for lines in found.values():
         groups = groupby(lines, lambda line: line.startswith("|"))
         tables += [[*own] for is_table, own in groups if is_table]
-    return [table[0] for table in tables if "\n".join(table) not in text]
+    return tables
+
+
+def torn(found: dict[str, list[str]], text: str) -> list[str]:
+    """The heads of tables whose lines do not stand one below the other as they are made. A line may
+    take its meaning from the one above it."""
+    return [table[0] for table in tables_of(found) if "\n".join(table) not in text]
+
+
+def with_tables(found: dict[str, list[str]], text: str) -> str:
+    """The text with every table that is made here in the place of the one that alone has its head,
+    unless that has more lines: some may be by hand."""
+    told = text.splitlines()
+    for table in tables_of(found):
+        if told.count(table[0]) == 1:
+            first = told.index(table[0])
+            rest = (at for at in range(first, len(told)) if not told[at].startswith("|"))
+            end = next(rest, len(told))
+            if end - first <= len(table):
+                told[first:end] = table
+    return "\n".join(told) + "\n"
 
 
 def name_in(line: str) -> str:
@@ -2080,7 +2099,7 @@ def main() -> None:
         path = HERE / page
         lines = lines_of(found)
         if args.write:
-            path.write_text(renewed(lines, path.read_text()))
+            path.write_text(renewed(lines, with_tables(found, path.read_text())))
         if args.write or args.check:
             text = path.read_text()
             lacking += [f"{page}: {line}" for line in missing(lines, text)]

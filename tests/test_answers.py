@@ -539,6 +539,17 @@ def test_lines_are_renewed_where_they_stood(answers):
     assert answers.missing(lines, found) == lines[2:]
 
 
+def test_a_table_is_renewed_as_a_whole(answers):
+    """Also where it has a new line. One that has more lines than are made, and one whose head is
+    there twice, stay as they are."""
+    made = ["| a | b |", "|---|---|", "| x | 1 |", "| y | 2 |"]
+    text = "Words.\n\n| a | b |\n|---|---|\n| y | 3 |\n\nMore.\n"
+    expected = "\n".join(["Words.", "", *made, "", "More.", ""])
+    assert answers.with_tables({"Title": ["Before.", *made]}, text) == expected
+    for other in (expected.replace("| y | 2 |", "| y | 4 |\n| z | 5 |"), text + text):
+        assert answers.with_tables({"Title": made}, other) == other
+
+
 def test_a_line_is_renewed_where_its_name_stands(answers):
     """Its words may be others altogether; where two have the name the words decide."""
     text = "* **Age.** All are old, alas.\n* **Other.** Yes and no.\n| a | 1 |\n| a | of b |\n"
