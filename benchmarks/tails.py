@@ -90,7 +90,7 @@ LANDERS = {
     "averse 0.5": "--preset lunarlander averse --cvar-weight 0.5",
 }
 CHOSEN = "averse 0.5"
-STATIC = "up to 700"
+STATIC = "up to 800"
 SHOWN = ("neutral", CHOSEN, STATIC, "clock", "penalty")
 OLDER = range(1000, 1001)
 PILOT = range(1001, 1002)

@@ -676,7 +676,7 @@ def test_aversion_on_robots_worked_by_hand(answers, monkeypatch):
     ]
     monkeypatch.setattr(answers.Table, "rows", lambda self: rows)
     told = answers.averse_robots()
-    assert "worse: 12 by `averse`, and 15 with a lower weight, instead of 20. A plain" in told
+    assert "worse: 12 by `averse` and 15 with a lower weight, instead of 20. A plain" in told
     assert "A plain penalty on the risky state makes it 99. On LunarLander-v3" in told
     assert told.endswith(
         "10 and 1 by `averse` and 50 and 41 with half the weight, instead of 90 and 81."

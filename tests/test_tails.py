@@ -339,6 +339,7 @@ def test_reported_seeds_wait_for_a_pilot_with_a_tail(tails, monkeypatch):
     aversion has a better tail. At last that one is too dear."""
     monkeypatch.setattr(sys, "argv", ["tails.py"])
     monkeypatch.setattr(tails, "CHOSEN", "averse")
+    monkeypatch.setattr(tails, "STATIC", "up to 700")
     for rows, error in (
         (None, "the pilot has not run"),
         ({"safe": 44}, r"LimitHalfCheetah: hits take 4\.0% of the mean"),
