@@ -189,7 +189,7 @@ GRID = [
     Cell("Humanoid-v5", CATEGORICAL, "default", MUJOCO, NEW_FIVE),
     Cell("HalfCheetah-v5", CATEGORICAL, "memory_100", MUJOCO + RETURNS_OVER_100, FIVE),
     *[Cell(task, QUANTILE, "quantiles_single", MUJOCO + SINGLE, TEN) for task in ROBOTS[:4]],
-    Cell("Swimmer-v5", CATEGORICAL, "default", MUJOCO + " --gamma 0.9999", NEW_THREE),
+    Cell("Swimmer-v5", CATEGORICAL, "default", MUJOCO + " --gamma 0.9999", NEW_FIVE),
     *[
         Cell(f"envs:MinAtar/{game}-v1", CATEGORICAL, "default", MINATAR, NEW_THREE)
         for game in GAMES
