@@ -140,19 +140,23 @@ def test_a_contract_runs_in_an_empty_module(name, function):
 
 
 def test_the_readme_names_what_goes_along():
-    """For every contract that calls others, and no other one."""
+    """A line for every contract, with its arguments, its script, and the contracts it calls."""
     readme = (ROOT / "README.md").read_text()
-    table = readme.split("| to take | copy as well | script |")[1].split("\n\n")[0]
+    table = readme.split("| function | gives | script | copy as well |")[1].split("\n\n")[0]
     told = {}
     for line in table.splitlines()[2:]:
-        own, others = (re.findall(r"`(\w+)`", cell) for cell in line.split("|")[1:3])
-        told[own[0]] = {*others}, line.split("|")[3].strip()
+        call, _, kind, others = line.split("|")[1:5]
+        function, arguments = re.fullmatch(r" `(\w+)\((.*)\)` ", call).groups()
+        told[function] = arguments, kind.strip(), {*re.findall(r"`(\w+)`", others)}
     expected = {}
     for name, functions in CONTRACTS.items():
-        kind = "recurrent" if name == LSTM else "feed-forward"
         for function in functions:
-            if others := {*with_callees(name, function)} - {function}:
-                expected[function] = others, kind
+            node = definitions(name)[function]
+            arguments = [arg.arg for arg in node.args.args] if hasattr(node, "args") else []
+            kind = "recurrent" if name == LSTM else "feed-forward"
+            kind = "both" if function in SHARED else kind
+            others = {*with_callees(name, function)} - {function}
+            expected[function] = ", ".join(arguments), kind, others
     assert told == expected
 
 
