@@ -159,7 +159,7 @@ def test_where_one_is_better_and_where_nothing_is_decided(answers):
     """Ahead by 1 with an interval above 0, behind by 1 with one that holds 0, and a tie."""
     made = common.Difference
     found = {"a-v1": made(1, 0.5, 1.5), "b-v0": made(-1, -3, 1), "c": made(0, -1, 1)}
-    assert answers.standing(found) == "better on one, undecided on two and worse on none"
+    assert answers.standing(found) == "better on one, undecided on two and worse on none of three"
     assert [one.verdict for one in found.values()] == ["ahead", "undecided", "undecided"]
     assert made(-1, -3, -0.5).verdict == "behind"
     # By the page's rule 0.5 above a tie is not enough for a width of 1, and 0.6 is.
@@ -236,35 +236,45 @@ def test_a_ceiling_is_called_so(answers):
 
 
 def test_age_is_told_from_the_rows(answers, monkeypatch):
-    """All rows old, some, none."""
-    for old, begin in (
-        (9, "**The returns on this page are of an older version.** All 9"),
-        (5, "**Most returns are of an older version.** "),
-        (4, "**Some returns are of an older version.** "),
-        (0, "**The returns are of today's update.** None of 9"),
-    ):
-        counts = {"runs": (old, 9), "risk": (0, 9)}
-        monkeypatch.setattr(answers, "older_rows", counts.copy)
-        assert answers.current().startswith(begin)
-        assert f"{old or 'None'} of 9" in answers.current() or old == 9
-        assert "and so were" not in answers.current()
-    monkeypatch.setattr(answers.common, "OLDER", set())
-    monkeypatch.setattr(answers, "older_risks", lambda: "the sea")
-    for old, behind, fresh in (
-        (0, "1 of 9 rows of truth", "current, risk, known"),
-        (
-            5,
-            "5 of 9 rows of risk and 1 of 9 rows of truth",
-            "current, risk (but for the sea), known",
-        ),
-        (9, "all of risk and 1 of 9 rows of truth", "called current, known"),
-    ):
-        counts = {"runs": (5, 9), "risk": (old, 9), "truth": (1, 9)}
-        monkeypatch.setattr(answers, "older_rows", counts.copy)
-        assert f", and so were {behind}. Measured with today's scripts:" in answers.current()
-        assert f"{fresh} processes, calibration's second" in answers.current()
-    assert all(answers.newer(cell) == "*" for cell in answers.learning.GRID[:3])
-    assert all(answers.ages(contest) == {False} for contest in answers.CONTESTS)
+    """Cells whose rows are older are named, games and quizzes by their family. A change of
+    -1 +- 2 from a mean of 10 leaves a loss of 30 % open."""
+    old = min(answers.common.OLDER)
+    cells = [
+        common.Cell(task, answers.LSTM, "default", "", range(1))
+        for task in ("popgym:popgym-A-v0", "popgym:popgym-B-v0", "envs:MinAtar/C-v1", "D", "E")
+    ]
+    commits = dict(zip((cell.task for cell in cells), (old, old, old, "new", old)))
+    monkeypatch.setattr(answers.learning, "GRID", cells)
+    monkeypatch.setattr(answers.learning, "ABLATIONS", [])
+    monkeypatch.setattr(
+        answers.learning,
+        "rows_of",
+        lambda cell: [{"commit": commits[cell.task], "steps": "2000000"}],
+    )
+    counts = {"truth": (1, 9), "risk": (0, 9), "calibration": (9, 9)}
+    monkeypatch.setattr(answers, "older_rows", counts.copy)
+    monkeypatch.setattr(answers, "ages", lambda contest: {False})
+    change = answers.Change("F", "now", np.array([10.0, 10]), np.array([8.0, 10]))
+    monkeypatch.setattr(answers, "changes", lambda: [change])
+    monkeypatch.setattr(answers, "welch", lambda *_: common.Difference(-1, -3, 1))
+    told = answers.current()
+    assert "Of today's scripts are 1 of 5 results of ours" in told
+    assert "Older are POPGym, MinAtar at 2M steps, E, 1 of 9 rows of truth and all of cal" in told
+    assert "tasks the change moved no mean measurably, but a loss of up to 30 % (on F)" in told
+    monkeypatch.setattr(answers, "ages", lambda contest: {True})
+    assert ", E, the [critics](#what-the-distribution-buys), 1 of 9 rows" in answers.current()
+    commits.update(dict.fromkeys(commits, "new"))
+    counts.update(dict.fromkeys(counts, (0, 9)))
+    monkeypatch.setattr(answers, "ages", lambda contest: {False})
+    assert answers.current() == "**All numbers are of today's scripts.**"
+
+
+def test_differences_are_graded_by_the_rule(answers):
+    """The tie inside the interval; outside; and further from it than half the interval's width."""
+    made = common.Difference
+    assert answers.graded(made(1, -1, 3)) == "undecided"
+    assert answers.graded(made(2, 0.5, 3.5)) == "likely better"
+    assert answers.graded(made(-4, -5, -3)) == "clearly worse"
 
 
 def test_a_gain_is_claimed_where_an_interval_leaves_a_coin_out(answers):
@@ -625,10 +635,10 @@ def test_warnings_worked_by_hand(answers, monkeypatch):
     told = answers.trusted()
     assert "for two runs each of Hopper-v5" in told
     assert "** Yes. Gravity" in told
-    assert "In 1 case the return fell. A low predicted decile warned before that in 1, at " in told
-    assert "in 1, at the same level in 0, and later or never in 0; the distance of " in told
+    assert "In 1 case the return fell, in 1 after the first step. A low predicted decile" in told
+    assert "warned before that in 1, at the same step in 0, and later or never in 0; the" in told
     assert "the distance of the twins in 0, 0 and 1. In 1 case the return held;" in told
-    assert "the return held; the decile warned in 0, the twins in 1 (older preset)." in told
+    assert "the return held; the decile warned in 0, the twins in 1. [Table]" in told
     for level in (4, 3):  # now the decile warns in vain, too; at last of the unchanged robot
         rows[level]["low_warns"] = 0.95
         assert "** Not reliably. Gravity" in answers.trusted()
@@ -659,28 +669,40 @@ def test_speeds_are_of_versions_that_were_committed_and_measured_whole(answers, 
 
 
 def test_aversion_on_robots_worked_by_hand(answers, monkeypatch):
-    """Worst tenths of 10 and 30 with a neutral policy, of 12 with full aversion, and of 15 with the
-    chosen one. A reported seed is no tuning seed."""
-    names = {"neutral": ("10", "30"), "averse": ("12",), "penalty": ("99",)}
-    names[answers.tails.CHOSEN] = ("15",)
+    """Reported seeds are told if every shown variant has all of them, with their interval: of
+    100, 101, 102, 103 and 104 the deviation is sqrt(2.5) = 1.581, so half is
+    2.776 * 1.581 / sqrt(5) = 1.96. Full aversion has one tuning seed."""
+    tails = answers.tails
     rows = [
-        {"task": answers.tails.TASK, "variant": variant, "cvar_10": tail, "seed": "1000"}
-        for variant, tails in names.items()
-        for tail in tails
+        {"task": tails.TASK, "variant": variant, "mean": "1"}
+        | {"cvar_10": str(100 * (place + 1) + seed), "seed": str(8001 + seed)}
+        for place, variant in enumerate(tails.SHOWN)
+        for seed in range(5)
     ]
-    rows.append(rows[0] | {"seed": "8001", "cvar_10": "999"})
-    lander = {"task": answers.tails.LANDER, "seed": "1000"}
-    rows += [
-        lander | {"variant": variant, "mean": str(number), "cvar_10": str(number - 9)}
+    pilot = [
+        {"task": tails.TASK, "variant": variant, "mean": "1", "cvar_10": tail, "seed": "1001"}
+        for variant, tail in (("neutral", "20"), ("averse", "12"), *zip(tails.SHOWN[1:], "6789"))
+    ]
+    lander = [
+        {"task": tails.LANDER, "variant": variant, "seed": "1000"}
+        | {"mean": str(number), "cvar_10": str(number - 9)}
         for number, variant in ((90, "neutral"), (10, "averse"), (50, "averse 0.5"))
     ]
-    monkeypatch.setattr(answers.Table, "rows", lambda self: rows)
+    found = [*rows, *pilot, *lander]
+    monkeypatch.setattr(answers.Table, "rows", lambda self: found)
     told = answers.averse_robots()
-    assert "worse: 12 by `averse` and 15 with a lower weight, instead of 20. A plain" in told
-    assert "A plain penalty on the risky state makes it 99. On LunarLander-v3" in told
+    assert "a neutral policy's worst tenth is 102 ± 2, with `--cvar-weight 0.5` 202 ± 2," in told
+    assert "with the static CVaR (pay up to a total) 302 ± 2, and with a penalty on the" in told
+    assert "a penalty on the risky state 502 ± 2 (five runs each)." in told
+    assert "The weight of 1 has 12 instead of 20 on a tuning seed." in told
     assert told.endswith(
-        "10 and 1 by `averse` and 50 and 41 with half the weight, instead of 90 and 81."
+        "mean and tail are 10 and 1 with it and 50 and 41 with 0.5, instead of 90 and 81 "
+        "(one older run each)."
     )
+    found.remove(rows[-1])  # a penalised run is missing
+    told = answers.averse_robots()
+    assert "worst tenth is 20, with `--cvar-weight 0.5` 6, with the static" in told
+    assert "risky state 9 (a tuning seed). The weight of 1 has 12 instead of 20. On" in told
 
 
 def test_reward_terms_worked_by_hand(answers, monkeypatch):
@@ -728,8 +750,8 @@ def test_the_score_beside_the_best_is_worked_by_hand(answers, monkeypatch):
     monkeypatch.setattr(answers, "scores", scores)
     told = answers.beside_best()
     assert "TRPO it is 0.93 (" in told or "TRPO it is 0.92 (" in told
-    assert told.endswith("with 1 of 8 runs below half.")
-    assert "the table's last column, its return is 0.46 (" in told
+    assert told.endswith("with 1 of 8 runs below half (intervals of our seeds alone).")
+    assert "**Beside the best published** its return is 0.46 (" in told
     assert "(three of these values are single runs)" in told
     low = answers.low_robots()
     assert {task: own.tolist() for task, own in low.items() if len(own)} == {

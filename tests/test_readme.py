@@ -431,7 +431,8 @@ def test_numbers_that_the_report_computes():
     assert f"on LunarLander-v3 they are {best} so, and {sampled} where the policy samples" in README
     assert f"LunarLander-v3 has {best} so, and {sampled} where the policy samples" in README
     neutral, penalty = re.search(
-        r"instead of (\d+)\. A plain penalty on the risky state makes it (\d+)", page
+        r"a neutral policy's worst tenth is (\d+)\D.*with a penalty on the risky state (\d+)\D",
+        page,
     ).groups()
     assert f"raised the worst tenth from {neutral} to {penalty}." in README
     feed_forward = re.search(
@@ -483,7 +484,7 @@ def test_the_chance_that_a_distribution_helps():
     """The report computes it, with intervals."""
     page = (ROOT / "benchmarks" / "README.md").read_text()
     told = re.search(
-        r"ends higher with probability ([\d.]+) \(.*?\) on MuJoCo, ([\d.]+) \(.*?\) on recurrent "
+        r"scalar critic with probability ([\d.]+) \(.*?\) on MuJoCo, ([\d.]+) \(.*?\) on recurrent "
         r"tasks and ([\d.]+) \(.*?\) on MinAtar",
         page,
     )
