@@ -257,13 +257,12 @@ def test_the_speed_beside_the_recurrent_peer():
     lines = [x.split("|") for x in tables[1].splitlines() if x.startswith("| recurrent")]
     ratios = {line[1].split(":")[0].strip(): line[4].split()[0] for line in lines}
     first = ratios.pop("recurrent")
-    assert f"{first} times as many steps per second as sb3-contrib's" in README
+    assert f"{first} times as many on CartPole without velocities, with an LSTM of 128" in README
     ratios.pop("recurrent-pong", None)
     low, high = min(ratios.values(), key=float), max(ratios.values(), key=float)
     assert len(ratios) > 5
-    assert (
-        f"it makes [{low} to {high} times](benchmarks/results/speed.md) as many (older)" in README
-    )
+    told = f"makes [{low} to {high} times](benchmarks/results/speed.md) as many steps per second"
+    assert told in README
 
 
 def test_known_processes_that_are_close_to_the_truth():
@@ -348,13 +347,21 @@ def test_how_good_presets_for_calibration_are():
         if task == "CartPoleNoVel-v1":
             alone = mean(errors[task, "presets, no bonus"])
             assert f"| {task} | {told[0]} | {alone:.3f} | - |" in README
-            assert f"without it, on seeds 8001 to 8003, had {alone:.3f}." in README
+            told_too = f"8001 to 8003: the bonus was added after these had had {alone:.3f}."
+            assert told_too in README
             told[0] = "-"
         assert f"| {name} | {' | '.join(told)} |" in README
     assert all(len(own) == 3 for _, *some in found.values() for own in some)
     before, after = ([mean(own[at]) for own in found.values()] for at in (1, 2))
     assert [sum(error <= 0.05 for error in some) for some in (before, after)] == [1, 2]
     assert all(later < earlier for earlier, later in zip(before, after))
+    plain = [
+        mean(errors[task, "presets, no bonus" if task == "CartPoleNoVel-v1" else "presets"])
+        < mean(errors[task, "default"])
+        for task in found
+    ]
+    assert (sum(plain), len(plain)) == (4, 5)
+    assert "usually trains it better: on four of five tasks." in README
     beyond = {task for task, own in found.items() if falls_beyond_chance(own[1], own[2])}
     assert beyond == {"PendulumNoVel-v1", "LunarLander-v3"}
     assert "on PendulumNoVel-v1 and LunarLander-v3 by more than chance" in README
@@ -428,7 +435,8 @@ def test_numbers_that_the_report_computes():
     best, sampled = re.search(
         r"LunarLander-v3\*\* has ([\d.]+) by the policy's likeliest action, but (\d+) where", page
     ).groups()
-    assert f"on LunarLander-v3 they are {best} so, and {sampled} where the policy samples" in README
+    assert f"on LunarLander-v3 they are {best} in evaluations, by the likeliest action" in README
+    assert f"likeliest action, and {sampled} at the end of training, where" in README
     assert f"LunarLander-v3 has {best} so, and {sampled} where the policy samples" in README
     neutral, penalty = re.search(
         r"a neutral policy's worst tenth is (\d+)\D.*with a penalty on the risky state (\d+)\D",
@@ -438,7 +446,7 @@ def test_numbers_that_the_report_computes():
     feed_forward = re.search(
         r"is ([\d.]+) \(.*?\) times as fast as SB3's PPO on CartPole-v1, ([\d.]+) \(", page
     ).groups()
-    assert "is {1} to {0} times as fast as SB3's PPO.".format(*feed_forward) in README
+    assert "is {1} to {0} times as fast as SB3's PPO,".format(*feed_forward) in README
 
 
 def test_what_sampled_returns_cost():
@@ -458,7 +466,7 @@ def test_what_sampled_returns_cost():
     assert [f"{ratio:.1f}" for ratio in others] == ["1.3", "1.3"]
     assert "the feed-forward one 1.3 times as slow (older)" in README
     low, high = min(ratios.values()), max(ratios.values())
-    assert f"takes {low:.1f} to {high:.1f} times as long (older)" in README
+    assert f"It takes {low:.1f} to {high:.1f} times as long (*older*: measured" in README
 
 
 def test_the_target_of_the_divergence():
@@ -526,8 +534,10 @@ def test_the_picture_of_one_run():
         for row in calibration.TABLE.rows()
         if (row["task"], row["variant"]) == ("Hopper-v5", "presets")
     ]
-    told = f"has {error:.2f}. Three other such runs have {np.mean(others):.3f} on average"
+    told = f"calibrated` has {error:.2f} over {episodes} episodes, where chance alone may"
     assert told in README
+    assert f"three other such runs have {np.mean(others):.3f} on average" in README
+    assert error < np.mean(others)
     assert len(others) == 3
 
 
@@ -652,6 +662,16 @@ def test_the_verdict_beside_tuned_flags():
     assert ahead == 4 * [True] + 4 * [False]
     told = "tuned run on Pendulum, LunarLander, Walker2d and Ant, and a lower one on HalfCheetah, "
     assert f"{told}Hopper, Acrobot and Swimmer." in README
+    inside = [
+        task
+        for task in tasks
+        if abs(zoo[task] - ours[task]) < common.half_width(np.array(scores_of(SCRIPTS, task)))
+    ]
+    assert inside == ["Pendulum-v1", "Walker2d-v5", "Hopper-v5"]
+    assert "its run lies within our interval on Pendulum, Walker2d and Hopper." in README
+    below = [task for task in tasks[2:6] if zoo[task] < mean(scores_of(PEERS, task))]
+    assert below == ["Ant-v5", "Hopper-v5"]
+    assert "On Hopper and Ant its run is below SB3's defaults" in README
     hopper = scores_of(SCRIPTS, "Hopper-v5")
     peer = scores_of(PEERS, "Hopper-v5")
     assert mean(hopper) < min(mean(peer), published_by("CleanRL")["Hopper-v5"])
