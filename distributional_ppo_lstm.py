@@ -388,7 +388,8 @@ class RunArgs:
     the new total, so that a learning rate that had fallen jumps up."""
     init_from: str = ""
     """Run directory or checkpoint whose weights and statistics the run starts from. Steps,
-    optimizers and what --norm-adv-memory remembers start anew."""
+    optimizers and what --norm-adv-memory remembers start anew. Its flags are taken with --preset
+    critics alone."""
     evaluate: str = ""
     """Run directory, whose last checkpoint counts, or a checkpoint such as best.pt, to evaluate
     with its own flags. Nothing is trained. --eval-episodes, --eval-sampled, --seed, --capture-video
@@ -1285,7 +1286,7 @@ PRESETS = {
         },
     ),
     "critics": Preset(
-        "Trains the critics alone, after --init-from. Name that run's presets first.",
+        "Trains the critics of --init-from alone, with that run's flags.",
         {
             "total_timesteps": 200_000,
             "num_steps": 1000,
@@ -5295,13 +5296,15 @@ def check_sizes(args: Args) -> None:
         raise flag_error(args, "num_minibatches", f"{text}; {remedy}")
 
 
-def preset_flags(names: Iterable[str]) -> dict[str, Any]:
+def preset_flags(names: Iterable[str], init_from: str = "") -> dict[str, Any]:
     """Return the flags of presets, applied from left to right.
 
-    Raises `UsageError` for a name that is unknown or given twice, for a second task, and for a
-    task behind a purpose.
+    Where `critics` stands alone, the flags of the run `init_from` come first. Raises `UsageError`
+    for a name that is unknown or given twice, for a second task, and for a task behind a purpose.
     """
     flags = {"preset": tuple(names)}
+    if init_from and flags["preset"] == ("critics",):
+        flags = flags_of_run(init_from) | flags
     for name in flags["preset"]:
         if name not in PRESETS:
             raise UsageError(f"--preset {name}: is unknown; known are {', '.join(PRESETS)}")
@@ -5318,9 +5321,20 @@ def preset_flags(names: Iterable[str]) -> dict[str, Any]:
     return flags
 
 
+def flags_of_run(path: str) -> dict[str, Any]:
+    """Return the flags of a stored run that its learning depends on: not those of run and machine.
+
+    Whether evaluations act by samples is one of them.
+    """
+    _, stored = read_checkpoint(path)
+    groups = [group for group in GROUPS.values() if group not in (RunArgs, MachineArgs)]
+    names = [one.name for group in groups for one in fields(group)]
+    return {name: getattr(stored, name) for name in (*names, "eval_sampled")}
+
+
 def preset_args(*names: str, **flags: Any) -> Args:
     """Return the flags of presets, and then others. `preset_args("calibrated", gamma=0.9)`."""
-    return Args(**preset_flags(names) | flags)
+    return Args(**preset_flags(names, flags.get("init_from", "")) | flags)
 
 
 def explain_flags() -> None:
@@ -5386,6 +5400,7 @@ def parse_args(argv: list[str]) -> Args:
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--resume", nargs="?")
     finder.add_argument("--evaluate", nargs="?")
+    finder.add_argument("--init-from", "--init_from", nargs="?")
     finder.add_argument("--preset", nargs="*", action="append", default=[])
     # tyro reads --preset=a b as two names, and argparse does so if the word is split. Others are
     # split since argparse takes --run-dir="a b", which has a space, for the name of a preset.
@@ -5397,7 +5412,7 @@ def parse_args(argv: list[str]) -> Args:
     names = given.preset[0] if given.preset else []
     path = given.evaluate if given.resume is None else given.resume
     if path is None:
-        return parse_flags(argv, preset_flags(names))
+        return parse_flags(argv, preset_flags(names, given.init_from or ""))
     if not path:
         raise UsageError("--resume or --evaluate: is empty; it takes a run directory")
     if names:

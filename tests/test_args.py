@@ -980,8 +980,9 @@ def test_every_preset_makes_a_run(script):
     """Its flags are the script's, differ from the defaults, and are none of the machine's."""
     machine = {*script.MachineArgs.__dataclass_fields__, *script.RunArgs.__dataclass_fields__}
     for name, preset in script.PRESETS.items():
-        needed = {"init_from": "a run"} if name == "critics" else {}
-        args = script.preset_args(name, **needed)
+        first = next(iter(script.PRESETS))  # its flags are the defaults
+        names = (first, name) if name == "critics" else (name,)
+        args = script.preset_args(*names, **{"init_from": "a run"} if name == "critics" else {})
         assert preset.about.endswith(".")
         assert not (machine - {"eval_sampled"}) & preset.flags.keys()
         defaults = script.Args()
@@ -1163,14 +1164,54 @@ def test_names_of_presets_set_no_flags_from_python(script, tmp_path):
     assert script.preset_args("averse", cvar_weight=0.5).cvar_weight == 0.5
     with pytest.raises(script.UsageError, match="--preset critics: needs --init-from"):
         script.train(script.preset_args("critics"))
+    names = (next(iter(script.PRESETS)), "critics")
+    args = script.preset_args(*names, init_from="a run", learning_rate=0.01)
     with pytest.raises(script.UsageError, match=r"--learning-rate 0\.01: must be 0 with --preset"):
-        script.train(script.preset_args("critics", init_from="a run", learning_rate=0.01))
+        script.train(args)
     args = small_args(script, "Walk", run_dir=str(tmp_path), total_timesteps=48, eval_episodes=0)
     path = Path(script.train(args)["run_dir"]) / "checkpoint.pt"
     content = torch.load(path, weights_only=True)
     content["args"]["preset"] = ("renamed",)
     torch.save(content, path)
     assert script.load_agent(path)[1].preset == ("renamed",)
+
+
+@with_both_scripts
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_critics_alone_take_the_flags_of_their_run(script, tmp_path, by_hand):
+    """All that learning depends on, then those of the preset, then typed ones. What keeps a run and
+    what the machine needs is not taken. Behind another preset nothing is."""
+    flags = {"total_timesteps": 48, "gamma": 0.9, "norm_obs": False, "eval_sampled": True}
+    flags |= {"eval_episodes": 1, "seed": 7, "log_std_init": -1.0, "twin_reduce": "mean"}
+    first = small_args(script, "Walk", run_dir=str(tmp_path), torch_threads=2, **flags)
+    found = script.train(first)["run_dir"]
+    more = {"update_epochs": 3, "init_from": found}
+    if by_hand:
+        args = script.preset_args("critics", **more)
+    else:
+        args = script.parse_args(
+            ["--preset", "critics", f"--init_from={found}", "--update-epochs", "3"]
+        )
+    own = script.PRESETS["critics"].flags | more | {"preset": ("critics",)}
+    kept = {*script.MachineArgs.__dataclass_fields__, *script.RunArgs.__dataclass_fields__}
+    kept -= {"eval_sampled"}
+    before, defaults = vars(first), vars(script.Args())
+    for name, value in vars(args).items():
+        expected = own.get(name, defaults[name] if name in kept else before[name])
+        assert value == expected, name
+    assert script.preset_args("calibrated", "critics", init_from=found).gamma == 0.99
+    script.train(replace(args, run_dir=str(tmp_path), num_steps=8, num_minibatches=1,
+                         total_timesteps=48, eval_episodes=0,
+                         **({"seq_len": 8} if "lstm" in script.__name__ else {})))  # fmt: skip
+
+
+@with_both_scripts
+def test_critics_alone_need_a_run_that_is_there(script, capsys):
+    """A line, and no traceback."""
+    code, _, err = run_main(script, capsys, ["--preset", "critics", "--init-from", "nowhere"])
+    assert code == 2
+    assert "nowhere" in err
+    assert "no run or checkpoint" in err
 
 
 def test_a_python_without_docstrings_starts(script, monkeypatch):
