@@ -1543,6 +1543,24 @@ def without_calibrated() -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(alone), np.concatenate(beside)
 
 
+def price() -> str:
+    """What the preset `calibrated` costs in return, on the tasks where all its runs are there."""
+    gaps = {}
+    for task, (script, _) in learning.CALIBRATED.items():
+        own = scores(script, task, "calibrated")
+        if len(own) == len(learning.NEW_THREE):
+            gaps[task] = welch(own, scores(script, task))
+    if not gaps:
+        return "The price of `calibrated` in return is unmeasured."
+    told = joined(
+        f"{gap.told(0 if gap.high >= 1000 else 1)} on {task}" for task, gap in gaps.items()
+    )
+    return (
+        f"With `calibrated` instead of the plain preset the return changes by {told} "
+        f"({count_of(len(learning.NEW_THREE))} runs each)."
+    )
+
+
 def calibrated() -> list[str]:
     """The answer about calibration."""
     chain = sum(map(calibration.reached, chains()))
@@ -1568,8 +1586,8 @@ def calibrated() -> list[str]:
         f"after {(plain <= 0.05).sum()} of {len(plain)}. If `critics` then trains the critics "
         f"alone, {told[1]} of {told[2]} do, {(bonus <= 0.05).sum()} of them with that bonus; all "
         f"three runs do on {count_of(whole)} of {count_of(len(pairs))} tasks. [Flags for each "
-        f"task](tuning.md#calibration) do in {(runs <= 0.05).sum()} of {len(runs)} (older). The "
-        f"price of `calibrated` in return is unmeasured.",
+        f"task](tuning.md#calibration) do in {(runs <= 0.05).sum()} of {len(runs)} (older). "
+        f"{price()}",
         f"  * **Known processes,** three easy ones, on which some flags were chosen too: {chain} "
         f"of {len(chains())} runs with tuned flags reach [our goals](#calibration), with 51 atoms "
         f"or quantiles. With the preset's 201 atoms {fine[0]} of {fine[1]} do{if_older(many)}.",

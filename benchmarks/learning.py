@@ -142,6 +142,13 @@ MUJOCO_NOVEL = "--preset mujoco_novel"
 # The peer needs more than an hour for the preset's million steps, so both have fewer here.
 SHORT = MUJOCO_NOVEL + " --total-timesteps 300000"
 SHORT_ROBOTS = ("HalfCheetahNoVel-v5", "Walker2dNoVel-v5")
+# what the preset `calibrated` costs in return, on these tasks
+CALIBRATED = {
+    "CartPoleNoVel-v1": (LSTM, "--preset calibrated"),
+    "PendulumNoVel-v1": (LSTM, "--preset pendulum_novel calibrated"),
+    "Hopper-v5": (CATEGORICAL, "--preset mujoco calibrated --compile"),
+    "LunarLander-v3": (CATEGORICAL, "--preset lunarlander calibrated"),
+}
 # seeds of peers and of older runs, and of runs of today's scripts
 THREE, FIVE, TEN, TWENTY = (range(1, seeds + 1) for seeds in (3, 5, 10, 20))
 NEW_THREE, NEW_FIVE, NEW_TEN, NEW_TWENTY = (
@@ -197,6 +204,10 @@ GRID = [
     *[
         Cell(f"envs:MinAtar/{game}-v1", CATEGORICAL, "ten_million", TEN_MILLION, seeds)
         for game, seeds in LONG_GAMES.items()
+    ],
+    *[
+        Cell(task, script, "calibrated", flags, NEW_THREE)
+        for task, (script, flags) in CALIBRATED.items()
     ],
     Cell("CartPoleNoVel-v1", CONTRIB, "zoo", "--total-timesteps 100000", FIVE),
     Cell("PendulumNoVel-v1", CONTRIB, "zoo", "--total-timesteps 100000", FIVE),

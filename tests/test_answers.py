@@ -705,6 +705,28 @@ def test_aversion_on_robots_worked_by_hand(answers, monkeypatch):
     assert "risky state 9 (a tuning seed). The weight of 1 has 12 instead of 20. On" in told
 
 
+def test_the_price_of_calibration_worked_by_hand(answers, monkeypatch):
+    """Means of 2 and 5: +3; of 20 and 10: -10. A task with two runs of three is not told, and
+    without any the price is unmeasured."""
+    runs = {
+        ("CartPoleNoVel-v1", "calibrated"): (4, 5, 6),
+        ("CartPoleNoVel-v1", "default"): (1, 2, 3),
+        ("PendulumNoVel-v1", "calibrated"): (9, 10, 11),
+        ("PendulumNoVel-v1", "default"): (19, 20, 21),
+        ("Hopper-v5", "calibrated"): (1, 2),
+    }
+    monkeypatch.setattr(
+        answers,
+        "scores",
+        lambda script, task, variant="default": np.array(runs.get((task, variant), ()), float),
+    )
+    told = answers.price()
+    assert "the return changes by +3.0 (+0.7 to +5.3) on CartPoleNoVel-v1 and -10.0 (" in told
+    assert told.endswith(") on PendulumNoVel-v1 (three runs each).")
+    runs.clear()
+    assert answers.price() == "The price of `calibrated` in return is unmeasured."
+
+
 def test_reward_terms_worked_by_hand(answers, monkeypatch):
     """The longest runs alone: 2 and 4 with terms, 1 and 3 with one value: +1, with gaps of 0.2 %
     and 0.4 %."""
