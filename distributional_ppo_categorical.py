@@ -392,8 +392,8 @@ class RunArgs:
     the new total, so that a learning rate that had fallen jumps up."""
     init_from: str = ""
     """Run directory or checkpoint whose weights and statistics the run starts from. Steps,
-    optimizers and what --norm-adv-memory remembers start anew. Its flags are taken with --preset
-    critics alone."""
+    optimizers and what --norm-adv-memory remembers start anew. With --preset critics as the only
+    preset its flags of learning are taken as well."""
     evaluate: str = ""
     """Run directory, whose last checkpoint counts, or a checkpoint such as best.pt, to evaluate
     with its own flags. Nothing is trained. --eval-episodes, --eval-sampled, --seed, --capture-video
@@ -1212,7 +1212,7 @@ PRESETS = {
         },
     ),
     "critics": Preset(
-        "Trains the critics of --init-from alone, with that run's flags.",
+        "Trains the critics of --init-from alone, with that run's flags of learning.",
         {
             "total_timesteps": 200_000,
             "num_steps": 1000,
