@@ -259,10 +259,10 @@ def test_age_is_told_from_the_rows(answers, monkeypatch):
     monkeypatch.setattr(answers, "welch", lambda *_: common.Difference(-1, -3, 1))
     told = answers.current()
     assert "Of today's scripts are 1 of 5 results of ours" in told
-    assert "Older are POPGym, MinAtar at 2M steps, E, 1 of 9 rows of truth and all of cal" in told
+    assert "Older are POPGym, MinAtar at 2M steps, E, some of truth and all of calibration." in told
     assert "tasks the change moved no mean measurably, but a loss of up to 30 % (on F)" in told
     monkeypatch.setattr(answers, "ages", lambda contest: {True})
-    assert ", E, the [critics](#what-the-distribution-buys), 1 of 9 rows" in answers.current()
+    assert ", E, the [critics](#what-the-distribution-buys), some of truth" in answers.current()
     commits.update(dict.fromkeys(commits, "new"))
     counts.update(dict.fromkeys(counts, (0, 9)))
     monkeypatch.setattr(answers, "ages", lambda contest: {False})
@@ -635,10 +635,10 @@ def test_warnings_worked_by_hand(answers, monkeypatch):
     told = answers.trusted()
     assert "for two runs each of Hopper-v5" in told
     assert "** Yes. Gravity" in told
-    assert "In 1 case the return fell, in 1 after the first step. A low predicted decile" in told
+    assert "In 1 case the return fell, in 1 later than at the first step. A low" in told
     assert "warned before that in 1, at the same step in 0, and later or never in 0; the" in told
     assert "the distance of the twins in 0, 0 and 1. In 1 case the return held;" in told
-    assert "the return held; the decile warned in 0, the twins in 1. [Table]" in told
+    assert "the return held; there the decile warned falsely in 0, the twins in 1." in told
     for level in (4, 3):  # now the decile warns in vain, too; at last of the unchanged robot
         rows[level]["low_warns"] = 0.95
         assert "** Not reliably. Gravity" in answers.trusted()
@@ -703,6 +703,32 @@ def test_aversion_on_robots_worked_by_hand(answers, monkeypatch):
     told = answers.averse_robots()
     assert "worst tenth is 20, with `--cvar-weight 0.5` 6, with the static" in told
     assert "risky state 9 (a tuning seed). The weight of 1 has 12 instead of 20. On" in told
+
+
+def test_a_preset_that_loses_on_swimmer_is_told(answers, monkeypatch):
+    """Means of 50 and 150 with spreads of 1 each; nothing is told where they may be alike."""
+    rows = {
+        name: [{"return_mean": str(middle + more)} for more in (-1, 0, 1)]
+        for name, middle in (("new", 50), ("old", 150), ("alike", 149))
+    }
+    pair = [rows["new"], rows["old"]]
+    monkeypatch.setattr(answers.learning, "groups_of_task", lambda task: tuple(pair))
+    told = "Today's preset has 50.0 on Swimmer-v5, an older one 150.0. "
+    assert answers.swimmer() == told
+    pair[0] = rows["alike"]
+    assert answers.swimmer() == ""
+    pair[0] = []
+    assert answers.swimmer() == ""
+
+
+def test_critics_with_more_low_runs_are_told(answers):
+    """As the table of critics has them: an interval of the difference of shares below 0."""
+    [told] = answers.behind_scalar()
+    table = (FOLDER / "results" / "critics.md").read_text()
+    row = r"^\| two-hot, twins \|.*\| (\d+ of \d+) \| -0\.\d+ \(-[\d.]+ to -[\d.]+\) \|"
+    low = re.search(row, table, re.MULTILINE)[1]
+    assert f" MuJoCo two-hot by twins have {low} low runs, scalar ones 3 of 20." in told
+    assert told.count("low runs") == 1
 
 
 def test_the_price_of_calibration_worked_by_hand(answers, monkeypatch):
