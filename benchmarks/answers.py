@@ -1802,10 +1802,11 @@ def fast() -> list[str]:
 def how_tuned() -> str:
     """How flags were chosen, and which presets have no tuning run that was kept."""
     without = [f"`{name}`" for name in ORIGIN if not tuning_runs(script_of(name), name)]
+    without.append("`averse`")
     return (
         f"By hand, by small searches and by screenings, on seeds 1000 to 7999. Other seeds are "
         f"reported, but for those of [Truth](#truth), which lie among these. {joined(without)} "
-        f"and `averse` have no tuning runs. Reported seeds influenced "
+        f"have no tuning runs. Reported seeds influenced "
         f"[eleven choices](#choices-that-reported-seeds-influenced), and we broke [five "
         f"rules](#what-failed)."
     )
