@@ -1907,10 +1907,7 @@ def averse_robots() -> str:
     runs = f"{count_of(len(seeds))} runs each" if len(seeds) > 1 else "a tuning seed"
     seeds, rows = telling(tails.LANDER, tails.LANDERS)
     lander = [
-        " and ".join(
-            f"{tails.values(rows, tails.LANDER, variant, column).mean():.0f}"
-            for column in ("mean", "cvar_10")
-        )
+        f"{tails.values(rows, tails.LANDER, variant, 'cvar_10').mean():.0f}"
         for variant in tails.LANDERS
     ]
     older = "one older run each" if seeds == tails.OLDER else "a tuning seed"
@@ -1920,8 +1917,8 @@ def averse_robots() -> str:
         f"neutral policies seldom take the risk. On ours a neutral policy's worst tenth is "
         f"{neutral}, with `--cvar-weight {weight}` {chosen}, with the static CVaR (pay up to a "
         f"total) {static}, and with a penalty on the risky state {penalty} ({runs}). On "
-        f"LunarLander-v3 mean and tail are {lander[1]} with `averse` and {lander[2]} with a weight "
-        f"of 0.5, instead of {lander[0]} ({older})."
+        f"LunarLander-v3 it is {lander[1]} with `averse` and {lander[2]} with a weight of 0.5, "
+        f"instead of {lander[0]} ({older})."
     )
 
 

@@ -488,6 +488,24 @@ def test_runs_on_known_distributions():
     assert f"are known, all {total} runs with tuned flags come close" in README
 
 
+def test_aversion_on_a_robot():
+    """Means of the worst tenth of five reported runs each, and whether chance may make them."""
+    tails = importlib.import_module("tails")
+    rows = tails.with_seeds(tails.TABLE.rows(), tails.REPORTED)
+    neutral, averse, penalty = (
+        tails.values(rows, tails.TASK, variant, "cvar_10")
+        for variant in ("neutral", "averse 0.5", "penalty")
+    )
+    assert {len(neutral), len(averse), len(penalty)} == {5}
+    told = f"the worst tenth was {averse.mean():.0f} instead of {neutral.mean():.0f} (five runs"
+    assert told in README
+    assert common.welch(averse, neutral).verdict == "undecided"
+    gain = common.welch(penalty, neutral).verdict
+    words = {"undecided": "With five runs each this may be chance.",
+             "ahead": "This is more than chance."}  # fmt: skip
+    assert f"from {neutral.mean():.0f} to {penalty.mean():.0f}. {words[gain]}" in README
+
+
 def test_the_chance_that_a_distribution_helps():
     """The report computes it, with intervals."""
     page = (ROOT / "benchmarks" / "README.md").read_text()
