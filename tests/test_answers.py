@@ -703,20 +703,20 @@ def test_aversion_on_robots_worked_by_hand(answers, monkeypatch):
     assert "risky state 9 (a tuning seed). On" in told
 
 
-def test_a_preset_that_loses_on_swimmer_is_told(answers, monkeypatch):
-    """Means of 50 and 150 with spreads of 1 each; nothing is told where they may be alike."""
-    rows = {
-        name: [{"return_mean": str(middle + more)} for more in (-1, 0, 1)]
-        for name, middle in (("new", 50), ("old", 150), ("alike", 149))
-    }
-    pair = [rows["new"], rows["old"]]
-    monkeypatch.setattr(answers.learning, "groups_of_task", lambda task: tuple(pair))
-    told = "Today's preset has 50.0 on Swimmer-v5, an older one 150.0. "
-    assert answers.swimmer() == told
-    pair[0] = rows["alike"]
-    assert answers.swimmer() == ""
-    pair[0] = []
-    assert answers.swimmer() == ""
+def test_the_lambda_of_swimmer_is_told(answers):
+    """The mean of the seeds that had the preset's own, from the file."""
+    rows = [
+        row
+        for row in common.rows_of_file(FOLDER / "results" / "runs.csv")
+        if row["task"] == "Swimmer-v5" and int(row["seed"]) > 8000
+    ]
+    found = {0.9: [], 0.98: []}
+    for row in rows:
+        [lam] = common.flag_values(row["flags"])["--gae-lambda"]
+        found[lam].append(float(row["return_mean"]))
+    plain, own = found.values()
+    assert len(plain) == len(own) == 5
+    assert f"lambda Swimmer-v5 has {np.mean(plain):.1f}, so its row" in answers.swimmer()
 
 
 def test_critics_with_more_low_runs_are_told(answers):
