@@ -5305,12 +5305,14 @@ def preset_flags(names: Iterable[str], init_from: str = "") -> dict[str, Any]:
     flags = {"preset": tuple(names)}
     if init_from and flags["preset"] == ("critics",):
         flags = flags_of_run(init_from) | flags
+
     for name in flags["preset"]:
         if name not in PRESETS:
             raise UsageError(f"--preset {name}: is unknown; known are {', '.join(PRESETS)}")
         if flags["preset"].count(name) > 1:
             raise UsageError(f"--preset {name}: is given twice")
         flags |= PRESETS[name].flags
+
     for name in flags["preset"][1:]:
         if name not in PURPOSES:
             first = flags["preset"][0]
@@ -5322,14 +5324,14 @@ def preset_flags(names: Iterable[str], init_from: str = "") -> dict[str, Any]:
 
 
 def flags_of_run(path: str) -> dict[str, Any]:
-    """Return the flags of a stored run that its learning depends on: not those of run and machine.
+    """Return the flags of a stored run that its learning depends on, and `eval_sampled`.
 
-    Whether evaluations act by samples is one of them.
+    The others of the groups `run` and `machine` are left out.
     """
-    _, stored = read_checkpoint(path)
+    stored = read_saved(checkpoint_path(path))["args"]
     groups = [group for group in GROUPS.values() if group not in (RunArgs, MachineArgs)]
     names = [one.name for group in groups for one in fields(group)]
-    return {name: getattr(stored, name) for name in (*names, "eval_sampled")}
+    return {name: stored[name] for name in (*names, "eval_sampled")}
 
 
 def preset_args(*names: str, **flags: Any) -> Args:

@@ -1206,6 +1206,19 @@ def test_critics_alone_take_the_flags_of_their_run(script, tmp_path, by_hand):
 
 
 @with_both_scripts
+def test_critics_alone_take_the_flags_of_a_run_that_could_not_go_on_here(script, tmp_path):
+    """What it had for its own length and machine must fit nothing: it is not taken."""
+    args = small_args(script, "Walk", run_dir=str(tmp_path), total_timesteps=48, eval_episodes=0)
+    path = Path(script.train(args)["run_dir"]) / "checkpoint.pt"
+    content = torch.load(path, weights_only=True)
+    content["args"] |= {"total_timesteps": 1, "torch_threads": -1, "gamma": 0.8}
+    torch.save(content, path)
+    with pytest.raises(script.UsageError, match="must be"):
+        script.load_agent(path)
+    assert script.preset_args("critics", init_from=str(path)).gamma == 0.8
+
+
+@with_both_scripts
 def test_critics_alone_need_a_run_that_is_there(script, capsys):
     """A line, and no traceback."""
     code, _, err = run_main(script, capsys, ["--preset", "critics", "--init-from", "nowhere"])
