@@ -396,6 +396,16 @@ def test_what_compiling_brings():
     cells = [cell.strip() for cell in line.split("|")]
     gain, seconds = cells[4].split()[0], cells[6]
     assert f"eight HalfCheetahs: {gain} times as fast, after {seconds} s of compiling" in README
+    assert f"a run of robots then takes about {gain} times as long." in README
+
+
+def test_what_two_processes_bring():
+    """The report computes it: with many large environments, and with few small ones."""
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    large, small = re.search(
+        r"is ([\d.]+) \(.*?\) times as fast as one with 64 Humanoids, and ([\d.]+) \(", page
+    ).groups()
+    assert f"64 Humanoids are {large} times as fast, and 16 CartPoles {small} times" in README
 
 
 def test_fast_drives_that_crash():
