@@ -8,9 +8,10 @@ As an image they are divided by 255, and then hardly differ. So each of them is 
 vector. MinAtar's games, `envs:MinAtar/Breakout-v1`, have to be registered. `envs:RiskyHopper-v0`,
 `envs:RiskyWalker2d-v0` and `envs:RiskyHalfCheetah-v0` are robots that now and then pay for a
 risky state, running too fast or leaning far; in the Rare ones that is a fifth as likely.
-`envs:LimitHalfCheetah-v0` is ours. In `envs:LimitHalfCheetahPenalty-v0` every dangerous step costs
-3 besides. `envs:LimitHalfCheetahUpTo700-v0` pays up to a total of 700 an episode, UpTo800 up to
-800, and `envs:LimitHalfCheetahClock-v0` without a limit; all three show the total and the time.
+`envs:LimitHalfCheetah-v0` is ours. In `envs:LimitHalfCheetahPenalty-v0`,
+`envs:RiskyHopperPenalty-v0` and the like every risky step costs 3 besides.
+`envs:LimitHalfCheetahUpTo700-v0` pays up to a total of 700 an episode, UpTo800 up to 800, and
+`envs:LimitHalfCheetahClock-v0` without a limit; all three show the total and the time.
 `envs:Slow-v0` takes a millisecond a step.
 """
 
@@ -199,14 +200,16 @@ ROBOTS = {  # with the probability of the paper and the length of an episode
 }
 RISKY = [f"Risky{robot}" for robot in ROBOTS]  # of the paper
 RARE = [f"Rare{robot}" for robot in ROBOTS]  # ours: a fifth of the probability, at the same cost
+PENALTY = 3
 for robot, (make, probability, steps) in ROBOTS.items():
     gym.register(f"Risky{robot}-v0", make, max_episode_steps=steps)
+    penalised = {"penalty": PENALTY}
+    gym.register(f"Risky{robot}Penalty-v0", make, max_episode_steps=steps, kwargs=penalised)
     rare = {"probability": probability / 5}
     gym.register(f"Rare{robot}-v0", make, max_episode_steps=steps, kwargs=rare)
 
 # Ours: it may run faster, and what comes in one risky step of 250 costs more.
 LIMIT = {"limit": 5, "probability": 0.004, "cost": 175}
-PENALTY = 3
 gym.register("LimitHalfCheetah-v0", risky_cheetah, max_episode_steps=200, kwargs=LIMIT)
 penalised = LIMIT | {"penalty": PENALTY}
 gym.register("LimitHalfCheetahPenalty-v0", risky_cheetah, max_episode_steps=200, kwargs=penalised)

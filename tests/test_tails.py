@@ -82,6 +82,9 @@ def test_risky_robots_pay_as_in_the_paper(risky_tasks, name, probability, cost, 
 
 def test_a_penalty_comes_for_certain(risky_tasks):
     """3 at every risky step, and where there is a hit, 175 and the forward reward besides."""
+    for robot in ("HalfCheetah", "Hopper", "Walker2d"):
+        assert gym.make(f"Risky{robot}Penalty-v0").get_wrapper_attr("penalty") == 3
+        assert gym.make(f"Risky{robot}-v0").get_wrapper_attr("penalty") == 0
     env = gym.make("LimitHalfCheetahPenalty-v0")
     taken, stakes, _ = paid(env, 1, risky=True)
     low = taken < 10
@@ -157,7 +160,8 @@ def test_the_clock_changes_no_reward(risky_tasks):
 
 
 def test_tails_are_measured_and_reported(risky_tasks, monkeypatch, tmp_path, capsys):
-    """A run of each variant at tiny size, in this process; every column has its number."""
+    """A run of each variant at tiny size, in this process, and of a public task; every column has
+    its number, and each task its panel."""
     pytest.importorskip("matplotlib")
     tails = importlib.import_module("tails")
     monkeypatch.setattr(tails, "EPISODES", 2)
@@ -166,6 +170,8 @@ def test_tails_are_measured_and_reported(risky_tasks, monkeypatch, tmp_path, cap
     table = tails.Table(tmp_path / "tails.csv", tails.COLUMNS, end="\n")
     monkeypatch.setattr(tails, "TABLE", table)
     small = " --total-timesteps 64 --num-steps 8 --num-minibatches 2 --no-compile"
+    monkeypatch.setattr(tails, "PUBLIC", ("RiskyHopper",))
+    monkeypatch.setattr(tails, "SHOWN_IN_PUBLIC", ("neutral", "penalty"))
     for cell in tails.cells(pilot=False):
         row = tails.run_one(tails.Run(replace(cell, flags=cell.flags + small), 8001))
         assert row.keys() == {*tails.COLUMNS}
@@ -176,11 +182,21 @@ def test_tails_are_measured_and_reported(risky_tasks, monkeypatch, tmp_path, cap
             assert row["mean"] <= row["safe_mean"]
             assert row["cvar_10"] <= row["safe_cvar_10"]
         assert 0 <= row["risky_share"] <= 1
-        assert row["length"] == 200
+        assert row["length"] == 200 or cell.task == "RiskyHopper"
         table.append(row)
+    titles = []
+    save = tails.common.save
+
+    def see(figure, path):
+        titles.extend(axis.get_title(loc="left") for axis in figure.axes)
+        save(figure, path)
+
+    monkeypatch.setattr(tails.common, "save", see)
     tails.report()
+    assert titles == ["RiskyHopper", "LimitHalfCheetah"]
     text = (tmp_path / "tails.md").read_text()
     assert text.count("| LimitHalfCheetah |") == 5
+    assert text.count("| RiskyHopper |") == 2
     assert (tmp_path / "tails.png").stat().st_size > 10_000
 
 
@@ -310,8 +326,15 @@ def test_a_penalty_is_trained_on_and_not_scored(tails, monkeypatch):
     task = f"envs:{tails.TASK}"
     total = tails.STATIC.removeprefix("up to ")
     seen = (f"UpTo{total}", "Clock")
-    assert trained == [f"{task}{own}-v0" for own in ("", "", *seen, "Penalty")]
-    assert [args.env_id for args in played] == [f"{task}{own}-v0" for own in ("", "", *seen, "")]
+    assert trained[:5] == [f"{task}{own}-v0" for own in ("", "", *seen, "Penalty")]
+    assert [args.env_id for args in played[:5]] == [
+        f"{task}{own}-v0" for own in ("", "", *seen, "")
+    ]
+    public = [f"envs:{task}" for task in tails.PUBLIC]
+    assert trained[5:] == [f"{task}{own}-v0" for task in public for own in ("", "", "Penalty")]
+    assert [args.env_id for args in played[5:]] == [
+        f"{task}-v0" for task in public for _ in range(3)
+    ]
 
 
 def test_the_worst_tenth_worked_by_hand(tails, monkeypatch):
@@ -359,9 +382,9 @@ def test_a_pilot_never_sees_a_reported_seed(tails):
     """Seeds that are named are some of the cells' own, and runs come seed by seed."""
     assert tails.missing(True, [], [8001]) == tails.missing(False, [], [1001]) == []
     assert [run.seed for run in tails.missing(True, [], [])] == [1001] * 10
-    assert [run.seed for run in tails.missing(False, [], [])[:6]] == [8001] * 5 + [8002]
-    assert len(tails.missing(False, [], [])) == 25
-    assert len(tails.missing(False, ["penalty"], [8001, 1001])) == 1
+    assert [run.seed for run in tails.missing(False, [], [])[:15]] == [8001] * 14 + [8002]
+    assert len(tails.missing(False, [], [])) == 25 + 3 * 15
+    assert len(tails.missing(False, ["penalty", "Hopper"], [8001, 1001])) == 1
 
 
 def test_the_goal_is_a_better_tail_for_a_small_price():
