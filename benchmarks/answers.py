@@ -218,6 +218,14 @@ def known(row: Row | None, steps: int) -> str:
     return f"{row['value']}{told}"
 
 
+def beside_training(task: str, row: Row | None, steps: int) -> str:
+    """A published return of training, with the same of ours in brackets."""
+    if row is None:
+        return "-"
+    own = last_returns(task)
+    return f"{known(row, steps)} ({figure(np.mean(own))})" if own else known(row, steps)
+
+
 def best(task: str, steps: int) -> str:
     """The highest published value of an on-policy method, not beyond 2M steps, and whose it is."""
     rows = [row for row in PUBLISHED.rows() if row["task"] == task]
@@ -265,7 +273,7 @@ def task_row(line: Line) -> dict[str, str]:
         else "-",
         "peer": measured(peer, task, variant),
         "zoo": known(published(name, ZOO), steps),
-        "CleanRL (training)": known(published(name, "CleanRL"), steps),
+        "CleanRL, in training (ours)": beside_training(task, published(name, "CleanRL"), steps),
         "best published": best(name, steps),
     }
 
@@ -333,7 +341,8 @@ def blind_table() -> list[str]:
 def short_table() -> list[str]:
     """The same beside the peer, with equal flags and fewer steps, where both have all runs."""
     lines = common.markdown_head(
-        "MuJoCo, velocities hidden, 300k | ours | sb3-contrib, our flags | difference"
+        "MuJoCo, velocities hidden, 300k | ours | sb3-contrib, our flags but the critics' rate | "
+        "difference"
     )
     heads = len(lines)
     for task in learning.SHORT_ROBOTS:
@@ -353,7 +362,9 @@ def memory_table() -> list[str]:
     )
     for name, gap in popgym().items():
         task = f"popgym:popgym-{name}"
-        columns = [name, measured(LSTM, task), measured(CONTRIB, task, "equal_time"), gap.told(2)]
+        star = newer(learning.cell_of(LSTM, task, "default"))
+        ours, peer = measured(LSTM, task), measured(CONTRIB, task, "equal_time")
+        columns = [f"{name}{star}", ours, peer, gap.told(2)]
         lines.append(common.markdown_row(columns))
     grid = learning.cell_of(LSTM, "envs:MiniGrid-MemoryS7-OneHot-v0", "default")
     columns = [
@@ -428,6 +439,17 @@ def equal_time() -> list[int]:
     ]
 
 
+def older_popgym() -> str:
+    """How many of its tasks have runs of older scripts."""
+    cells = [
+        learning.cell_of(LSTM, f"popgym:popgym-{name}-v0", "default") for name in learning.POPGYM
+    ]
+    older = sum(not newer(cell) for cell in cells)
+    if older in (0, len(cells)):
+        return " (older)" if older else ""
+    return f" ({older} of {len(cells)} tasks older)"
+
+
 def popgym() -> dict[str, Difference]:
     """Ours minus RecurrentPPO at equal wall time, by task."""
     tasks = [f"popgym:popgym-{name}-v0" for name in learning.POPGYM]
@@ -450,6 +472,17 @@ def standing(differences: dict[str, Difference]) -> str:
         return f"undecided on all {words[1]}"
     counts = "better on {}, undecided on {} and worse on {} of {}"
     return counts.format(*words)
+
+
+def places(differences: dict[str, Difference]) -> str:
+    """On which tasks the interval of the difference lies above 0, below it, or holds it."""
+    words = {"ahead": "better", "behind": "worse", "undecided": "undecided"}
+    told = []
+    for verdict, word in words.items():
+        tasks = [task for task, one in differences.items() if one.verdict == verdict]
+        if tasks:
+            told.append(f"{word} on {joined(tasks)}")
+    return joined(told)
 
 
 def clearly_better(differences: dict[str, Difference]) -> int:
@@ -625,17 +658,20 @@ def seeds_told() -> str:
 
 def bought(verdicts: dict[Contest, Verdict]) -> str:
     """The verdict on what a distribution buys: for the mean, for the lower tail, for knowledge."""
-    tail, mean = (
+    road = [
         common.welch(
-            risk_rows("road", CATEGORICAL, "weight 1", column),
-            risk_rows("road", CATEGORICAL, "neutral", column),
+            risk_rows("road", script, "weight 1", column),
+            risk_rows("road", script, "neutral", column),
         ).told(1)
+        for script in (CATEGORICAL, LSTM)
         for column in ("cvar", "mean")
-    )
-    alone, _ = without_calibrated()
+    ]
+    alone, plain = without_calibrated()
     pairs = preset_errors().values()
-    before, after = (np.concatenate([pair[at] for pair in pairs]) for at in (0, 1))
-    counts = [(found <= 0.05).sum() for found in (alone, before, after)]
+    after = np.concatenate([late for _, late in pairs])
+    counts = [(found <= 0.05).sum() for found in (alone, plain, after)]
+    falls, low, _ = warned()
+    before = sum(np.array(trust.in_time(low, falls)) > 0)
     gain = gain_told(verdicts)
     robots, recurrent, games = (verdicts[contest].at_the_end for contest in DEFAULTS)
     return (
@@ -643,12 +679,14 @@ def bought(verdicts: dict[Contest, Verdict]) -> str:
         f"{gain[1:-1]}: a run with the default critic ends higher than one with a scalar critic "
         f"with probability {robots} on MuJoCo, {recurrent} on recurrent tasks and {games} on "
         f"MinAtar, where a tie is 0.5 (older). *Lower tail:* on our [road](#risk) `--cvar-weight "
-        f"1` moves the mean of the worst tenth by {tail} and that of all by {mean}, and on a "
+        f"1` moves the mean of the worst tenth by {road[0]} and that of all by {road[1]} "
+        f"(recurrent: {road[2]} and {road[3]}), and on a "
         f"slippery cliff {tails_told()}. *Knowledge:* of {len(alone)} runs on "
         f"{count_of(len(pairs))} real tasks "
         f"{counts[0]} are [calibrated](#calibration) by default, {counts[1]} with `calibrated` and "
-        f"{counts[2]} after `critics` as well (one task with an entropy bonus), and a low first "
-        f"decile had warned by the time of {caught()} [falls of changed robots](results/trust.md)."
+        f"{counts[2]} after `critics` as well, and where the "
+        f"return of a [changed robot](results/trust.md) dropped, a low first decile had come "
+        f"before that in {before}, and by the same step in {caught()} cases."
     )
 
 
@@ -1589,9 +1627,10 @@ def behind_scalar() -> list[str]:
                     if measure is critics.at_the_end:
                         ends[told] = known[name], known[critic.rival]
     made = sum(map(len, chances.values()))
+    counted = len(ends)
     fallen = [
         f" {told} have {(own < 0.9).sum()} of {own.size} low runs, scalar ones "
-        f"{(rival < 0.9).sum()} of {rival.size}."
+        f"{(rival < 0.9).sum()} of {rival.size} (of {counted} comparisons more)."
         for told, (own, rival) in ends.items()
         if critics.fewer_low(own, rival).high < 0
     ]
@@ -1612,7 +1651,7 @@ def worth(verdicts: dict[Contest, Verdict]) -> list[str]:
         f"[Details](#what-the-distribution-buys)",
         "  * **What was compared** is mostly a further task for the critics' layers, since by "
         "default the policy learns from V. All runs are older. On MuJoCo and MinAtar the scalar "
-        "critics are of another script, and often of another commit.",
+        "critics are of another script and of other commits.",
         "  * **V from the distribution** was scored on CartPole-v1 and CartPoleNoVel-v1 alone, on "
         "tuning seeds. The recurrent one [learnt more slowly](tuning.md#the-two-cartpoles), but "
         "not with `--kappa 1`.",
@@ -1795,15 +1834,15 @@ def beside_others() -> list[str]:
         f"older simulator, is {zoo.each}, and {swimmer:.2f} on Swimmer-v5. No difference is "
         f"tested.",
         beside_best(),
-        f"  * **Beside SB3's PPO** with its untuned defaults (three runs) it is "
-        f"{standing(defaults)} robots and classic tasks.",
+        f"  * **Beside SB3's PPO** with its untuned defaults (one environment, nothing normalised, "
+        f"three runs) it is {places(defaults)}.",
         f"  * **On MinAtar,** beside SB3's PPO with equal sizes and rates, it is "
         f"{standing(games)} games.",
         "* **How good is the recurrent script?** [Details](#tasks)",
         f"  * **Velocities hidden:** its difference from sb3-contrib's tuned PPO is {verdict}.",
         *memory_told(),
-        f"  * **On POPGym** (older), with equal flags and equal wall time, sb3-contrib makes "
-        f"{shares[0]:.0f} to {shares[1]:.0f} % of our steps. Ours is {standing(quiz)} "
+        f"  * **On POPGym**{older_popgym()}, with equal flags and equal wall time, sb3-contrib "
+        f"makes {shares[0]:.0f} to {shares[1]:.0f} % of our steps. Ours is {standing(quiz)} "
         f"tasks, clearly better on {count_of(clearly_better(quiz))} only. "
         f"This tests the speed of a loaded machine as much as learning.",
     ]
@@ -1820,8 +1859,8 @@ def memory_told() -> list[str]:
         return []
     told = joined(f"{graded(gap)} on {task}" for task, gap in gaps.items())
     return [
-        f"  * **Robots:** beside the feed-forward script, whose critics differ, it is {told}."
-        f"{hidden_ant()}"
+        f"  * **Robots:** beside the feed-forward script, whose critics and tuning differ, it is "
+        f"{told}."
     ]
 
 
@@ -1831,20 +1870,6 @@ def graded(gap: Difference) -> str:
         return gap.verdict
     sure = "clearly" if gap.clear else "likely"
     return f"{sure} {'better' if gap.verdict == 'ahead' else 'worse'}"
-
-
-def hidden_ant() -> str:
-    """What hiding entries does to the feed-forward script on Ant."""
-    seen, blind = (
-        scores(CATEGORICAL, "Ant-v5"),
-        scores(CATEGORICAL, "AntNoVel-v5", "feed_forward"),
-    )
-    if not len(seen) or not len(blind):
-        return ""
-    return (
-        f" On AntNoVel-v5, which hides forces of contact as well, the feed-forward script has "
-        f"{welch(blind, seen).told(0)} beside Ant-v5, perhaps since inputs are fewer."
-    )
 
 
 def aged(found: Pace) -> str:
@@ -1879,8 +1904,10 @@ def how_tuned() -> str:
     """How flags were chosen, and which presets have no tuning run that was kept."""
     without = [f"`{name}`" for name in ORIGIN if not tuning_runs(script_of(name), name)]
     without.append("`averse`")
+    most = max(ORIGIN, key=lambda name: tuning_runs(script_of(name), name))
     return (
-        f"By hand, by small searches and by screenings, on seeds 1000 to 7999. Other seeds are "
+        f"By hand, by small searches and by screenings, on seeds 1000 to 7999, with up to "
+        f"{tuning_runs(script_of(most), most)} runs a preset (`{most}`). Other seeds are "
         f"reported, but for those of [Truth](#truth), which lie among these. {joined(without)} "
         f"have no tuning runs. Reported seeds influenced "
         f"[twelve choices](#choices-that-reported-seeds-influenced), and we broke [five "
@@ -1909,11 +1936,10 @@ def answers(verdicts: dict[Contest, Verdict]) -> list[str]:
         "",
         *worth(verdicts),
         f"* **Does it buy a better tail?** On our road, where one fast drive of four crashes, yes: "
-        f"the mean of the worst tenth rises from {tail['cvar', 'neutral']} to "
-        f"{tail['cvar', 'weight 1']}, and that of all falls from {tail['mean', 'neutral']} to "
-        f"{tail['mean', 'weight 1']}. But always to drive at the safe speed would have "
-        f"{safe_drive()[1]:.1f} and {safe_drive()[0]:.1f}, more of both. On a slippery cliff "
-        f"{tails_told()}.{worse_elsewhere()} [Details](#risk)",
+        f"{tail['cvar', 'weight 1']} instead of {tail['cvar', 'neutral']}, for a mean of "
+        f"{tail['mean', 'weight 1']} instead of {tail['mean', 'neutral']} (feed-forward). But "
+        f"always to drive at the safe speed would have {safe_drive()[1]:.1f} and "
+        f"{safe_drive()[0]:.1f}, more of both. {robots_helped()} [Details](#risk)",
         *calibrated(),
         *([trusted()] if trust.TABLE.rows() else []),
         *beside_others(),
@@ -1952,16 +1978,12 @@ def telling(task: str, variants: Iterable[str]) -> tuple[range, list[Row]]:
     raise LookupError(f"tails.csv has no rows for {task}")
 
 
-def worse_elsewhere() -> str:
-    """On which tasks of tails.py full aversion has lowered the worst tenth, of one seed each."""
-    worst = {}
-    for told, task in (("a robot", tails.TASK), ("LunarLander-v3", tails.LANDER)):
-        _, rows = telling(task, ("neutral", "averse"))
-        found = (tails.values(rows, task, name, "cvar_10") for name in ("neutral", "averse"))
-        worst[told] = [own.mean() for own in found]
-    worse = [told for told, (neutral, averse) in worst.items() if averse < neutral]
-    told = f" In single runs the tail got worse on [{joined(worse)}](#what-failed)."
-    return told if worse else ""
+def robots_helped() -> str:
+    """On which robots of tails.py an aversion has made the worst tenth better, by the intervals."""
+    changes = changed_tails(tails.CHOSEN)
+    helped = [task for task, one in changes.items() if one.verdict == "ahead"]
+    where = f"[on {joined(helped)}](#risk) alone" if helped else "[nowhere](#risk)"
+    return f"Among robots a weight of 0.5 made it measurably better {where}."
 
 
 def safe_drive() -> tuple[float, float]:
@@ -1972,21 +1994,17 @@ def safe_drive() -> tuple[float, float]:
     return mean, mean - 1.755 * deviation
 
 
-def averse_robots() -> str:
-    """What aversion has come to on robots, and on LunarLander."""
+def averse_lander() -> str:
+    """What aversion has come to on LunarLander."""
     seeds, rows = telling(tails.LANDER, tails.LANDERS)
     lander = [
         f"{tails.values(rows, tails.LANDER, variant, 'cvar_10').mean():.0f}"
         for variant in tails.LANDERS
     ]
     older = "one older run each" if seeds == tails.OLDER else "a tuning seed"
-    changes = changed_tails(tails.CHOSEN)
-    helped = [task for task, one in changes.items() if one.verdict == "ahead"]
-    where = f"on {joined(helped)} alone" if helped else "nowhere"
     return (
-        f"* **Aversion on robots.** A weight of 0.5 made the worst tenth measurably better {where} "
-        f"([table](#risk)). On LunarLander-v3 it is {lander[1]} with `averse` and {lander[2]} with "
-        f"that weight, instead of {lander[0]} ({older})."
+        f"* **Aversion** on [robots](#risk). On LunarLander-v3 the worst tenth is {lander[1]} with "
+        f"`averse` and {lander[2]} with a weight of 0.5, instead of {lander[0]} ({older})."
     )
 
 
@@ -2022,7 +2040,7 @@ def failed() -> list[str]:
         f"worst has {grid.min():.2f}.",
         f"* **LunarLander-v3** has {lander:.1f} by the policy's likeliest action, but "
         f"{trained:.0f} where it samples, in training.",
-        averse_robots(),
+        averse_lander(),
         "* **We broke five rules of our own.** The [scaled "
         "gradient](tuning.md#how-advantages-that-hardly-vary-are-kept-small) was to stay only if "
         "no more CartPoleNoVel-v1 runs ended below 475 than before, but "

@@ -694,14 +694,15 @@ class Difference(NamedTuple):
 
 def welch(after: np.ndarray, before: np.ndarray) -> Difference:
     """Of the mean of `after` from that of `before`, spreads and numbers of seeds their own; without
-    bounds where one of both has fewer than two seeds."""
+    bounds where one of both has fewer than two seeds, or where no seed differs from another of its
+    side: then nothing tells how much they might."""
     mean = float(after.mean() - before.mean())
     if min(len(after), len(before)) < 2:
         return Difference(mean, math.nan, math.nan)
     parts = [scores.var(ddof=1) / len(scores) for scores in (after, before)]
     error = sum(parts)
     if error == 0:
-        return Difference(mean, mean, mean)
+        return Difference(mean, math.nan, math.nan)
     terms = [part**2 / (len(s) - 1) for part, s in zip(parts, (after, before))]
     half = student(error**2 / sum(terms)) * math.sqrt(error)
     return Difference(mean, mean - half, mean + half)

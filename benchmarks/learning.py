@@ -135,7 +135,6 @@ POPGYM = (
     "NoisyPositionOnlyCartPoleEasy", "NoisyPositionOnlyPendulumEasy", "MultiarmedBanditEasy",
     "HigherLowerEasy", "BattleshipEasy", "ConcentrationEasy", "MineSweeperEasy",
 )  # fmt: skip
-POPGYM_ANEW = ("RepeatPreviousEasy",)  # trained with today's scripts
 SINGLE = " --num-quantiles 51 --num-critics 1"
 ROBOTS = ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Ant-v5", "Humanoid-v5")
 BLIND = tuple(task.replace("-", "NoVel-") for task in ROBOTS[:4])  # robots without velocities
@@ -157,14 +156,6 @@ NEW_THREE, NEW_FIVE, NEW_TEN, NEW_TWENTY = (
 )
 
 
-def seeds_of_popgym(name: str) -> range:
-    """Of the peer, and of ours, whose wall time it has; ours has seven more on two tasks."""
-    return NEW_THREE if name in POPGYM_ANEW else THREE
-
-
-POPGYM_TEN = ("AutoencodeEasy", "VelocityOnlyCartpoleEasy")
-
-
 # flags: beyond --env-id and --seed
 GRID = [
     Cell("CartPoleNoVel-v1", LSTM, "default", "", NEW_TWENTY),
@@ -172,17 +163,7 @@ GRID = [
     Cell("PendulumNoVel-v1", LSTM, "default", PENDULUM_NOVEL, NEW_TWENTY),
     Cell("PendulumNoVel-v1", LSTM, "memory_100", PENDULUM_NOVEL + RETURNS_OVER_100, TWENTY),
     Cell("MountainCarContinuousNoVel-v0", LSTM, "default", MOUNTAIN, NEW_TWENTY),
-    # The peers had the wall time of these rows: renew both sides at once, or neither.
-    *[
-        Cell(
-            f"popgym:popgym-{name}-v0",
-            LSTM,
-            "default",
-            MEMORY,
-            TEN if name in POPGYM_TEN else seeds_of_popgym(name),
-        )
-        for name in POPGYM
-    ],
+    *[Cell(f"popgym:popgym-{name}-v0", LSTM, "default", MEMORY, NEW_THREE) for name in POPGYM],
     Cell(
         "envs:MiniGrid-MemoryS7-OneHot-v0", LSTM, "default", "--preset minigrid", range(8004, 8007)
     ),
@@ -214,7 +195,8 @@ GRID = [
     Cell("PendulumNoVel-v1", CONTRIB, "zoo", "--total-timesteps 100000", FIVE),
     Cell("MountainCarContinuousNoVel-v0", CONTRIB, "zoo", "--total-timesteps 300000", FIVE),
     *[
-        Cell(f"popgym:popgym-{name}-v0", CONTRIB, "equal_time", MEMORY, seeds_of_popgym(name))
+        # It has the wall time of ours, so that both have new rows, or neither: see `settled`.
+        Cell(f"popgym:popgym-{name}-v0", CONTRIB, "equal_time", MEMORY, NEW_THREE)
         for name in POPGYM
     ],
     *[Cell(task, CONTRIB, "short", SHORT, THREE) for task in SHORT_ROBOTS],

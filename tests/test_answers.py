@@ -135,7 +135,8 @@ def test_welch_worked_by_hand():
     found = common.welch(np.array([460.0, 500]), np.array([380.0, 420]))
     assert found == pytest.approx((80, -41.7, 201.7), abs=0.1)
     assert found.told(1) == "+80.0 (-41.7 to +201.7)"
-    assert common.welch(np.ones(3), np.zeros(2)) == (1, 1, 1)
+    alike = common.welch(np.ones(3), np.zeros(2))
+    assert (alike.told(), alike.verdict, alike.clear) == ("+1", "undecided", False)
     assert common.welch(np.ones(3), np.zeros(1)).told() == "+1"
 
 
@@ -493,7 +494,7 @@ def test_a_task_without_rows_has_a_line(answers, monkeypatch):
     found = answers.task_row(line)
     assert found.pop("task") == "Hopper-v5"
     assert found.pop("zoo") == "2410 at 1M"
-    assert found.pop("CleanRL (training)") == "2383 at 1M"
+    assert found.pop("CleanRL, in training (ours)") == "2383 at 1M"
     assert found.pop("best published") == "3618 at 1M, zoo TRPO"
     assert set(found.values()) == {"-"}
 
@@ -708,13 +709,12 @@ def test_aversion_on_robots_worked_by_hand(answers, monkeypatch):
         f"with a weight of 0.5 better on {hopper} and worse on {tails.TASK}; "
         f"with a penalty worse on {tails.TASK} and undecided on {hopper}"
     )
-    told = answers.averse_robots()
-    assert f"made the worst tenth measurably better on {hopper} alone (" in told
-    assert told.endswith(
-        "it is 1 with `averse` and 41 with that weight, instead of 81 (one older run each)."
+    assert f"made it measurably better [on {hopper}](#risk) alone." in answers.robots_helped()
+    assert answers.averse_lander().endswith(
+        "is 1 with `averse` and 41 with a weight of 0.5, instead of 81 (one older run each)."
     )
     rows = [row for row in rows if row["task"] != hopper]
-    assert "measurably better nowhere (" in answers.averse_robots()
+    assert "measurably better [nowhere](#risk)." in answers.robots_helped()
     assert answers.robots_told() == (
         f"with a weight of 0.5 worse on {tails.TASK}; with a penalty worse on {tails.TASK}"
     )
@@ -742,7 +742,8 @@ def test_critics_with_more_low_runs_are_told(answers):
     table = (FOLDER / "results" / "critics.md").read_text()
     row = r"^\| two-hot, twins \|.*\| (\d+ of \d+) \| -0\.\d+ \(-[\d.]+ to -[\d.]+\) \|"
     low = re.search(row, table, re.MULTILINE)[1]
-    assert f" MuJoCo two-hot by twins have {low} low runs, scalar ones 3 of 20." in told
+    words = f" MuJoCo two-hot by twins have {low} low runs, scalar ones 3 of 20 (of 11 comparisons"
+    assert f"{words} more)." in told
     assert told.count("low runs") == 1
 
 
