@@ -78,6 +78,7 @@ import atexit
 import builtins
 import contextlib
 import copyreg
+import errno
 import inspect
 import io
 import json
@@ -2016,7 +2017,7 @@ class Convolutions(nn.Module):
 
     def encode(self, images: Tensor) -> Tensor:
         """Encode (images, channels, height, width) as (images, num_features)."""
-        pixels = images.contiguous(memory_format=self.memory_format) * self.scale  # float32
+        pixels = images.contiguous(memory_format=self.memory_format).float() * self.scale
         return self.layers(pixels).flatten(1)
 
 
@@ -2931,6 +2932,12 @@ def make_envs(args: Args) -> gym.vector.VectorEnv:
         text = f"a process that makes the task ended ({error!r}), and may have said why above"
         text += f"; {without(args, '--no-async-envs')}"
         raise of_this_process(flag_error(args, "async_envs", text)) from error
+    except OSError as error:
+        if "AF_UNIX" not in str(error):
+            raise
+        text = f"its processes need sockets, for which the path {tempfile.gettempdir()} is too long"
+        text += f"; set TMPDIR to a shorter one, or {without(args, '--no-async-envs')}"
+        raise of_this_process(flag_error(args, "async_envs", text)) from error
 
 
 @contextlib.contextmanager
@@ -3599,9 +3606,14 @@ def shapes(held: dict[str, Tensor], args: Args | SimpleNamespace) -> dict[str, t
 
 @cache
 def compiled(function: Callable) -> Callable:
-    """Compile a function by torch.compile, once in a process."""
+    """Compile a function by torch.compile, once in a process and then for each new shape.
+
+    It is the same for a shape whatever has run before: shapes stay fixed numbers, and none is the
+    one too many, for which torch would go back to eager mode.
+    """
     torch._dynamo.config.trace_autograd_ops = True  # `with_gradient` differentiates
-    return torch.compile(function)
+    torch._dynamo.config.recompile_limit = 256
+    return torch.compile(function, dynamic=False)
 
 
 # ---------------------------------------------------------------------- threads and optimizers
@@ -3633,13 +3645,18 @@ def usable_cores() -> int:
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit
-        microseconds, of = CPU_LIMIT.read_text().split()
-        cores = min(cores, max(1, int(microseconds) // int(of)))
+    for files in CPU_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit
+            microseconds, of = " ".join(file.read_text() for file in files).split()
+            if int(microseconds) > 0:  # -1: no limit
+                cores = min(cores, max(1, int(microseconds) // int(of)))
     return cores
 
 
-CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container under Linux
+CPU_LIMITS = (  # of a container under Linux, by version 2 of cgroups and by version 1
+    [Path("/sys/fs/cgroup/cpu.max")],
+    [Path("/sys/fs/cgroup/cpu", name) for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")],
+)
 
 
 class VectorAdam(optim.Adam):
@@ -4583,11 +4600,12 @@ for env in pickle.load(sys.stdin.buffer):
 def make_run_dir(args: Args, here: Path = Path()) -> Path:
     """Create <run_dir>/<task>__<exp_name>__s<seed>__<MMDD-HHMMSS>, and write the run's origin.
 
-    The task is `env_id` without its module. A name that is taken gets a number. A relative
-    `run_dir` is relative to `here`.
+    The task is `env_id` without its module. What some system allows in no name becomes "_". A name
+    that is taken gets a number. A relative `run_dir` is relative to `here`.
     """
-    task = args.env_id.split(":")[-1].replace("/", "_")
-    experiment = args.exp_name.replace("/", "_")
+    task, experiment = (
+        re.sub(r'[\\/:*?"<>|]', "_", name) for name in (args.env_id.split(":")[-1], args.exp_name)
+    )
     name = f"{task}__{experiment}__s{args.seed}__{time.strftime('%m%d-%H%M%S')}"
     top = (here / expanded(args.run_dir)).resolve()
     try:
@@ -4599,6 +4617,8 @@ def make_run_dir(args: Args, here: Path = Path()) -> Path:
                 write_origin(path, args)
                 return path
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise flag_error(args, "exp_name", "the name is too long; choose another") from error
         raise UsageError(f"--run-dir {args.run_dir}: {error}; choose another directory") from error
 
 
@@ -4649,10 +4669,10 @@ def commit_of(folder: Path) -> str:
     """Return the commit that a folder stands at, or "" without git or repository."""
     command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, check=True)
+        asked = subprocess.run(command, capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return ""
-    return asked.stdout.strip()
+    return asked.stdout.decode("ascii", "replace").strip()
 
 
 def is_due(iteration: int, every: int) -> bool:

@@ -182,8 +182,11 @@ def test_blas_has_one_thread_before_numpy_is_imported(script):
 
 
 def test_the_limit_of_a_container_is_read_where_linux_keeps_it(script):
-    """By its documentation of cgroups, version 2."""
-    assert Path("/sys/fs/cgroup/cpu.max") == script.CPU_LIMIT
+    """By its documentation of cgroups, versions 2 and 1, where each is mounted by default."""
+    [both], [quota, period] = script.CPU_LIMITS
+    assert both == Path("/sys/fs/cgroup/cpu.max")
+    assert quota == Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
+    assert period == Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
 
 
 def test_processes_of_environments_share_their_imports(script, monkeypatch):

@@ -8,6 +8,7 @@ import linecache
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -256,6 +257,8 @@ def test_a_fault_in_the_making_names_its_place(script, tmp_path, monkeypatch, ca
         "gymnasium.register('Mine-v0', make)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
+    for module in ("mine_broken", "mine_lacking", "mine_reading"):  # of the other script's test
+        monkeypatch.delitem(sys.modules, module, raising=False)
     for module, kind, line in (
         ("mine_broken", "KeyError: 'price'", 4),
         ("mine_lacking", "ModuleNotFoundError: No module named 'nowhere_to_be_found'", 2),
@@ -504,6 +507,25 @@ def test_a_process_that_cannot_make_the_task_costs_one_line(script, capsys, monk
     assert script.of_this_process(script.UsageError("it")).__notes__ == ["in process 0"]
 
 
+def test_a_path_too_long_for_sockets_costs_one_line(script, monkeypatch, tmp_path):
+    """As a batch system may set TMPDIR. What else the system refuses stays as it is."""
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    monkeypatch.setattr(script.tempfile, "tempdir", str(long))
+    args = small_args(script, "Walk", async_envs=True)
+
+    def bind(*inputs):
+        with socket.socket(socket.AF_UNIX) as own:
+            own.bind(str(long / "listener"))
+
+    monkeypatch.setattr(script, "EnvsInProcesses", bind)
+    with pytest.raises(script.UsageError, match=f"^--async-envs True: .*{long} is too long; set T"):
+        script.make_envs(args)
+    monkeypatch.setattr(script, "EnvsInProcesses", lambda *_: os.stat("no such file"))
+    with pytest.raises(FileNotFoundError):
+        script.make_envs(args)
+
+
 def test_a_space_may_be_empty(script):
     """A list of neighbours whose most is 0, say. It is no image."""
     empty = gym.spaces.Box(0, 1, (0, 4))
@@ -631,12 +653,13 @@ def test_a_program_that_prefers_float64(script, somewhere):
 
 
 @with_both_scripts
+@pytest.mark.parametrize("task", ["Walk", "ImageMultiDiscrete"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_an_agent_acts_in_a_program_that_prefers_another_dtype(script, somewhere, dtype):
-    """With the same actions, and with float32 where it carries something."""
-    args = flags_for(script, somewhere, 1, env_id="probes:Walk-v0")
+def test_an_agent_acts_in_a_program_that_prefers_another_dtype(script, somewhere, dtype, task):
+    """With the same actions, and with float32 where it carries something. Images are bytes."""
+    args = flags_for(script, somewhere, 1, env_id=f"probes:{task}-v0")
     agent, _ = script.load_agent(script.train(args)["run_dir"])
-    obs = np.ones((3, 1), np.float32)
+    obs = np.ones((3, *agent.obs_shape), agent.observation_space.dtype)
 
     def act():
         generator = torch.Generator().manual_seed(1)
@@ -1432,6 +1455,15 @@ def test_a_folder_with_quotes_runs_no_command(script, tmp_path):
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "one"], check=True)
     assert len(script.commit_of(folder)) == 40
     assert not Path("crafted").exists()
+
+
+def test_git_may_write_what_is_no_text(script, monkeypatch, tmp_path):
+    """Its messages have the bytes of names of folders, which need not be those of the locale."""
+    git = tmp_path / "git"
+    git.write_bytes(b"#!/bin/sh\nprintf 'dubious: r\\351pertoire' >&2\nexit 128\n")
+    git.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert script.commit_of(tmp_path) == ""
 
 
 def test_a_source_in_another_encoding_is_copied(script, monkeypatch, tmp_path):

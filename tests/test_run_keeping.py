@@ -672,6 +672,15 @@ def test_the_run_directory_is_made_with_its_parents_or_refused_in_one_line(scrip
     args.run_dir = str(tmp_path / "file")
     with pytest.raises(script.UsageError, match=r"--run-dir .*file.*choose another directory"):
         script.make_run_dir(args)
+    args.run_dir, args.exp_name = str(tmp_path), "x" * 300
+    with pytest.raises(script.UsageError, match=r"^--exp-name x+: the name is too long; choose"):
+        script.make_run_dir(args)
+
+
+def test_a_name_is_one_that_every_system_takes(script, tmp_path):
+    """Windows forbids more in it than Linux does, and takes a backslash for a folder's end."""
+    args = small_args(script, "Walk", run_dir=str(tmp_path), exp_name=r'a\b/c:d*e?f"g<h>i|j')
+    assert "__a_b_c_d_e_f_g_h_i_j__s" in script.make_run_dir(args).name
 
 
 # ------------------------------------------------------------------------------ starts, ends, files

@@ -838,15 +838,21 @@ def test_the_environment_that_is_tried_out_is_closed(script, monkeypatch):
         ("250000 100000", 2),
         ("50000 100000", 1),
         ("6600000 100000", 64),
+        ("-1 100000", 64),
         (None, 64),
     ],
 )
-def test_a_container_may_use_fewer_cores(script, monkeypatch, tmp_path, limit, cores):
-    """Time of cores in a period: two and a half of them are two, a half is one."""
-    file = tmp_path / "cpu.max"
-    if limit:
-        file.write_text(f"{limit}\n")
-    monkeypatch.setattr(script, "CPU_LIMIT", file)
+@pytest.mark.parametrize("version", [2, 1])
+def test_a_container_may_use_fewer_cores(script, monkeypatch, tmp_path, limit, cores, version):
+    """Time of cores in a period: two and a half of them are two, a half is one. Version 2 of
+    cgroups has both numbers in a file, version 1 has a file for each."""
+    one, two, three = (tmp_path / name for name in ("max", "quota", "period"))
+    if limit and version == 2:
+        one.write_text(f"{limit}\n")
+    elif limit:
+        for file, number in zip((two, three), limit.split(), strict=True):
+            file.write_text(f"{number}\n")
+    monkeypatch.setattr(script, "CPU_LIMITS", ([one], [two, three]))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64), raising=False)
     assert script.usable_cores() == cores
 

@@ -9,7 +9,6 @@ import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from queue import SimpleQueue
 
 import numpy as np
@@ -418,13 +417,24 @@ def test_compiled_losses_are_those_of_eager_mode(script, compiling, env, value_f
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
+def test_what_is_compiled_does_not_depend_on_earlier_runs(script, compiling):
+    """torch would make a general version of a second size, and go back to eager mode at a ninth
+    one. Here each of ten sizes has its own version, and the first one is still there at the end."""
+    torch._dynamo.utils.counters.clear()
+    double = script.compiled(lambda x: 2 * x)
+    for size in (*range(2, 12), 2):
+        assert torch.equal(double(torch.ones(size)), 2 * torch.ones(size))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 10
+
+
 @pytest.mark.parametrize("asked", [False, True])
 def test_the_update_takes_compiled_gradients_where_asked(script, monkeypatch, compiling, asked):
     """Ours: what torch.compile makes of them, made once; without the flag nothing is made. Both
     losses go through it."""
     made, losses = [], []
 
-    def compile_nothing(function):
+    def compile_nothing(function, dynamic):
         made.append(function)
 
         def note(loss, *inputs):
@@ -766,7 +776,7 @@ def test_the_gradient_is_one_vector_in_the_order_of_the_parameters(run, name):
 def two_cores(script, monkeypatch):
     """Two cores for the process, in no container, and networks with long operations, as is said."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
-    monkeypatch.setattr(script, "CPU_LIMIT", Path("no", "such", "file"))
+    monkeypatch.setattr(script, "CPU_LIMITS", ())
     monkeypatch.setattr(script.Agent, "second_thread_pays", True)
 
 
@@ -826,7 +836,7 @@ def test_one_core_many_processes_or_short_operations_have_one_thread(
         (script, "WORLD_SIZE", 2),
         (torch, "get_num_threads", lambda: 2),
         (os, "sched_getaffinity", lambda _: {1}),
-        (script, "CPU_LIMIT", container),
+        (script, "CPU_LIMITS", ([container],)),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(where, attribute, value)
