@@ -175,8 +175,8 @@ def bounded(kind: Any, *bounds: Any, above_low: bool = False) -> Any:
 class IdleWhile:
     """Says that a flag has no effect while another one, `flag`, equals `value`.
 
-    Without a `value`, the flag has no effect while `flag` is set to anything but "", 0 or False. To
-    type a flag that has no effect is refused.
+    Without a `value`, the flag has no effect while `flag` is set to anything but "", 0 or False.
+    Typing a flag that has no effect is an error.
     """
 
     flag: str
@@ -336,7 +336,8 @@ class ValueDistributionArgs:
     around it. With --value-target sr_lambda each bootstrap then widens the distribution, with
     two_hot about a quarter as much."""
     hl_gauss_sigma: Annotated[BinWidths, IdleWhile("target_encoding", "two_hot")] = 0.75
-    """Standard deviation of that Gaussian, in distances of neighbouring atoms."""
+    """Standard deviation of that Gaussian, in distances of neighbouring atoms. Below 0.5 its mean
+    is rounded to atoms in part, which biases V with --value-from distribution."""
     vf_clip: Literal["none", "mean_only"] = "none"
     """none: no value clipping. mean_only: the loss rewards no move of the mean, or of V, beyond
     --vf-clip-coef from what was predicted before the update."""
@@ -482,7 +483,7 @@ class Rollout(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Its B rows are the T * N steps of a rollout, or those of a minibatch. No tensor has a graph.
+    """B rows: the T * N steps of a rollout, or a minibatch of them. No tensor has a graph.
 
     `for_actor` and `for_critics` keep the fields that one loss reads. The others are None there.
     """
@@ -491,7 +492,7 @@ class Batch(NamedTuple):
     actions: Tensor  # (B, P) or (B, A)
     params: Tensor  # (B, P, largest part) or (B, 2, A) of the policy that acted
     log_probs: Tensor  # (B,) of the actions under that policy, nats
-    advantages: Tensor  # (B,) in the task's units, which `update` normalises
+    advantages: Tensor  # (B,) float64 in the task's units, until `update` normalises them
     targets: Tensor  # (B, K) what the value distributions learn
     returns: Tensor  # (B,) lambda-returns, normalised: what V's correction learns
     old_predictions: Tensor  # (B, C, 1 or 2) mean, and V, before the update, for value clipping
@@ -560,7 +561,7 @@ def collect_rollout(
     # The noise of the whole rollout. All processes draw that of all environments, and each takes
     # its own part. Gaussian noise has the policy's std already.
     noise = own(agent.action_dist.noise(T, args.num_envs)).numpy()
-    with tasks_draw_apart():
+    with tasks_draw_apart():  # tasks may draw from torch's generator, and must not move ours
         for t in range(T):
             obs[t] = current_obs
             outputs.append(policy(obs[t]))
@@ -631,8 +632,8 @@ def gae(
     All tensors are (T, N), and terminated and truncated are bool. s'_t is the true successor: the
     final observation where an episode ended. A step that is terminated and truncated counts as
     terminated. After the last step A is 0, since next_values has what follows. A + V is the
-    lambda-return, since next_values[t] is values[t + 1] inside episodes. The results keep the graph
-    of values, if they have one.
+    lambda-return, since next_values[t] is values[t + 1] inside episodes. The results keep the
+    graphs of rewards, values and next_values. Where values have one, detach next_values.
 
     Other programs may pass rewards of several terms, (T, N, terms), and such values; the masks stay
     (T, N).
@@ -678,13 +679,15 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
 
     The order matters (van Hasselt et al. 2016). The return statistics of earlier rollouts,
     `dist.moments`, turn this one's values into the task's units: std * value + mean. These values
-    give advantages and targets. Then the targets move the statistics. Where V is further from their
-    mean than their std, that distance counts. The corrections are rescaled to keep their size in
-    the task's units. (Atoms cannot be, see `move_statistics`.)
+    give advantages and targets. Then the targets move the statistics: their mean, and their
+    variance or the mean of (V - mean)^2, whichever is larger.
+    Corrections of V keep their size in the task's units. (Atoms cannot, see `move_statistics`.)
 
     The new statistics normalise targets and old values for the update, and decode the next rollout.
     So a rollout is decoded on the scale that its critics were last trained on. Only the first one
     is not: see step 0.
+
+    It changes `dist.moments` and what it rescales. So call it once for a rollout.
     """
     dist = agent.value_dist
 
@@ -781,9 +784,9 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
 
         A' = (A - mean) / max(std, running std)
 
-    Advantages are those of one rollout, in any shape, which the result has as well. The running std
-    is the root of the mean variance of recent rollouts. `agent.adv_moments` holds it, and each call
-    takes one rollout into it.
+    Advantages are those of one rollout, float64, in any shape, which the result has as well. The
+    running std is the root of the mean variance of recent rollouts. `agent.adv_moments` holds it,
+    and each call takes one rollout into it.
 
     Where all returns are alike, the std is noise, and dividing by it would turn that noise into a
     gradient of full size. The running std prevents that once an earlier rollout has varied. The
@@ -795,7 +798,7 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
     """
     if not args.norm_adv:
         return advantages
-    eps = 1e-30  # only ahead of a first reward are stds that small, see `RunningMoments.floor`
+    eps = 1e-30  # float64: only ahead of a first reward are stds that small
     normalized = normalize_advantages(advantages, eps, average)
     if not args.norm_adv_memory:
         return normalized
@@ -803,9 +806,9 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
     # The running std takes in this rollout. With means of 0 `merge` averages the variances alone.
     _, variance = batch_moments(advantages.flatten())
     agent.adv_moments.merge(torch.zeros_like(variance), variance, weight=1)
-    relative_std = (variance / agent.adv_moments.var).sqrt()
-    relative_std = relative_std.nan_to_num(1.0)  # 0 / 0: no rollout has varied yet
-    return normalized * relative_std.clamp(max=1)  # (A - mean) / std * min(1, std / running std)
+    std_ratio = (variance / agent.adv_moments.var).sqrt()
+    std_ratio = std_ratio.nan_to_num(1.0)  # 0 / 0: no rollout has varied yet
+    return normalized * std_ratio.clamp(max=1)  # (A - mean) / std * min(1, std / running std)
 
 
 def normalize_advantages(
@@ -848,10 +851,11 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor, dict]:
     """Compute the actor's loss on a minibatch: clipped surrogate and entropy.
 
-    The advantages of the minibatch are already normalised. `ent_coef` counts only where a flag of
-    the entropy is set (`args.uses_entropy`). Returns the loss, a scalar with its graph, the mean
-    KL(old || new) in nats, and metrics. A metric is a tensor without axes, or with one number for
-    each sample; `policy/log_ratio` and `policy/kl_exact` must be among them.
+    The advantages of the minibatch are already normalised. Without any flag of the entropy
+    (`args.uses_entropy`) its term is left out, and `ent_coef` is not used. Returns the loss, a
+    scalar with its graph, the mean KL(old || new) in nats, and metrics. A metric is a tensor
+    without axes, or with one number for each sample; `policy/log_ratio` and `policy/kl_exact` must
+    be among them.
 
     With one process this is a pure function of the parameters and the minibatch. It must not draw
     random numbers: the critics' loop may run beside it in another thread.
@@ -923,7 +927,7 @@ def update(
             loss, kl, _ = policy_loss(agent, mb, args, ent_coef)
             if kl > target_kl: break
             take a clipped step of the actor, and keep its log-std in range
-        for mb in as many of critic_batches:
+        for mb in as many of critic_batches, the one of the break included:
             loss, _ = value_loss(agent, mb, args)
             take a clipped step of the critics
 
@@ -986,7 +990,7 @@ def train_actor(
     coef = torch.tensor(ent_coef, device=agent.device)  # a float would be compiled in
     for i, mb in enumerate(batches):
         if args.learning_rate == 0 and i >= args.num_minibatches:
-            tickets.put(i)
+            tickets.put(i)  # nothing more to evaluate, but the critics get all their epochs
             continue
 
         inputs = (agent, mb, args, coef)
@@ -1360,7 +1364,7 @@ class RunningMoments(nn.Module):
         """Take in moments that were computed elsewhere, with this weight.
 
         `count` and `max_count` have its unit. It is the number of samples for observations, and 1
-        for each rollout of returns and of advantages.
+        for each rollout of returns and of advantages. The first one must be above 0.
         """
         old_count = self.count.clamp(max=self.max_count)  # one that was loaded may exceed it
         past = old_count / (old_count + weight)  # weight of the past in the merged moments
@@ -1494,8 +1498,11 @@ def clip_values(values: Tensor, old_values: Tensor, clip_delta: float) -> Tensor
 def clipped_value_loss(loss: Tensor, loss_clipped: Tensor) -> Tensor:
     """Take max(loss, loss_clipped) for each state and critic, ahead of the minibatch's mean.
 
-    Both have one shape, and so has the result.
+    Both have one shape, which the result has as well. Raises ValueError for other shapes.
     """
+    if loss.shape != loss_clipped.shape:  # (B, 1) and (B,) would give (B, B)
+        shapes = f"{tuple(loss.shape)} and {tuple(loss_clipped.shape)}"
+        raise ValueError(f"clipped_value_loss: losses are {shapes}")
     return torch.max(loss, loss_clipped)
 
 
@@ -1581,8 +1588,9 @@ def sr_lambda_atoms(
     geometric distribution of parameter 1 - lambda; n is cut where the episode or the rollout ends.
     All mass is at R^(n) if the episode terminates there. rewards, terminated and truncated are
     (T, N); next_probs (T, N, K) are of true successors; atoms (K,) are in the units of the rewards.
-    `draws` are uniform numbers (T, N) to use in place of new ones. Raises ValueError for rewards
-    that are not finite, and TypeError for integers.
+    `draws` are uniform numbers (T, N) to use in place of new ones, which come from `generator` on
+    the device of the rewards. rewards, next_probs and atoms have one dtype. Raises ValueError for
+    rewards that are not finite, and TypeError for integer rewards.
 
     After Nam et al. 2021 (GMAC), where each sample draws an n. One n for a distribution is ours.
     """
@@ -1702,8 +1710,9 @@ class ValueDistribution(nn.Module):
     def split(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits (..., K) and the correction (..., 0 or 1).
 
-        Without a correction the second part is empty. By broadcasting (..., 1) + (..., 0) is empty
-        as well, and `squared_error` of it is 0. So `loss` needs no branch.
+        Without a correction the second part has a width of 0. What is done to it does nothing, by
+        broadcasting (..., 1) + (..., 0) is empty as well, and `squared_error` of it is 0. So
+        neither `loss` nor `move_statistics` needs a branch.
         """
         K = len(self.support)
         return outputs.split([K, outputs.shape[-1] - K], -1)
@@ -1748,7 +1757,9 @@ class ValueDistribution(nn.Module):
 
         min:   the critic with the smaller V (Fujimoto et al. 2018). PPO has no maximum over
                actions that would overestimate, so V is a little too small.
-        mean:  the mean of the probabilities, and of the corrections
+        mean:  the mean of the probabilities, as logits, and of the corrections
+
+        Raises ValueError for another number of critics.
         """
         if len(outputs) != self.args.num_critics:  # axis 0 would be one of states
             raise ValueError(f"reduce_twins: {len(outputs)} critics, not {self.args.num_critics}")
@@ -1838,7 +1849,7 @@ class ValueDistribution(nn.Module):
         new_values = self.value(new_outputs)
         metrics = self.describe_statistics(targets, new_values - values)
 
-        # 3. The predictions are told in the new units.
+        # 3. Give the old predictions in the new units; at the floor, what the heads predict now.
         if not rescales:  # clipping is not to hold on to what was predicted while nothing varied
             means = self.mean(new_outputs)
             values = new_values
@@ -1905,7 +1916,8 @@ class ValueDistribution(nn.Module):
         The cross-entropy does not fall to 0 but to the entropy of the targets.
         returns and old are normalised. outputs are (C, ..., K or K + 1). old are (C, ..., 1 or 2),
         from `move_statistics`. With value clipping each of the two terms is the larger one of its
-        plain and its clipped form, around the critic's own old value. The squared error gives no
+        plain and its clipped form. The clipped one is of the mean, or of V, as far from the
+        critic's own old one as it may be. The squared error gives no
         gradient to the logits, or it would pull them off their targets to fit the mean. It reaches
         the layers that they share with the correction.
 
@@ -2294,8 +2306,8 @@ class Agent(nn.Module):
     def normalize_obs(self, obs: Tensor) -> Tensor:
         """Turn raw observations, float32, into what the networks see: within -10 to 10.
 
-        Vectors stay as they are without `norm_obs`, and images do in any case: `Convolutions`
-        scales their pixels.
+        Images, whose pixels `Convolutions` scales, are returned as they are, and so are vectors
+        without `norm_obs`.
         """
         if self.sees_images or not self.args.norm_obs:
             return obs
@@ -2875,7 +2887,7 @@ def make_env(args: Args, **options: Any) -> gym.Env:
         except UsageError:
             raise
         except Exception as error:  # from gymnasium, from a missing package, from the task itself
-            from_task = bool(place_in_task(error))  # else gymnasium's, which may hide the task's
+            from_task = bool(place_in_task(error))  # else gymnasium may have wrapped the task's
             cause = error if from_task else error.__cause__ or error.__context__ or error
             place = place_in_task(cause)
             text = f"{type(cause).__name__}: {cause} ({place})" if place else str(error)
@@ -2992,7 +3004,7 @@ class EnvsInProcesses(gym.vector.VectorEnv):
         )
         self.groups.call("outlive_sigterm")
         for process in self.groups.processes:
-            # At exit multiprocessing terminates these, and waits for as long as they outlive that.
+            # At exit multiprocessing sends SIGTERM, which they outlive, and waits. Let it kill.
             process._popen.terminate = process._popen.kill
 
     def join(self, x: np.ndarray) -> np.ndarray:
@@ -4255,13 +4267,13 @@ class Run:
 
     def pickled_envs(self) -> bytes | None:
         """Return this process's environments, pickled as `save_envs` says, or None."""
-        unproven = "" if self.proof is None else self.proof.fault()
-        unproven = gather_objects(unproven)[0]  # the first process proves it for all
+        why_unproven = "" if self.proof is None else self.proof.fault()
+        why_unproven = gather_objects(why_unproven)[0]  # the first process proves it for all
         pickled, unfit = None, ""
-        if not unproven and self.args.save_envs != "never":
+        if not why_unproven and self.args.save_envs != "never":
             pickled, unfit = pickle_envs(self.envs)
 
-        reasons = gather_objects(unproven or unfit)
+        reasons = gather_objects(why_unproven or unfit)
         if any(reasons) and RANK == 0:
             which = "environments" if all(reasons) else "environments of some processes"
             text = f"{which} are not saved, since {next(filter(None, reasons)):.200}"

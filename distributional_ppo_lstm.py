@@ -46,7 +46,7 @@ Shapes are written with these letters:
 
     T   steps of a rollout
     N   environments, of one process
-    L   steps of a training sequence: successive ones of one environment, across episodes
+    L   steps of a training sequence: consecutive ones of one environment, of one episode or more
     M   training sequences: all of a rollout, N T / L, or those of a minibatch
     B   samples of a minibatch, L M
     D   entries of an observation; an image has three axes instead, channels first
@@ -178,8 +178,8 @@ def bounded(kind: Any, *bounds: Any, above_low: bool = False) -> Any:
 class IdleWhile:
     """Says that a flag has no effect while another one, `flag`, equals `value`.
 
-    Without a `value`, the flag has no effect while `flag` is set to anything but "", 0 or False. To
-    type a flag that has no effect is refused.
+    Without a `value`, the flag has no effect while `flag` is set to anything but "", 0 or False.
+    Typing a flag that has no effect is an error.
     """
 
     flag: str
@@ -575,7 +575,7 @@ def collect_rollout(
     # The noise of the whole rollout. All processes draw that of all environments, and each takes
     # its own part. Gaussian noise has the policy's std already.
     noise = own(agent.action_dist.noise(T, args.num_envs)).numpy()
-    with tasks_draw_apart():
+    with tasks_draw_apart():  # tasks may draw from torch's generator, and must not move ours
         for t in range(T):
             if t % args.sequence_length == 0:
                 actor_states.append(state)
@@ -636,8 +636,8 @@ def run_critics(
                                         environment or more (Pardo et al. 2018).
 
     Elsewhere s'_t is s_{t+1}, so the outputs for successors are those for states, one step later.
-    The last step of a stretch has no later one. From the state after it the LSTM takes one extra
-    step, to s'_t. The state that this leaves is dropped.
+    The last step of a stretch has no successor inside it. So the LSTM takes one extra step, to
+    s'_t, from the state after the last one. The state that this leaves is dropped.
 
     A termination cuts nothing. The outputs for its s'_t may be of the next episode, but `gae` and
     the targets multiply them by 0. (0 times NaN would be NaN, but `gae` refuses values that
@@ -691,8 +691,8 @@ def gae(
     All tensors are (T, N), and terminated and truncated are bool. s'_t is the true successor: the
     final observation where an episode ended. A step that is terminated and truncated counts as
     terminated. After the last step A is 0, since next_values has what follows. A + V is the
-    lambda-return, since next_values[t] is values[t + 1] inside episodes. The results keep the graph
-    of values, if they have one.
+    lambda-return, since next_values[t] is values[t + 1] inside episodes. The results keep the
+    graphs of rewards, values and next_values. Where values have one, detach next_values.
 
     Other programs may pass rewards of several terms, (T, N, terms), and such values; the masks stay
     (T, N).
@@ -740,12 +740,15 @@ def prepare_batch(
 
     The order matters (van Hasselt et al. 2016). The return statistics of earlier rollouts,
     `dist.moments`, turn this one's values into the task's units: std * value + mean. These values
-    give advantages and targets. Then the targets move the statistics. Where V is further from their
-    mean than their std, that distance counts. The value heads are rescaled in the same moment.
+    give advantages and targets. Then the targets move the statistics: their mean, and their
+    variance or the mean of (V - mean)^2, whichever is larger.
+    The value heads are rescaled in the same moment.
 
     The new statistics normalise targets and old values for the update, and decode the next rollout.
     So a rollout is decoded on the scale that its critics were last trained on. Only the first one
     is not: see step 0.
+
+    It changes `dist.moments` and what it rescales. So call it once for a rollout.
     """
     dist = agent.value_dist
 
@@ -860,9 +863,9 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
 
         A' = (A - mean) / max(std, running std)
 
-    Advantages are those of one rollout, in any shape, which the result has as well. The running std
-    is the root of the mean variance of recent rollouts. `agent.adv_moments` holds it, and each call
-    takes one rollout into it.
+    Advantages are those of one rollout, float64, in any shape, which the result has as well. The
+    running std is the root of the mean variance of recent rollouts. `agent.adv_moments` holds it,
+    and each call takes one rollout into it.
 
     Where all returns are alike, the std is noise, and dividing by it would turn that noise into a
     gradient of full size. The running std prevents that once an earlier rollout has varied. The
@@ -874,7 +877,7 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
     """
     if not args.norm_adv:
         return advantages
-    eps = 1e-30  # only ahead of a first reward are stds that small, see `RunningMoments.floor`
+    eps = 1e-30  # float64: only ahead of a first reward are stds that small
     normalized = normalize_advantages(advantages, eps, average)
     if not args.norm_adv_memory:
         return normalized
@@ -882,9 +885,9 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
     # The running std takes in this rollout. With means of 0 `merge` averages the variances alone.
     _, variance = batch_moments(advantages.flatten())
     agent.adv_moments.merge(torch.zeros_like(variance), variance, weight=1)
-    relative_std = (variance / agent.adv_moments.var).sqrt()
-    relative_std = relative_std.nan_to_num(1.0)  # 0 / 0: no rollout has varied yet
-    return normalized * relative_std.clamp(max=1)  # (A - mean) / std * min(1, std / running std)
+    std_ratio = (variance / agent.adv_moments.var).sqrt()
+    std_ratio = std_ratio.nan_to_num(1.0)  # 0 / 0: no rollout has varied yet
+    return normalized * std_ratio.clamp(max=1)  # (A - mean) / std * min(1, std / running std)
 
 
 def normalize_advantages(
@@ -927,10 +930,11 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor, dict]:
     """Compute the actor's loss on a minibatch: clipped surrogate and entropy.
 
-    The advantages of the minibatch are already normalised. `ent_coef` counts only where a flag of
-    the entropy is set (`args.uses_entropy`). Returns the loss, a scalar with its graph, the mean
-    KL(old || new) in nats, and metrics. A metric is a tensor without axes, or with one number for
-    each sample; `policy/log_ratio` and `policy/kl_exact` must be among them.
+    The advantages of the minibatch are already normalised. Without any flag of the entropy
+    (`args.uses_entropy`) its term is left out, and `ent_coef` is not used. Returns the loss, a
+    scalar with its graph, the mean KL(old || new) in nats, and metrics. A metric is a tensor
+    without axes, or with one number for each sample; `policy/log_ratio` and `policy/kl_exact` must
+    be among them.
 
     With one process this is a pure function of the parameters and the minibatch. It must not draw
     random numbers: the critics' loop may run beside it in another thread.
@@ -1006,7 +1010,7 @@ def update(
             loss, kl, _ = policy_loss(agent, mb, args, ent_coef)
             if kl > target_kl: break
             take a clipped step of the actor, and keep its log-std in range
-        for mb in as many of critic_batches:
+        for mb in as many of critic_batches, the one of the break included:
             loss, _ = value_loss(agent, mb, args)
             take a clipped step of the critics
 
@@ -1435,7 +1439,7 @@ class RunningMoments(nn.Module):
         """Take in moments that were computed elsewhere, with this weight.
 
         `count` and `max_count` have its unit. It is the number of samples for observations, and 1
-        for each rollout of returns and of advantages.
+        for each rollout of returns and of advantages. The first one must be above 0.
         """
         old_count = self.count.clamp(max=self.max_count)  # one that was loaded may exceed it
         past = old_count / (old_count + weight)  # weight of the past in the merged moments
@@ -1553,8 +1557,11 @@ def clip_values(values: Tensor, old_values: Tensor, clip_delta: float) -> Tensor
 def clipped_value_loss(loss: Tensor, loss_clipped: Tensor) -> Tensor:
     """Take max(loss, loss_clipped) for each state and critic, ahead of the minibatch's mean.
 
-    Both have one shape, and so has the result.
+    Both have one shape, which the result has as well. Raises ValueError for other shapes.
     """
+    if loss.shape != loss_clipped.shape:  # (B, 1) and (B,) would give (B, B)
+        shapes = f"{tuple(loss.shape)} and {tuple(loss_clipped.shape)}"
+        raise ValueError(f"clipped_value_loss: losses are {shapes}")
     return torch.max(loss, loss_clipped)
 
 
@@ -2378,8 +2385,8 @@ class Agent(nn.Module):
     def normalize_obs(self, obs: Tensor) -> Tensor:
         """Turn raw observations, float32, into what the networks see: within -10 to 10.
 
-        Vectors stay as they are without `norm_obs`, and images do in any case: `Convolutions`
-        scales their pixels.
+        Images, whose pixels `Convolutions` scales, are returned as they are, and so are vectors
+        without `norm_obs`.
         """
         if self.sees_images or not self.args.norm_obs:
             return obs
@@ -2997,7 +3004,7 @@ def make_env(args: Args, **options: Any) -> gym.Env:
         except UsageError:
             raise
         except Exception as error:  # from gymnasium, from a missing package, from the task itself
-            from_task = bool(place_in_task(error))  # else gymnasium's, which may hide the task's
+            from_task = bool(place_in_task(error))  # else gymnasium may have wrapped the task's
             cause = error if from_task else error.__cause__ or error.__context__ or error
             place = place_in_task(cause)
             text = f"{type(cause).__name__}: {cause} ({place})" if place else str(error)
@@ -3114,7 +3121,7 @@ class EnvsInProcesses(gym.vector.VectorEnv):
         )
         self.groups.call("outlive_sigterm")
         for process in self.groups.processes:
-            # At exit multiprocessing terminates these, and waits for as long as they outlive that.
+            # At exit multiprocessing sends SIGTERM, which they outlive, and waits. Let it kill.
             process._popen.terminate = process._popen.kill
 
     def join(self, x: np.ndarray) -> np.ndarray:
@@ -4353,13 +4360,13 @@ class Run:
 
     def pickled_envs(self) -> bytes | None:
         """Return this process's environments, pickled as `save_envs` says, or None."""
-        unproven = "" if self.proof is None else self.proof.fault()
-        unproven = gather_objects(unproven)[0]  # the first process proves it for all
+        why_unproven = "" if self.proof is None else self.proof.fault()
+        why_unproven = gather_objects(why_unproven)[0]  # the first process proves it for all
         pickled, unfit = None, ""
-        if not unproven and self.args.save_envs != "never":
+        if not why_unproven and self.args.save_envs != "never":
             pickled, unfit = pickle_envs(self.envs)
 
-        reasons = gather_objects(unproven or unfit)
+        reasons = gather_objects(why_unproven or unfit)
         if any(reasons) and RANK == 0:
             which = "environments" if all(reasons) else "environments of some processes"
             text = f"{which} are not saved, since {next(filter(None, reasons)):.200}"

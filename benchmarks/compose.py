@@ -61,8 +61,10 @@ ATOMS = {
     "returns": "normalised: what V's correction learns",
     "old": "1 or 2) mean, and V, before the update, for value clipping",
     "moving": "# 3. The targets move the return statistics, and the corrections are rescaled.",
-    "moved": """The corrections are rescaled to keep their size in
-    the task's units. (Atoms cannot be, see `move_statistics`.)""",
+    "moved": (
+        "Corrections of V keep their size in the task's units. "
+        "(Atoms cannot, see `move_statistics`.)"
+    ),
 }
 
 

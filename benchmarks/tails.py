@@ -5,14 +5,15 @@
     python benchmarks/tails.py --report    # tables and figure from the committed CSV alone
     python benchmarks/tails.py --only averse --seeds 8001
 
-The Risky tasks are those of Urpi, Curi & Krause 2021 (arXiv:2102.05371), in benchmarks/envs.py. The
-Rare ones are the same with a fifth of the probability. LimitHalfCheetah is ours: it pays 175, with
-a probability of 0.004 a step, where it runs faster than 5. A task is learnt with an aversion to
-risk (the preset `averse`), neutrally (the same preset with a weight of 0 for the tail, so that
-nothing else differs), and neutrally with a penalty of 3 that every risky step costs besides, for
-certain. On LimitHalfCheetah a fourth way is a neutral policy in a task that pays up to a total and
-no more (`UpTo` in envs.py): for the right total its best policy has the best CVaR of the return of
-a whole episode.
+The Risky tasks are those of Urpi, Curi & Krause 2021 (arXiv:2102.05371), in benchmarks/envs.py.
+What their O-RAAC reaches there is no mark for these runs, since it learns offline, from the data of
+other policies. The Rare ones are the same with a fifth of the probability. LimitHalfCheetah is
+ours: it pays 175, with a probability of 0.004 a step, where it runs faster than 5. A task is learnt
+with an aversion to risk (the preset `averse`), neutrally (the same preset with a weight of 0 for
+the tail, so that nothing else differs), and neutrally with a penalty of 3 that every risky step
+costs besides, for certain. On LimitHalfCheetah a fourth way is a neutral policy in a task that pays
+up to a total and no more (`UpTo` in envs.py): for the right total its best policy has the best CVaR
+of the return of a whole episode.
 
 The mode of the final policy then plays EPISODES episodes without hits, and hits are drawn DRAWS
 times for each: they change rewards alone, so that luck with hits plays no part. A policy of the

@@ -312,6 +312,8 @@ def test_clipped_value_loss_is_the_maximum_per_sample_and_critic(script):
     out = script.clipped_value_loss(loss, clipped)
     assert out.tolist() == [[3, 5, 2], [4, 6, 3]]
     assert script.clipped_value_loss(clipped[0], loss[0]).tolist() == [3, 5, 2]
+    with pytest.raises(ValueError, match=r"clipped_value_loss: losses are \(3,\) and \(3, 1\)"):
+        script.clipped_value_loss(loss[0], loss[0][:, None])
     assert out.mean() > max(loss.mean(), clipped.mean()) + 0.5
 
 
