@@ -420,7 +420,7 @@ def refuse_other_flags(
     rows: Iterable[Row], cells: Iterable[Cell], spell: Callable[[Cell], str] | None = None
 ) -> None:
     """Raise ValueError for a row of a cell's seeds whose flags are not those of the cell, as where
-    a preset has changed since: it would pass as done. Rows that tell no flags pass.
+    a preset has changed since: it would pass as done. Older rows that tell no flags pass.
 
     `spell` gives the flags of a cell with those of presets spelt out.
     """
@@ -428,7 +428,8 @@ def refuse_other_flags(
     for cell in cells:
         wanted = (spell or spelt_flags)(cell)
         for row in known.get(cell.setting, []):
-            if int(row["seed"]) not in cell.seeds or not row["flags"]:
+            seed = int(row["seed"])
+            if seed not in cell.seeds or (not row["flags"] and seed < RENEWED):
                 continue
             if flag_values(row["flags"]) != flag_values(wanted):
                 told = f"{cell.task}, seed {row['seed']}: {row['flags']}, not {wanted}"

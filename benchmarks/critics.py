@@ -1,4 +1,4 @@
-"""What a distributional critic buys: critics compared on the same tasks, other flags being equal.
+"""What a distributional critic buys: critics compared on the same tasks, by their own flags alone.
 
     python benchmarks/critics.py      # table and figure from the committed files
 

@@ -260,8 +260,8 @@ def cliff_optima(alpha: float = 0.1) -> Optimum:
 HEAD = """\
 500 evaluation episodes of the policy's mode, and of the policy as it samples; means over seeds
 +- 95 % interval. CVaR at 0.2 (lottery), 0.1. The draws of an evaluation depend on the seed alone,
-so rows with the same seeds share their luck: the lottery's risky arm has exactly a mean of 1.0 and
-a CVaR of -1.0.
+so rows with the same seeds share their luck. In endless episodes the lottery's risky arm would have
+a mean of 1.0 and a CVaR of -1.0.
 """
 SHARING = {"5dd7f7d"}  # commits whose environments took consecutive seeds, from --seed on
 SHARED = """\

@@ -284,6 +284,19 @@ def lines_of(rows: list[Row]) -> list[str]:
     return lines
 
 
+def unlimited(rows: list[Row]) -> list[str]:
+    """Name the runs that never reached their total: they are those without a limit once more."""
+    key = ("task", "seed", "mean", "std")
+    clocks = {tuple(row[name] for name in key) for row in rows if row["variant"] == "clock"}
+    same = [
+        f"{row['variant']} (seed {row['seed']})"
+        for row in rows
+        if row["variant"].startswith("up to") and tuple(row[name] for name in key) in clocks
+    ]
+    told = f"No episode of these reached its total, so they equal clock: {', '.join(same)}."
+    return [told] if same else []
+
+
 def with_seeds(rows: list[Row], seeds: range) -> list[Row]:
     """The rows of these seeds."""
     return [row for row in rows if int(row["seed"]) in seeds]
@@ -306,6 +319,7 @@ def report() -> None:
         own = with_seeds(rows, seeds)
         if own:
             text += ["", f"{title}:", "", *lines_of(own)]
+            text += [line for told in unlimited(own) for line in ("", told)]
     text += ["", f"Commit of the scripts, machine: {common.origins(rows)}."]
     common.publish(RESULTS / "tails.md", text)
     if with_seeds(rows, REPORTED):

@@ -5,7 +5,8 @@
 
 Gravity and friction change step by step, by MuJoCo's own parameters, or noise is added to what the
 agent observes. At every level the mode of the policy plays EPISODES episodes, and the critics look
-along. Three things are looked at:
+along. (They predict the policy that samples, on both sides of each comparison.) Three things are
+looked at:
 
     return     The return of the episodes, undiscounted.
     low        The first decile of the discounted return that is predicted from a state.
@@ -17,12 +18,11 @@ there is a usual signal, and an episode's own is the mean distance from that.
 
 A signal warns at a level where changed episodes look worse than unchanged ones: where the
 probability that a changed episode has the worse signal (the area under the ROC curve) is at least
-WARNS. The
-unchanged ones are EPISODES episodes that open otherwise, so that the unchanged robot itself is a
-level like others: a signal that warns of it is of no use. The return has fallen where it is below
-FALLEN of that of the unchanged robot in the same episodes, and by more than twice the standard
-error of the difference, reckoned as of independent episodes. All these numbers were written down
-ahead of the runs. One row of results/trust.csv is one level of one change of one run.
+WARNS. The unchanged ones are EPISODES episodes that open otherwise, so that the unchanged robot
+itself is a level like others: a signal that warns of it is of no use. The return has fallen where
+it is below FALLEN of that of the unchanged robot in the same episodes, and by more than twice the
+standard error of the difference, reckoned as of independent episodes. All these numbers were
+written down ahead of the runs. One row of results/trust.csv is one level of one change of one run.
 
 The rows that are kept are of an older preset `mujoco`. Training refuses to stand beside them: take
 them out to train all runs anew.

@@ -1557,6 +1557,10 @@ def test_rows_of_other_flags_do_not_pass_as_done(monkeypatch, tmp_path):
     archive.table.append(row | {"flags": row["flags"].replace("--gamma 0.9 ", "")})
     with pytest.raises(ValueError, match=r"seed 8001.*take such rows out"):
         learning.missing([cell], [], [])
+    silent = [row | {"seed": seed, "flags": ""} for seed in (7, 8001)]
+    common.refuse_other_flags(silent, [replace(cell, seeds=[7])])  # older rows may tell no flags
+    with pytest.raises(ValueError, match=r"seed 8001: , not .*--gamma 0\.9"):
+        common.refuse_other_flags(silent, [cell])
 
 
 def test_peers_have_our_flags():

@@ -399,6 +399,24 @@ def test_the_goal_is_a_better_tail_for_a_small_price():
     assert [line.split(" | ")[-1] for line in tails.lines_of(rows)[3:]] == ["met |", "missed |"]
 
 
+def test_runs_that_never_reached_their_total_are_named():
+    """They have what the run without a limit has, by mean and spread, on the same seed."""
+    tails = importlib.import_module("tails")
+    rows = [
+        {"task": "Task", "variant": variant, "seed": seed, "mean": mean, "std": "1"}
+        for variant, seed, mean in (
+            ("clock", "1", "5"),
+            ("clock", "2", "6"),
+            ("up to 800", "1", "5"),
+            ("up to 800", "2", "5"),
+            ("neutral", "1", "5"),
+        )
+    ]
+    told = "No episode of these reached its total, so they equal clock: up to 800 (seed 1)."
+    assert tails.unlimited(rows) == [told]
+    assert tails.unlimited(rows[1:]) == []
+
+
 def test_the_tails_table_worked_by_hand():
     """Two seeds of 90 and 110, then 100 and 140: means 100 and 120, +20 %. CVaRs 0 and 20, then 60
     and 80: a difference of 60, with a standard error of sqrt(100 + 100), and t(2) = 4.303."""
