@@ -1943,10 +1943,10 @@ def answers(verdicts: dict[Contest, Verdict]) -> list[str]:
         "",
         *worth(verdicts),
         f"* **Does it buy a better tail?** On our road, where one fast drive of four crashes, yes: "
-        f"{tail['cvar', 'weight 1']} instead of {tail['cvar', 'neutral']}, for a mean of "
-        f"{tail['mean', 'weight 1']} instead of {tail['mean', 'neutral']} (feed-forward). But "
-        f"always to drive at the safe speed would have {safe_drive()[1]:.1f} and "
-        f"{safe_drive()[0]:.1f}, more of both. {robots_helped()} [Details](#risk)",
+        f"{tail['cvar', 'weight 1']} instead of {tail['cvar', 'neutral']} (feed-forward). But "
+        f"always to drive at the safe speed would have {safe_drive()[1]:.1f}, and a higher mean, "
+        f"too ({safe_drive()[0]:.1f}, not {tail['mean', 'weight 1']}). {robots_helped()} "
+        f"[Details](#risk)",
         *calibrated(),
         *([trusted()] if trust.TABLE.rows() else []),
         *beside_others(),

@@ -30,9 +30,15 @@ def answers():
 
 
 @pytest.fixture(scope="module")
-def pages(answers):
-    """Lines that are made from the rows, by page."""
-    return {page: answers.lines_of(found) for page, found in answers.pages().items()}
+def sections(answers):
+    """What is made from the rows, by page and section: made once, since it takes a while."""
+    return answers.pages()
+
+
+@pytest.fixture(scope="module")
+def pages(answers, sections):
+    """Its lines, by page."""
+    return {page: answers.lines_of(found) for page, found in sections.items()}
 
 
 def prose(page: str) -> list[str]:
@@ -49,9 +55,9 @@ def test_lines_made_from_the_rows_stand_in_their_page(answers, pages, page):
 
 
 @pytest.mark.parametrize("page", ["README.md", "tuning.md"])
-def test_lines_of_tables_stand_in_their_order(answers, page):
+def test_lines_of_tables_stand_in_their_order(answers, sections, page):
     """ "The same, on one core" is about the line above it."""
-    found = answers.pages()[page]
+    found = sections[page]
     made = [line for own in found.values() for line in own]
     text = (FOLDER / page).read_text()
     assert answers.torn(found, text) == []
