@@ -518,10 +518,9 @@ def terms() -> str:
     older = "" if same else ", older preset"
     cost = {"undecided": "an unknown", "behind": "a clear", "ahead": "no"}[change.verdict]
     return (
-        f"* **A value for each reward term** of Hopper-v5: they add up to the value of the whole "
-        f"reward, {100 * gap:.1f} % apart, at {cost} cost in return ({change.told()} after "
-        f"{int(longest):,} steps, {count_of(len(one))} runs each{older}; "
-        f"[table](results/reward_terms.md))."
+        f"* **[A value for each reward term](results/reward_terms.md)** of Hopper-v5: the sum is "
+        f"{100 * gap:.1f} % off the value of the whole reward; {cost} cost in return "
+        f"({change.told()} after {int(longest):,} steps, {count_of(len(one))} runs each{older})."
     )
 
 
@@ -684,9 +683,8 @@ def bought(verdicts: dict[Contest, Verdict]) -> str:
         f"slippery cliff {tails_told()}. *Knowledge:* of {len(alone)} runs on "
         f"{count_of(len(pairs))} real tasks "
         f"{counts[0]} are [calibrated](#calibration) by default, {counts[1]} with `calibrated` and "
-        f"{counts[2]} after `critics` as well, and where the "
-        f"return of a [changed robot](results/trust.md) dropped, a low first decile had come "
-        f"before that in {before}, and by the same step in {caught()} cases."
+        f"{counts[2]} after `critics` as well, and a low first decile came before {before}, and "
+        f"before or with {caught()}, drops in the return of [changed robots](results/trust.md)."
     )
 
 
@@ -740,8 +738,8 @@ def gains_told() -> str:
     if not gained:
         return "On no robot is it clearly better than an older one."
     return (
-        f"It is clearly better than an older one in older scripts on {joined(gained)} alone, so "
-        f"try [the one before it](#settings-for-mujoco), too.{behind_all()}"
+        f"It clearly beats an older one, in older scripts, on {joined(gained)} alone, so try "
+        f"[another](#settings-for-mujoco), too.{behind_all()}"
     )
 
 
@@ -1215,10 +1213,9 @@ def risk_notes() -> list[str]:
     )
     mean, its_tail = risk.best_mean(risk.slippery_cliff())
     return [
-        f"* **Robots** pay, now and then, for leaning or running too fast. LimitHalfCheetah is "
-        f"ours, others are those of Urpi et al. ([setup](tails.py), "
-        f"{count_of(len(tails.REPORTED))} runs each). Beside neutral policies the worst tenth is "
-        f"{robots_told()}.",
+        f"* **Robots** pay, now and then, for leaning or running too fast. Limit tasks are ours, "
+        f"Risky ones are of Urpi et al. ([setup](tails.py), {count_of(len(tails.REPORTED))} runs "
+        f"each). Beside neutral policies the worst tenth is {robots_told()}.",
         f"* **A lottery of one step.** Neutral policies take the risky arm {chance}. "
         f"Those with `--cvar-weight 0.5` do with at most {max(averse[0]):.3f} (feed-forward) and "
         f"{max(averse[1]):.3f} (recurrent{', older' * is_older('lottery', LSTM)}).",
@@ -1341,7 +1338,7 @@ def disasters() -> str:
     return (
         f"{preset:.0f} % (201 atoms), {atoms:.0f} % (51 atoms) and {quantiles:.0f} % (quantiles; "
         f"{if_older([row for rows in found for row in rows], 'older, ')}{count_of(runs)} "
-        f"run{'s' * (runs != 1)} each), where exact ones would overestimate it by {floors} %"
+        f"run{'s' * (runs != 1)} each), where exact predictions would overestimate it by {floors} %"
     )
 
 
@@ -1554,8 +1551,8 @@ def current() -> str:
     )
     return (
         f"**Some numbers are of an older version,** which trained actor and critics with one loss "
-        f"and one optimizer. Of today's scripts are {len(cells) - len(older)} of {len(cells)} "
-        f"results of ours in the tables of tasks (with *). Older are {joined(told)}. {effect}"
+        f"and one optimizer. {len(cells) - len(older)} of {len(cells)} results of ours in the "
+        f"tables of tasks (*) are of today's scripts. Older are {joined(told)}. {effect}"
     )
 
 
@@ -1657,7 +1654,7 @@ def worth(verdicts: dict[Contest, Verdict]) -> list[str]:
     return [
         f"* **Is a distributional critic worth it for the return?** {gain_told(verdicts)} "
         f"[Details](#what-the-distribution-buys)",
-        "  * **What was compared** is mostly a further task for the critics' layers, since by "
+        "  * **What was compared** is mostly the distribution as a further loss, since by "
         "default the policy learns from V. All runs are older. On MuJoCo and MinAtar the scalar "
         "critics are of another script and of other commits.",
         "  * **V from the distribution** was scored on CartPole-v1 and CartPoleNoVel-v1 alone, on "
@@ -1780,9 +1777,9 @@ def trusted() -> str:
     return (
         f"* **Does it know when not to be trusted?** {short} Gravity, friction or the noise of "
         f"sensors changed step by step, for {agents} runs each of {robots} (`calibrated`, and the "
-        f"preset of that time). In {cases(fallen)} the return fell, in {late} later than at the "
-        f"first step. A low predicted decile warned before that in {ahead[0]}, at the same step in "
-        f"{first - ahead[0]}, and later or never in {fallen - first}; the distance of the twins in "
+        f"preset of that time). In {cases(fallen)} the return fell, in {late} late enough for an "
+        f"earlier warning. A low predicted decile warned before that in {ahead[0]}, at the same "
+        f"step in {first - ahead[0]}, and later or never in {fallen - first}; the distance of the twins in "
         f"{ahead[1]}, {second - ahead[1]} and {fallen - second}. In {cases(len(held))} the return "
         f"held; there the decile warned falsely in {false[0]}, the twins in {false[1]}. "
         f"[Table](results/trust.md), [figure](results/trust.png)"
@@ -1944,8 +1941,8 @@ def answers(verdicts: dict[Contest, Verdict]) -> list[str]:
         *worth(verdicts),
         f"* **Does it buy a better tail?** On our road, where one fast drive of four crashes, yes: "
         f"{tail['cvar', 'weight 1']} instead of {tail['cvar', 'neutral']} (feed-forward). But "
-        f"always to drive at the safe speed would have {safe_drive()[1]:.1f}, and a higher mean, "
-        f"too ({safe_drive()[0]:.1f}, not {tail['mean', 'weight 1']}). {robots_helped()} "
+        f"always driving at the safe speed beats this ({safe_drive()[1]:.1f}) and the mean "
+        f"({safe_drive()[0]:.1f}, not {tail['mean', 'weight 1']}). {robots_helped()} "
         f"[Details](#risk)",
         *calibrated(),
         *([trusted()] if trust.TABLE.rows() else []),
@@ -1964,8 +1961,8 @@ def answers(verdicts: dict[Contest, Verdict]) -> list[str]:
         f"* **How were the flags tuned?** {how_tuned()} [Details](tuning.md#chosen-flags)",
         "* **Can the numbers be trusted?** Current ones more than older ones, whose intervals are "
         "too narrow. We call a difference *undecided* if its 95 % interval contains the tie, "
-        "*likely* if it does not, and *clear* if the difference is more than twice the interval's "
-        "half. [Details](#how-to-read-the-numbers)",
+        "*likely* if it does not, and *clear* if the difference exceeds the interval's width. "
+        "[Details](#how-to-read-the-numbers)",
         f"* **What failed?** Calibration (after `critics` on {count_of(off)} of "
         f"{count_of(len(pairs))} tasks), aversion but on two toys, early warnings, "
         f"{few} of {many} runs on four robots, and [more](#what-failed).",
@@ -1988,8 +1985,11 @@ def robots_helped() -> str:
     """On which robots of tails.py an aversion has made the worst tenth better, by the intervals."""
     changes = changed_tails(tails.CHOSEN)
     helped = [task for task, one in changes.items() if one.verdict == "ahead"]
-    where = f"[on {joined(helped)}](#risk) alone" if helped else "[nowhere](#risk)"
-    return f"Among robots a weight of 0.5 made it measurably better {where}."
+    robots = count_of(len(changes)) + (" robots" if len(changes) > 1 else " robot")
+    return (
+        f"A weight of 0.5 made it measurably better on {joined(helped) or 'none'} of "
+        f"[{robots}](#risk)."
+    )
 
 
 def safe_drive() -> tuple[float, float]:

@@ -265,7 +265,7 @@ def test_age_is_told_from_the_rows(answers, monkeypatch):
     monkeypatch.setattr(answers, "changes", lambda: [change])
     monkeypatch.setattr(answers, "welch", lambda *_: common.Difference(-1, -3, 1))
     told = answers.current()
-    assert "Of today's scripts are 1 of 5 results of ours" in told
+    assert " 1 of 5 results of ours in the tables of tasks (*) are of today's scripts." in told
     assert "Older are POPGym, MinAtar at 2M steps, E, some of truth and all of calibration." in told
     assert "tasks the change moved no mean measurably, but a loss of up to 30 % (on F)" in told
     monkeypatch.setattr(answers, "ages", lambda contest: {True})
@@ -430,7 +430,10 @@ def test_disasters_are_those_of_the_preset(answers, monkeypatch):
     ]
     monkeypatch.setattr(answers.calibration, "TABLE", Made(made))
     told = "70 % (201 atoms), 30 % (51 atoms) and 50 % (quantiles; older, one run each)"
-    assert answers.disasters() == f"{told}, where exact ones would overestimate it by 1, 2 and 10 %"
+    assert (
+        answers.disasters()
+        == f"{told}, where exact predictions would overestimate it by 1, 2 and 10 %"
+    )
 
 
 def test_runs_without_calibrated_stand_beside_the_same_tasks(answers, monkeypatch):
@@ -642,7 +645,7 @@ def test_warnings_worked_by_hand(answers, monkeypatch):
     told = answers.trusted()
     assert "for two runs each of Hopper-v5" in told
     assert "** Yes. Gravity" in told
-    assert "In 1 case the return fell, in 1 later than at the first step. A low" in told
+    assert "In 1 case the return fell, in 1 late enough for an earlier warning. A low" in told
     assert "warned before that in 1, at the same step in 0, and later or never in 0; the" in told
     assert "the distance of the twins in 0, 0 and 1. In 1 case the return held;" in told
     assert "the return held; there the decile warned falsely in 0, the twins in 1." in told
@@ -715,12 +718,13 @@ def test_aversion_on_robots_worked_by_hand(answers, monkeypatch):
         f"with a weight of 0.5 better on {hopper} and worse on {tails.TASK}; "
         f"with a penalty worse on {tails.TASK} and undecided on {hopper}"
     )
-    assert f"made it measurably better [on {hopper}](#risk) alone." in answers.robots_helped()
+    told = f"made it measurably better on {hopper} of [two robots](#risk)."
+    assert told in answers.robots_helped()
     assert answers.averse_lander().endswith(
         "is 1 with `averse` and 41 with a weight of 0.5, instead of 81 (one older run each)."
     )
     rows = [row for row in rows if row["task"] != hopper]
-    assert "measurably better [nowhere](#risk)." in answers.robots_helped()
+    assert "made it measurably better on none of [one robot](#risk)." in answers.robots_helped()
     assert answers.robots_told() == (
         f"with a weight of 0.5 worse on {tails.TASK}; with a penalty worse on {tails.TASK}"
     )
@@ -791,13 +795,13 @@ def test_reward_terms_worked_by_hand(answers, monkeypatch):
     ]
     monkeypatch.setattr(answers.Table, "rows", lambda self: rows)
     told = answers.terms()
-    assert "they add up to the value of the whole reward, 0.3 % apart, at an unknown" in told
-    assert "cost in return (+1 (-5 to +7) after 9,000 steps, two runs each, older preset;" in told
+    assert "the sum is 0.3 % off the value of the whole reward; an unknown cost in return" in told
+    assert "in return (+1 (-5 to +7) after 9,000 steps, two runs each, older preset)." in told
     monkeypatch.setattr(answers.common, "spelt_out", lambda script, flags: "--a 1")
-    assert "9,000 steps, two runs each;" in answers.terms()
+    assert "9,000 steps, two runs each)." in answers.terms()
     for returns, told in (
-        (50, "at no cost in return (+48 ("),
-        (-50, "at a clear cost in return (-52 ("),
+        (50, "; no cost in return (+48 ("),
+        (-50, "; a clear cost in return (-52 ("),
     ):
         rows[0]["return_mean"] = rows[1]["return_mean"] = returns
         assert told in answers.terms()
