@@ -1780,8 +1780,8 @@ def trusted() -> str:
         f"preset of that time). In {cases(fallen)} the return fell, in {late} late enough for an "
         f"earlier warning. A low predicted decile warned before that in {ahead[0]}, at the same "
         f"step in {first - ahead[0]}, and later or never in {fallen - first}; the distance of the "
-        f"twins in {ahead[1]}, {second - ahead[1]} and {fallen - second}. In {cases(len(held))} the return "
-        f"held; there the decile warned falsely in {false[0]}, the twins in {false[1]}. "
+        f"twins in {ahead[1]}, {second - ahead[1]} and {fallen - second}. In {cases(len(held))} "
+        f"the return held; there the decile warned falsely in {false[0]}, the twins in {false[1]}. "
         f"[Table](results/trust.md), [figure](results/trust.png)"
     )
 
