@@ -669,6 +669,8 @@ def bought(verdicts: dict[Contest, Verdict]) -> str:
     pairs = preset_errors().values()
     after = np.concatenate([late for _, late in pairs])
     counts = [(found <= 0.05).sum() for found in (alone, plain, after)]
+    gains = changed_tails(tails.CHOSEN)
+    on_robots = "".join(f", on {task} a weight of 0.5 by {gains[task].told()}" for task in helped())
     falls, low, _ = warned()
     before = sum(np.array(trust.in_time(low, falls)) > 0)
     gain = gain_told(verdicts)
@@ -679,7 +681,7 @@ def bought(verdicts: dict[Contest, Verdict]) -> str:
         f"with probability {robots} on MuJoCo, {recurrent} on recurrent tasks and {games} on "
         f"MinAtar, where a tie is 0.5 (older). *Lower tail:* on our [road](#risk) `--cvar-weight "
         f"1` moves the mean of the worst tenth by {road[0]} and that of all by {road[1]} "
-        f"(recurrent: {road[2]} and {road[3]}), and on a "
+        f"(recurrent: {road[2]} and {road[3]}){on_robots}, and on a "
         f"slippery cliff {tails_told()}. *Knowledge:* of {len(alone)} runs on "
         f"{count_of(len(pairs))} real tasks "
         f"{counts[0]} are [calibrated](#calibration) by default, {counts[1]} with `calibrated` and "
@@ -1964,8 +1966,8 @@ def answers(verdicts: dict[Contest, Verdict]) -> list[str]:
         "*likely* if it does not, and *clear* if the difference exceeds the interval's width. "
         "[Details](#how-to-read-the-numbers)",
         f"* **What failed?** Calibration (after `critics` on {count_of(off)} of "
-        f"{count_of(len(pairs))} tasks), aversion but on two toys, early warnings, "
-        f"{few} of {many} runs on four robots, and [more](#what-failed).",
+        f"{count_of(len(pairs))} tasks), aversion but on {joined(['two toys', *helped()])}, early "
+        f"warnings, {few} of {many} runs on four robots, and [more](#what-failed).",
     ]
 
 
@@ -1981,13 +1983,18 @@ def telling(task: str, variants: Iterable[str]) -> tuple[range, list[Row]]:
     raise LookupError(f"tails.csv has no rows for {task}")
 
 
-def robots_helped() -> str:
-    """On which robots of tails.py an aversion has made the worst tenth better, by the intervals."""
+def helped() -> list[str]:
+    """The robots of tails.py whose worst tenth aversion has made better, by the intervals."""
     changes = changed_tails(tails.CHOSEN)
-    helped = [task for task, one in changes.items() if one.verdict == "ahead"]
+    return [task for task, one in changes.items() if one.verdict == "ahead"]
+
+
+def robots_helped() -> str:
+    """How many of how many they are, in words."""
+    changes = changed_tails(tails.CHOSEN)
     robots = count_of(len(changes)) + (" robots" if len(changes) > 1 else " robot")
     return (
-        f"A weight of 0.5 made it measurably better on {joined(helped) or 'none'} of "
+        f"A weight of 0.5 made it measurably better on {joined(helped()) or 'none'} of "
         f"[{robots}](#risk)."
     )
 

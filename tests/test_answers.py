@@ -718,6 +718,7 @@ def test_aversion_on_robots_worked_by_hand(answers, monkeypatch):
         f"with a weight of 0.5 better on {hopper} and worse on {tails.TASK}; "
         f"with a penalty worse on {tails.TASK} and undecided on {hopper}"
     )
+    assert answers.helped() == [hopper]
     told = f"made it measurably better on {hopper} of [two robots](#risk)."
     assert told in answers.robots_helped()
     assert answers.averse_lander().endswith(
