@@ -520,7 +520,7 @@ def test_runs_on_known_distributions():
 
 def test_aversion_on_robots():
     """Means and worst tenths of five reported runs each, and that chance may make what aversion
-    changes. The penalty has at least its worst tenth on both."""
+    changes. What the penalty changes is more than chance on the first one alone."""
     tails = importlib.import_module("tails")
     rows = tails.with_seeds(tails.TABLE.rows(), tails.REPORTED)
     found = {}
@@ -532,7 +532,8 @@ def test_aversion_on_robots():
                 found[task, variant, column] = own
         averse, neutral = (found[task, name, "cvar_10"] for name in ("averse 0.5", "neutral"))
         assert common.welch(averse, neutral).verdict == "undecided"
-        assert found[task, "penalty", "cvar_10"].mean() >= averse.mean()
+        penalty = common.welch(found[task, "penalty", "cvar_10"], neutral)
+        assert penalty.verdict == ("undecided" if task == tails.TASK else "ahead")
     risky, limited = (
         [f"{own.mean():.0f}" for (where, *_), own in found.items() if where == task]
         for task in ("RiskyHalfCheetah", tails.TASK)
@@ -544,6 +545,10 @@ def test_aversion_on_robots():
     assert "dearer, the worst tenth was {2} instead of {0}.".format(*limited) in README
     assert "the worst tenth was {4} (mean {5}) on the former".format(*risky) in README
     assert "and {4} (mean {5} instead of {1}) on the latter".format(*limited) in README
+    told = (
+        "Beside the neutral policy this is more than chance on the former, and may be chance on the"
+    )
+    assert f"{told} latter." in README
 
 
 def test_the_chance_that_a_distribution_helps():
