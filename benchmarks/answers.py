@@ -1623,7 +1623,7 @@ def behind_scalar() -> list[str]:
     }
     chances: dict[str, list[tuple[str, critics.Estimate]]] = {}  # of each critic, by both measures
     ends: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # final scores of critic and rival
-    for title, family in critics.FAMILIES.items():
+    for title, family in critics.told().items():
         for when, measure in measures.items():
             known = critics.normalised(family, critics.raw_scores(family, measure))
             for name, critic in family.critics.items():

@@ -1,6 +1,7 @@
 """What a distributional critic buys: critics compared on the same tasks, by their own flags alone.
 
-    python benchmarks/critics.py      # table and figure from the committed files
+    python benchmarks/critics.py --report                   # table and figure from committed files
+    python benchmarks/critics.py --only value_single Ant    # trains rows that are missing
 
 Feed-forward on MuJoCo: HL-Gauss, two-hot, 51 quantiles, scalar, each with twins (their minimum) and
 with a single critic; on MinAtar HL-Gauss, 51 quantiles, scalar, with twins. Recurrent: quantiles,
@@ -12,9 +13,15 @@ below ten standard deviations; V is that output. Adam is blind to the factor but
 and --max-grad-norm is not: gradients 40 times smaller than those of u^2 are clipped less often,
 and nobody has measured what that does.
 
-The rows that are kept are of earlier versions, which trained actor and critics together. Their
+All families but one are of earlier versions, which trained actor and critics together. Their
 scalar critics had --vf-coef 10 as well, so their loss was u^2 / 4. No run is added to them, since
 today's update would be mixed in.
+
+"MuJoCo, today's scripts" has four critics on four robots, five seeds each. Its scalar critic is
+V as an output of its own, trained by half its squared error (`learning.learn_value_alone`), so that
+the loss has the size that PPO's has. Said ahead of its runs: a distributional critic gains if the
+interval of its probability of improvement at the end, over the scalar critic of as many heads, lies
+above one half, and loses if it lies below. The family is told once all its runs are there.
 
 Runs are kept as `learning.py` keeps them, and those of the defaults are the same. Two scores of a
 run: its final evaluation, and the mean of its training returns over all steps. Both count as
@@ -38,7 +45,9 @@ import learning
 import numpy as np
 from common import CATEGORICAL, LSTM, LSTM_ATOMS, QUANTILE, RESULTS, Cell, Row
 
-SCALAR = "--num-quantiles 1 --kappa 10 --value-from distribution"
+SCALAR = "--num-quantiles 1 --kappa 10 --value-from distribution"  # of the older families
+ALONE = " --num-quantiles 1"  # one, since a script has at least one; variants of V alone leave it
+TODAY = "MuJoCo, today's scripts"
 REPEATS = 10_000  # of the bootstrap
 KNOWN = "(reference's mean as known)"  # by an interval
 
@@ -104,6 +113,20 @@ FAMILIES = {
         reference="scalar, single",
         seeds=range(6, 11),
     ),
+    TODAY: Family(
+        tasks={task: learning.MUJOCO for task in learning.ROBOTS[:4]},
+        low={},
+        critics={
+            "HL-Gauss, twins": Critic(CATEGORICAL, "default", "", "scalar, twins"),
+            "scalar, twins": Critic(QUANTILE, "value_twins", ALONE, ""),
+            "51 quantiles, single": Critic(
+                QUANTILE, "today_quantiles_single", learning.SINGLE, "scalar, single"
+            ),
+            "scalar, single": Critic(QUANTILE, "value_single", f"{ALONE} --num-critics 1", ""),
+        },
+        reference="scalar, single",
+        seeds=learning.NEW_FIVE,
+    ),
     "MinAtar": Family(
         tasks={f"envs:MinAtar/{game}-v1": learning.MINATAR for game in learning.GAMES},
         low={},
@@ -132,14 +155,17 @@ def cell_of(family: Family, critic: Critic, task: str) -> Cell:
     return Cell(task, critic.script, critic.variant, flags, family.seeds)
 
 
-def cells() -> list[Cell]:
-    """The whole grid."""
+def cells_of(family: Family) -> list[Cell]:
+    """The whole grid of a family."""
     return [
-        cell_of(family, critic, task)
-        for family in FAMILIES.values()
-        for task in family.tasks
-        for critic in family.critics.values()
+        cell_of(family, critic, task) for task in family.tasks for critic in family.critics.values()
     ]
+
+
+def told() -> dict[str, Family]:
+    """The families that a report tells: the older ones, and today's once it is complete."""
+    complete = all(len(rows_of(cell)) == len(cell.seeds) for cell in cells_of(FAMILIES[TODAY]))
+    return {title: family for title, family in FAMILIES.items() if title != TODAY or complete}
 
 
 # ------------------------------------------------------------------------------------------- report
@@ -289,7 +315,8 @@ def lost(title: str, family: Family) -> list[str]:
     return lines
 
 
-ORDER = ("recurrent", "MuJoCo", "MuJoCo, fresh seeds", "MinAtar")  # of the figure, from above
+# of the figure, from above
+ORDER = ("recurrent", TODAY, "MuJoCo", "MuJoCo, fresh seeds", "MinAtar")
 
 
 class Line(NamedTuple):
@@ -360,7 +387,8 @@ def draw(families: dict[str, Family]) -> None:
     )
     handles = [plt.Line2D([], [], marker="o", **look) for look in looks]
     title = f"Bars: 95 % intervals, bootstrap over seeds by task {KNOWN}. "
-    title += "Twins, single: two critics or one. All runs are older ones"
+    others = " but those of today's scripts" if TODAY in families else ""
+    title += f"Twins, single: two critics or one. All runs{others} are older ones"
     figure.legend(
         handles=handles, loc="outside lower center", ncols=3, title=title, title_fontsize=7.5
     )
@@ -368,29 +396,31 @@ def draw(families: dict[str, Family]) -> None:
 
 
 def report() -> None:
-    """Tables in results/critics.md and on the terminal, the figure in results/critics.png: of the
-    families whose reference has run on all tasks."""
-    told = {
-        title: family
-        for title, family in FAMILIES.items()
-        if family.reference in raw_scores(family)
-    }
+    """Tables in results/critics.md and on the terminal, the figure in results/critics.png."""
     lines = []
-    for title, family in told.items():
+    for title, family in told().items():
         lines += [*table(title, family), "", *lost(title, family), ""]
         if title.startswith("MuJoCo"):
             lines += [*published(title, family), ""]
     common.publish(RESULTS / "critics.md", lines[:-1])
-    if told:
-        draw(told)
+    draw(told())
 
 
 def main() -> None:
-    """Parse, report."""
+    """Parse, run, report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--report", action="store_true", help="as without: no run is added")
-    parser.parse_args()
+    parser.add_argument("--report", action="store_true", help="only rebuild table and figure")
+    parser.add_argument("--only", nargs="*", default=[], help="words, all to match")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[], help="seeds to run")
+    parser.add_argument("--processes", type=int, default=2, help="runs at a time")
+    args = parser.parse_args()
     common.require("matplotlib")
+    if not args.report:
+        try:
+            runs = learning.missing(cells_of(FAMILIES[TODAY]), args.only, args.seeds)
+        except ValueError as error:
+            parser.error(str(error))
+        learning.run_missing(runs, args.processes)
     report()
 
 

@@ -1339,6 +1339,7 @@ def test_speed_beside_the_peer_is_measured(monkeypatch, tmp_path):
 # names that variants of `learning` replace
 REPLACED = {
     "no_memory": ["unroll_lstm", "lstm_in_numpy"],
+    "value_twins": [],
     "default": [],
 }
 
@@ -1354,7 +1355,7 @@ def test_learning_keeps_a_run(script, variant, monkeypatch, tmp_path):
     learning, run = tiny_run("learning", "CartPoleNoVel-v1", script, variant)
     module = importlib.import_module("common").load_script(script)
     keep_as_it_is(monkeypatch, module, *REPLACED.get(variant, []))
-    keep_as_it_is(monkeypatch, module.ValueDistribution, "move_statistics")
+    keep_as_it_is(monkeypatch, module.ValueDistribution, "move_statistics", "loss")
     if hasattr(module, "Body"):
         keep_as_it_is(monkeypatch, module.Body, "step")
     common = importlib.import_module("common")
@@ -1540,6 +1541,59 @@ def test_without_memory_what_acts_is_what_is_trained(monkeypatch):
     with learning.common.trained(script, run.cell.task, 1, run.cell.flags) as done:
         assert done.metrics["policy/ratio_first_minibatch_error"] < 1e-4
         assert done.metrics["policy/ratio_std"] > 1e-3
+
+
+def test_a_scalar_critic_learns_half_the_squared_error_of_v_alone(monkeypatch):
+    """Of V = 1 and a return of 4 that is 4.5, and its gradient -3; quantiles have none."""
+    learning = importlib.import_module("learning")
+    script = importlib.import_module(NAMES[0])
+    keep_as_it_is(monkeypatch, script.ValueDistribution, "loss")
+    learning.learn_value_alone(script)
+    dist = script.ValueDistribution(small_args(script, "Walk", num_quantiles=2))
+    outputs = torch.tensor([[[7.0, 8.0, 1.0]]], requires_grad=True)  # two quantiles, V
+    losses, clipped = dist.loss(outputs, torch.zeros(1, 1), torch.tensor([4.0]), outputs)
+    losses.sum().backward()
+    assert losses.tolist() == [[4.5]]
+    assert clipped.tolist() == [[0.0]]
+    assert outputs.grad.tolist() == [[[0.0, 0.0, -3.0]]]
+
+
+@pytest.mark.parametrize("variant", ["no_memory", "value_single"])
+def test_a_variant_is_trained_as_its_name_says(variant, monkeypatch):
+    """What changes the script is called ahead of the training, and for no other variant."""
+    learning, run = tiny_run("learning", "CartPole-v1", NAMES[0], variant)
+    called = []
+    for name in ("forget", "learn_value_alone"):
+        monkeypatch.setattr(learning, name, lambda module, name=name: called.append(name))
+
+    def stop(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(learning.common, "trained", stop)
+    with pytest.raises(KeyboardInterrupt):
+        learning.run_ours(run)
+    assert called == [{"no_memory": "forget", "value_single": "learn_value_alone"}[variant]]
+
+
+def test_a_family_of_critics_is_told_once_it_is_complete(critics, monkeypatch):
+    """The older ones are told as they are; today's with the last of its runs."""
+    family = critics.FAMILIES[critics.TODAY]
+    cells = critics.cells_of(family)
+    assert {len(cell.seeds) for cell in cells} == {5}
+    assert len(cells) == 16
+    assert min(seed for cell in cells for seed in cell.seeds) == critics.common.RENEWED
+    runs = [(cell, seed) for cell in cells for seed in cell.seeds]
+    rows = [{**cell.setting._asdict(), "seed": str(seed)} for cell, seed in runs]
+
+    def rows_of(cell):
+        return [row for row in done if critics.common.setting_of(row) == cell.setting]
+
+    monkeypatch.setattr(critics.learning, "rows_of", rows_of)
+    done = rows[:-1]
+    assert critics.TODAY not in critics.told()
+    assert "MinAtar" in critics.told()
+    done = rows
+    assert critics.TODAY in critics.told()
 
 
 def test_rows_of_other_flags_do_not_pass_as_done(monkeypatch, tmp_path):
