@@ -3310,7 +3310,7 @@ DESCRIPTIONS = {
     "losses/clipfrac": "Share of probability ratios beyond the clipping range.",
     "losses/entropy": "Entropy of the policy, in nats.",
     "losses/explained_variance": "Share of the variance of lambda-returns that V explained before "
-    "the update. 1 is perfect, 0 is no better than a constant.",
+    "the update. 1 is right but for a constant (value/bias), 0 is no better than a constant.",
     "losses/policy_loss": "Clipped surrogate of the policy.",
     "losses/value_loss": "Mean loss of the critics.",
     "norm/return_mean": "Mean by which returns are normalised.",

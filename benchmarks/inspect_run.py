@@ -245,8 +245,11 @@ def draw(path: Path, title: str, seen: Seen, curves: np.ndarray, states: list[in
     common.save(figure, path)
 
 
-def inspect(path: Path, episodes: int, states: list[int]) -> Path:
-    """Look at a run, or at one of its checkpoints, tell, draw. Returns the picture's path."""
+def inspect(path: Path, episodes: int, states: list[int], seed: int | None = None) -> Path:
+    """Look at a run, or at one of its checkpoints, tell, draw. Returns the picture's path.
+
+    The episodes are those of the run's own seed, or of this one.
+    """
     run_dir = path.parent if path.suffix == ".pt" else path
     sys.path.insert(0, os.getcwd())  # a task may lie there, as when it was trained,
     sys.path.append(str(common.HERE.parent))  # or beside the scripts
@@ -256,7 +259,8 @@ def inspect(path: Path, episodes: int, states: list[int]) -> Path:
     agent, args = script.load_agent(path)
     if not hasattr(agent, "predict_returns"):
         raise ValueError(f"{run_dir}: its script has no predict_returns; train with this version")
-    seen, obs = look(script, agent, args, episodes)
+    seeded = args if seed is None else dataclasses.replace(args, seed=seed)
+    seen, obs = look(script, agent, seeded, episodes)
     episode = median_episode(seen)
     length = int(seen.alive[:, episode].sum())
     states = states or [i * (length - 1) // 4 for i in range(4)]
@@ -286,12 +290,13 @@ def main() -> None:
     parser.add_argument(
         "--states", type=int, nargs=4, default=[], help="steps of the episode shown"
     )
+    parser.add_argument("--seed", type=int, help="other episodes; default: those of the run's seed")
     args = parser.parse_args()
     common.require("matplotlib")
-    if args.episodes < 1 or min(args.states, default=0) < 0:
-        parser.error("--episodes must be 1 or more, --states 0 or more")
+    if args.episodes < 1 or min(args.states, default=0) < 0 or (args.seed or 0) < 0:
+        parser.error("--episodes must be 1 or more, --states and --seed 0 or more")
     try:
-        print(inspect(args.run_dir, args.episodes, args.states))
+        print(inspect(args.run_dir, args.episodes, args.states, args.seed))
     except (ValueError, OSError) as error:  # the scripts' UsageError is a ValueError
         sys.exit(f"error: {error}")
 
