@@ -165,7 +165,7 @@ class Range:
 
 
 def bounded(kind: Any, *bounds: Any, above_low: bool = False) -> Any:
-    """Return the type of a flag with its range, which help and checks read from here."""
+    """Return an annotated type. `--help` shows its range, and `check_range` enforces it."""
     allowed = Range(*bounds, above_low=above_low)
     word = "INT" if kind is int else "FLOAT"
     metavar = str(allowed) if "," in str(allowed) else f"{word}{allowed}"
@@ -320,9 +320,9 @@ class CriticArgs:
 
 # ---- value distribution: quantiles (flags) -------------------------------------------------------
 # To use another kind of value distribution, replace this block and the block "(functions)" below.
-# The rest of the file uses `ValueDistributionArgs`, its `vf_clip`, and `CALIBRATED` from here, and
-# from there the members of the class `ValueDistribution` that are listed above it. --init-from
-# requires that the ends of its support agree.
+# The rest of the file needs two things of this block: `ValueDistributionArgs`, with a flag
+# `vf_clip`, and `CALIBRATED`. Of that block it needs the class `ValueDistribution`; the list above
+# the class names its members. --init-from refuses weights whose `support` has other ends.
 @dataclass
 class ValueDistributionArgs:
     """Quantiles of the return."""
@@ -333,9 +333,9 @@ class ValueDistributionArgs:
     """Huber threshold of the quantile loss, in normalised returns, or in the task's units with
     --no-norm-returns. 0 gives the pinball loss."""
     vf_clip: Literal["none", "per_quantile", "mean_only", "mean_and_variance"] = "none"
-    """none: no value clipping. Else the loss rewards no move beyond --vf-clip-coef in an update, of
-    each quantile by itself (per_quantile) or of their mean (mean_only), and of V.
-    mean_and_variance: as mean_only, and no spread beyond twice the old one."""
+    """none: no value clipping. per_quantile: in an update the loss rewards no move of a quantile
+    beyond --vf-clip-coef. mean_only: the same for the mean of the quantiles. mean_and_variance: nor
+    a spread beyond twice the old one. All three clip V as well."""
 
 
 CALIBRATED = {"kappa": 0.0, "num_quantiles": 51}  # the presets calibrated and averse set these
@@ -475,7 +475,7 @@ class Carry(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """A rollout holds T steps of N environments as they happened."""
+    """A rollout holds T steps of N environments."""
 
     obs: Tensor  # (T, N, D) s_t, raw
     next_obs: Tensor  # (T, N, D) true successor s'_t, raw: the final one where an episode ended
@@ -505,7 +505,9 @@ class Batch(NamedTuple):
     advantages: Tensor  # (L, M) in the task's units, which `update` normalises
     targets: Tensor  # (L, M, J) what the value distributions learn, normalised returns
     returns: Tensor  # (L, M) lambda-returns, normalised: what the mean output learns
-    old_predictions: Tensor  # (L, M, C, K or K + 1) before the update, for value clipping
+    old_predictions: (
+        Tensor  # (L, M, C, K or K + 1) before the update, normalised; for value clipping
+    )
 
     def for_actor(self) -> Batch:
         """Return what the actor's loss reads. The other fields are None."""
@@ -643,8 +645,8 @@ def run_critics(
     the targets multiply them by 0. (0 times NaN would be NaN, but `gae` refuses values that
     are not finite.)
 
-    The states are not reset: one may be left over from an episode that has ended. `unroll_lstm`
-    sets it to zero where the next episode opens. The update starts its training sequences from
+    The returned states are raw: where an episode opens, they still hold that of the last episode.
+    `unroll_lstm` sets it to zero there. The update starts its training sequences from
     these states in every epoch, although the weights have moved since. The state ahead of step 0
     comes from the weights of earlier passes.
     """
@@ -748,12 +750,13 @@ def prepare_batch(
     So a rollout is decoded on the scale that its critics were last trained on. Only the first one
     is not: see step 0.
 
-    It changes `dist.moments` and what it rescales. So call it once for a rollout.
+    Side effects: `dist.moments` moves, and the value heads are rescaled. A second call on the same
+    rollout would move them again.
     """
     dist = agent.value_dist
 
     # 0. The first rollout has no statistics before it. The sums of its rewards set them. Its
-    #    targets are taken in as well, in step 3, so it counts twice.
+    #    targets are taken in as well, in step 3, so it counts twice. Later ones soon outweigh it.
     if args.norm_returns and dist.moments.count == 0:
         dist.moments.merge(*first_return_moments(rollout, args), weight=1)
 
@@ -763,7 +766,7 @@ def prepare_batch(
     outputs, next_outputs, critic_states, last_critic_state = run_critics(
         agent, rollout, obs, next_obs, critic_state, args
     )
-    reduced = dist.reduce_twins(outputs)  # of C critics to one, (T, N, K or K + 1)
+    reduced = dist.reduce_twins(outputs)  # (C, T, N, K or K + 1) -> (T, N, K or K + 1)
     next_reduced = dist.reduce_twins(next_outputs)
 
     # 2. They give advantages and targets, in the task's units.
@@ -877,7 +880,7 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
     """
     if not args.norm_adv:
         return advantages
-    eps = 1e-30  # float64: only ahead of a first reward are stds that small
+    eps = 1e-30  # not 1e-8: a task may pay in tiny units, and float64 resolves this
     normalized = normalize_advantages(advantages, eps, average)
     if not args.norm_adv_memory:
         return normalized
@@ -887,7 +890,8 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
     agent.adv_moments.merge(torch.zeros_like(variance), variance, weight=1)
     std_ratio = (variance / agent.adv_moments.var).sqrt()
     std_ratio = std_ratio.nan_to_num(1.0)  # 0 / 0: no rollout has varied yet
-    return normalized * std_ratio.clamp(max=1)  # (A - mean) / std * min(1, std / running std)
+    # (A - mean) / std * min(1, std / running std) = (A - mean) / max(std, running std)
+    return normalized * std_ratio.clamp(max=1)
 
 
 def normalize_advantages(
@@ -936,8 +940,9 @@ def policy_loss(
     without axes, or with one number for each sample; `policy/log_ratio` and `policy/kl_exact` must
     be among them.
 
-    With one process this is a pure function of the parameters and the minibatch. It must not draw
-    random numbers: the critics' loop may run beside it in another thread.
+    This is a pure function of the parameters and the minibatch, but that several processes share
+    the mean of the entropy. It must not draw random numbers: the critics' loop may run beside it in
+    another thread.
 
     Source: Schulman et al. 2017, eq. 9, without the critics' part.
     """
@@ -1057,8 +1062,8 @@ def train_actor(
     """Take a step of the actor on each minibatch.
 
     The exact KL(old || new) of a minibatch is measured ahead of its step. The first one above
-    `target_kl` ends the loop. With a learning rate of 0 the actor does not change, so that one
-    epoch tells all. A ticket lets the critics take a step.
+    `target_kl` ends the loop. A ticket lets the critics take a step. With a learning rate of 0
+    the actor does not change, so only the first epoch is evaluated; the others give tickets alone.
 
     Returns metrics of each minibatch that was evaluated, and the norm of the gradient of each step
     that was taken.
@@ -1071,7 +1076,7 @@ def train_actor(
     parameters, _ = agent.parts()
     for i, mb in enumerate(batches):
         if args.learning_rate == 0 and i >= args.num_minibatches:
-            tickets.put(i)
+            tickets.put(True)  # nothing more to evaluate, but the critics get all their epochs
             continue
 
         inputs = (agent, mb, args, ent_coef)
@@ -1082,7 +1087,7 @@ def train_actor(
         check_step(mean_loss, norm, f"minibatch {i} of the actor's update", "--learning-rate")
 
         evaluated.append(metrics)
-        tickets.put(i)
+        tickets.put(True)
         if mean_kl > largest_kl:
             break
 
@@ -1410,7 +1415,7 @@ class RunningMoments(nn.Module):
     @property
     def at_floor(self) -> bool:
         """Tell whether the std is within 100 times its least value, as where all data are equal."""
-        return bool((self.var <= 1e4 * self.floor).all())
+        return bool((self.var <= 1e4 * self.floor).all())  # 100 stds squared
 
     @property
     def std(self) -> Tensor:
@@ -1575,7 +1580,8 @@ def cvar_weights(num_quantiles: int, alpha: float, dtype: torch.dtype | None = N
     CVaR may lie below the smallest quantile.
 
     Let [a, b] be the part of segment k below x = alpha K - 0.5, and m = (a + b) / 2 - k its middle.
-    A linear function has its mean there, (1 - m) q_k + m q_{k+1}. The part's share of the integral
+    Over the part a linear function has the mean that it has in its middle, (1 - m) q_k + m q_{k+1}.
+    The part's share of the integral
     is (b - a) / (alpha K).
 
     For alpha = 1 all weights are 1 / K instead, which gives the mean of the quantiles. So the
@@ -1677,7 +1683,8 @@ def cvar_advantages(targets: Tensor, quantiles: Tensor, alpha: float) -> Tensor:
     so that u(x) = x. Raises ValueError for alpha outside [1e-3, 1], and for targets without an
     axis of samples.
 
-    The mean of u(Z) is CVaR_alpha(Z). So a target that is distributed as Z has an advantage of 0.
+    The mean of u(Z) is CVaR_alpha(Z), so a target that is distributed as Z has an advantage of 0.
+    (Over samples the mean differs by a small part of the gap between the lowest quantiles.)
     With alpha 1 the advantage is the target's mean minus that of Z.
 
     Every state is averse to the tail of its own return from there on, whatever was earned before.
@@ -1701,10 +1708,11 @@ def rescale_head(
 
         w' = w s / s',    b' = b s / s' + (mu - mu') / s'
 
-    Means and stds have no axes: one mean and one std for all outputs of the layer. The layer
-    predicts what is normalised by them. The weights vanish where old_std does, so leave the layer
-    alone as long as no return has varied. It is computed in float64, since mu may be 100,000 times
-    s. Adam's moments stay as they are.
+    Means and stds have no axes: one mean and one std for all outputs of the layer. Before the call
+    its outputs are normalised by the old ones, and after it by the new ones. If old_std is almost
+    0, the new weights are almost 0 too. So leave the layer alone as long as no return has varied.
+    The bias is computed in float64, since mu may be 100,000 times s. Adam's moments are not
+    rescaled.
     Source: van Hasselt et al. 2016, eq. 5.
     """
     ratio = old_std / new_std
@@ -1718,7 +1726,7 @@ def rescale_head(
 #
 #     args, support             its flags, and the levels or the atoms
 #     num_outputs, moments      the number of a critic's outputs, and the statistics of returns
-#     reduce_twins(outputs)     the outputs that count, (..., O), of those of C critics, (C, ..., O)
+#     reduce_twins(outputs)     one set of outputs, (..., O), from those of C critics, (C, ..., O)
 #     value(outputs)            V, (...), float64
 #     point_targets(returns)    targets, of a type of its own, from lambda-returns (T, N)
 #     sample_targets(...)       targets from samples of the return
@@ -1747,9 +1755,9 @@ class ValueDistribution(nn.Module):
             least = f"at least {math.ceil(1e4 / K) / 1e4}, or " if K > 1 else ""
             raise flag_error(args, "cvar_alpha", f"{text}; take {least}more --num-quantiles")
         self.args = args
-        # Without `norm_returns` nothing is taken in, and a mean of 0 and a std of 1 change nothing.
+        # Without `norm_returns` these never move. Their mean of 0 and std of 1 change nothing.
         self.moments = RunningMoments((), max_count=args.norm_returns_memory)
-        # The levels tau. (With atoms it is their values that have this name.)
+        # The levels tau of the quantiles. The name is that of the other script's atoms.
         self.register_buffer("support", quantile_midpoints(args.num_quantiles), persistent=False)
         self.num_outputs = args.num_quantiles + (args.value_from == "mean_head")
 
@@ -1780,7 +1788,7 @@ class ValueDistribution(nn.Module):
         return self.decode(value_at_risk(self.split(outputs)[0], level))
 
     def reduce_twins(self, outputs: Tensor) -> Tensor:
-        """Reduce outputs of one or two critics, (C, ..., K or K + 1), to one's, by `twin_reduce`.
+        """Reduce outputs of C critics, (C, ..., K or K + 1), to one set (...), by `twin_reduce`.
 
         min:   the critic with the smaller V (Fujimoto et al. 2018)
         mean:  the 2 K quantiles of both, sorted, each pair of neighbours averaged; the mean output
@@ -1805,8 +1813,8 @@ class ValueDistribution(nn.Module):
     def sample_targets(self, rollout: Rollout, next_outputs: Tensor, gae_lambda: float) -> Tensor:
         """Make targets by SR(lambda), from the outputs (T, N, K or K + 1) for true successors.
 
-        With lambda 1 every sample goes on to the end, whatever is drawn. So zeros serve, and
-        `describe_critics`, which asks for lambda 1, does not move the generator.
+        With lambda 1 every sample goes on to the end, so no random numbers are needed.
+        `describe_critics` relies on that: a metric must not move the generator.
         """
         theta = self.decode(self.split(next_outputs)[0])
         size = (len(theta), self.args.num_envs, theta.shape[-1])
@@ -1836,7 +1844,8 @@ class ValueDistribution(nn.Module):
         Decoded predictions stay what they were (PopArt, van Hasselt et al. 2016), with one
         exception. Where the old std is almost its floor, returns have hardly varied lately, by
         1e-5 of their mean or less, and heads that are rescaled from there would vanish. So they
-        and `outputs` stay as they are.
+        and `outputs` stay as they are. (Where returns were 0 for hundreds of rollouts, the std is
+        tiny and not at its floor, and the heads shrink with the first reward.)
 
         The last layers of the heads change in place. Returns `outputs` (C, T, N, K or K + 1) in
         the new units, and metrics.
@@ -1916,7 +1925,7 @@ class ValueDistribution(nn.Module):
 
     def describe(self, outputs: Tensor, samples: Tensor) -> dict:
         """Describe the outputs (T, N, K or K + 1) for s_t, beside samples of the return."""
-        quantiles = self.split(outputs)[0].sort(-1).values
+        quantiles = self.split(outputs)[0]
         deciles = torch.stack([self.quantile(outputs, level) for level in (0.1, 0.5, 0.9)])
         value_at_alpha = self.quantile(outputs, self.args.cvar_alpha)
         std = quantiles.std(-1, correction=0).double() * self.moments.std
@@ -2065,7 +2074,7 @@ class Convolutions(nn.Module):
 # A kind of action is a module with these members, and `make_action_dist` chooses it:
 #
 #     space, num_outputs       the space of the actions, and how many outputs the actor has for it
-#     forward(outputs)         params, (..., any shape), in torch, also for a whole rollout
+#     forward(outputs)         params of the distribution; outputs may have any leading axes
 #     log_prob, entropy, kl    of params, (...), in nats; kl(old, new) is exact
 #     entropy_range()          the least and the largest entropy of any policy, in nats
 #     noise(*size, generator)  (*size, ...) on the CPU; a rollout draws it once, `act` each time
@@ -2260,7 +2269,7 @@ def in_numpy(network: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def lstm_in_numpy(lstm: nn.LSTM) -> Callable[[np.ndarray, np.ndarray], tuple]:
-    """Return one step of an LSTM for NumPy arrays: inputs (N, width), state (2, N, H) -> h, state.
+    """Return one step of an LSTM for NumPy arrays: inputs (N, F), state (2, N, H) -> h, state.
 
         i, f, g, o = parts of W_ih x + b_ih + W_hh h + b_hh
         c' = sigmoid(f) c + sigmoid(i) tanh(g),  h' = sigmoid(o) tanh(c')
@@ -2272,11 +2281,12 @@ def lstm_in_numpy(lstm: nn.LSTM) -> Callable[[np.ndarray, np.ndarray], tuple]:
     H = lstm.hidden_size
     halves = np.repeat(np.float32([0.5, 0.5, 1, 0.5]), H)
     w_ih, w_hh, b_ih, b_hh = (x.detach().cpu().numpy() for x in lstm.all_weights[0])
-    of_inputs, of_state, bias = w_ih.T * halves, w_hh.T * halves, (b_ih + b_hh) * halves
+    input_weights, state_weights = w_ih.T * halves, w_hh.T * halves
+    bias = (b_ih + b_hh) * halves
 
     def step(x: np.ndarray, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         h, c = state
-        tanh = np.tanh(x @ of_inputs + h @ of_state + bias)
+        tanh = np.tanh(x @ input_weights + h @ state_weights + bias)
         sigmoid = 0.5 + 0.5 * tanh  # its columns of g are not used
         c = sigmoid[:, H : 2 * H] * c + sigmoid[:, :H] * tanh[:, 2 * H : 3 * H]
         h = sigmoid[:, 3 * H :] * np.tanh(c)
@@ -2394,10 +2404,10 @@ class Agent(nn.Module):
         return ((obs - mean) * scale).clip(-10, 10)
 
     def update_obs_moments(self, obs: Tensor) -> None:
-        """Take in raw observations (T, N, D) of a rollout, of this process and of all others.
+        """Take in a rollout's raw observations (T, N, D), merged with those of other processes.
 
-        They count as `args.batch_size` samples, however many there are. A policy that is not
-        trained (a learning rate of 0) keeps its statistics, since others would change what it does.
+        Their weight is `args.batch_size`, the samples of all processes together. A policy that is
+        not trained (a learning rate of 0) keeps its statistics: others would change what it does.
         """
         keeps = self.args.learning_rate == 0 and self.obs_moments.count > 0
         if self.args.norm_obs and not self.sees_images and not keeps:
@@ -2743,8 +2753,8 @@ def holds_numbers(array: np.ndarray) -> bool:
 def as_rows(obs: np.ndarray, space: Box) -> tuple[np.ndarray, bool]:
     """Return observations as rows (N, ...), and whether it was one alone.
 
-    Entries of vectors that `make_env` hides, the networks do not see here either: their bounds are
-    0. Raises ValueError for one that does not fit the space, or is not finite.
+    Entries of vectors that `make_env` hides become 0 here, too. Their bounds in the space are 0.
+    Raises ValueError for an observation that does not fit the space, or is not finite.
     """
     rows = np.asarray(obs)
     if rows.dtype == object and holds_numbers(rows):
@@ -2916,7 +2926,8 @@ class Checked(gym.Wrapper):
     def refusal(self, text: str) -> ValueError:
         """Return an error that names the task.
 
-        In another process it is ValueError, since `UsageError` cannot travel. `Run` turns it back.
+        `UsageError` cannot be sent between processes. So another process raises ValueError, and
+        `Run.__exit__` makes it a `UsageError` again.
         """
         apart = multiprocessing.parent_process() is not None
         kind = ValueError if apart else UsageError
@@ -3082,7 +3093,7 @@ def differing_spaces(args: Args) -> Iterator[None]:
 
 
 def of_this_process(mistake: UsageError) -> UsageError:
-    """Mark a mistake that this process may have met alone. Its `main` then prints it."""
+    """Add the number of this process to a mistake that it may have met alone."""
     if WORLD_SIZE > 1:
         mistake.add_note(f"in process {RANK}")
     return mistake
@@ -3401,6 +3412,7 @@ def empirical_cvar(returns: Tensor, alpha: float) -> float:
 
 
 # ------------------------------------------------------------------------------ tags of TensorBoard
+# The other script has the same dictionary. Tags that only one of them writes are in it, too.
 DESCRIPTIONS = {
     "adv/abs_max": "The largest absolute advantage that the policy's loss takes.",
     "adv/mean_raw": "Mean of the advantages, in the task's units.",
@@ -3515,8 +3527,7 @@ STREAMS = (  # of random numbers; a new one goes to the end
 def derived_seed(seed: int, stream: str, index: int, bits: int = 63) -> int:
     """Make a seed for one purpose. Neighbouring seeds, streams and indices have nothing in common.
 
-    Keys that differ only by zeros at their ends would collide. So the key has a fixed length, and
-    streams count from 1.
+    NumPy ignores zeros at the end of a key. So every key has two parts, and streams count from 1.
     """
     mixed = np.random.SeedSequence(seed, spawn_key=(1 + STREAMS.index(stream), index))
     return int(mixed.generate_state(1, np.uint64)[0]) >> (64 - bits)
@@ -3897,8 +3908,8 @@ class Run:
         self.eval_env = eval_env  # None in all processes but the first, and without evaluations
         self.unused_envs: list[gym.Env] = []  # others were read back in their place
         self.generators_before: tuple | None = None  # of the program, ahead of the run
-        # Episodes and generators of the checkpoint that was resumed. A save ahead of the first
-        # iteration, as by an evaluation, writes them again, since nothing was stepped meanwhile.
+        # Episodes and generators of the checkpoint that was resumed. Until the first iteration they
+        # are still true, and a save, as by an evaluation, writes them again.
         self.untouched: dict[str, Any] = {}
         self.proof: ReadBack | None = None  # that environments can be read back
 
@@ -3948,7 +3959,7 @@ class Run:
         if args.resume:
             self.take_up()
             if RANK == 0 and self.step < self.total_steps:  # a finished run keeps its origin
-                rewrite_origin(self.directory, args)
+                rewrite_origin(self.directory, args, self.step)
 
         self.say("; ".join([*self.facts(), f"logging to {self.directory}"]))
         if RANK == 0:
@@ -3988,16 +3999,17 @@ class Run:
 
     def __enter__(self) -> Run:
         if threading.current_thread() is threading.main_thread():
-            numbers = [signal.SIGINT, signal.SIGTERM]
+            caught = [signal.SIGINT, signal.SIGTERM]
             hang_up = getattr(signal, "SIGHUP", None)  # of a closed terminal, where there are such
             if hang_up and signal.getsignal(hang_up) != signal.SIG_IGN:  # nohup ignores it
-                numbers.append(hang_up)
-            for number in numbers:
+                caught.append(hang_up)
+            for number in caught:
                 self.handlers[number] = signal.signal(number, self.request_stop)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        restored = {} if WORLD_SIZE > 1 and self.signals else self.handlers  # see `request_stop`
+        # Under torchrun a second signal is on its way, and must not kill this process meanwhile.
+        restored = {} if WORLD_SIZE > 1 and self.signals else self.handlers
         for number, handler in restored.items():
             # None stands for one that a library in C had installed, which Python cannot restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -4022,8 +4034,9 @@ class Run:
             if self.generators_before is not None:
                 set_global_generators(self.generators_before)
 
+        # A task in another process, or read back from a checkpoint, cannot raise our UsageError.
         foreign = isinstance(error, ValueError) and not isinstance(error, UsageError)
-        if foreign and str(error).startswith("--env-id"):  # see `Checked`
+        if foreign and str(error).startswith("--env-id"):
             mistake = UsageError(str(error))
             for note in error.__notes__:
                 mistake.add_note(note)
@@ -4036,15 +4049,13 @@ class Run:
         """End the run after this iteration, or this episode of an evaluation.
 
         A second Ctrl-C kills. In a notebook, or in a program that has imported the script, it
-        raises KeyboardInterrupt at once. Further signals of other kinds are ignored, since one
+        raises KeyboardInterrupt at once. All other signals that follow are ignored, since one
         request may come as several: batch systems and `timeout` send SIGTERM to a process and to
-        its group, and a closed terminal hangs up more than once. Under torchrun Ctrl-C comes twice
-        as well.
-
-        Processes that a task forks inherit this handler, but for SIGTERM, see `free_sigterm`. They
-        live on, since the iteration needs them, until a second Ctrl-C. To ignore signals here would
-        make all processes ignore them that the task starts from now on.
+        its group, a closed terminal hangs up more than once, and torchrun passes Ctrl-C on.
         """
+        # A process that a task has forked inherits this handler (but for SIGTERM: `free_sigterm`).
+        # It lives on, since the iteration needs it, until a second Ctrl-C. If it ignored signals,
+        # so would all processes that it starts from now on.
         if os.getpid() != self.pid:
             if number == signal.SIGINT:
                 signal.signal(number, signal.SIG_DFL)
@@ -4176,14 +4187,16 @@ class Run:
             self.save_and_stop()
         if not last and self.evaluation_is_due:
             self.evaluate()
-        if last or is_due(iteration, args.checkpoint_every) or self.checkpoint_is_old:
+        if last or self.checkpoint_is_due:
             self.save()
 
     @property
-    def checkpoint_is_old(self) -> bool:
-        """Tell whether the last checkpoint is ten minutes old. All processes ask at once."""
+    def checkpoint_is_due(self) -> bool:
+        """Tell whether a checkpoint is due, or the last one ten minutes old. All ask at once."""
         if not self.args.checkpoint_every:
             return False
+        if is_due(self.step // self.args.batch_size, self.args.checkpoint_every):
+            return True
         age = time.monotonic() - self.saved_at
         return bool(average(torch.tensor(float(RANK == 0 and age > 600))) > 0)
 
@@ -4201,7 +4214,9 @@ class Run:
         """
         args = self.args
         self.evaluating = True
-        if args.capture_video:  # Ctrl-C ends the program that writes a film, and so this run
+        # An evaluation may fail or take long. Ctrl-C ends the program that writes a film, and so
+        # this run.
+        if args.capture_video or self.checkpoint_is_due:
             self.save()
         episodes = []
         playing = iter(range(args.eval_episodes))  # the others wait as often
@@ -4210,8 +4225,8 @@ class Run:
             playing = play(self.eval_env, self.agent, args, directory, self.evaluation_status)
         for rewards in playing:
             episodes.append(rewards)
-            if self.stops():  # a resume plays all episodes again, with the same numbers
-                self.save_and_stop()
+            if len(episodes) < args.eval_episodes and self.stops():
+                self.save_and_stop()  # a resume plays all episodes again, with the same numbers
         self.evaluating = False
         metrics = gather_objects(summarise(episodes, args, self.step) if RANK == 0 else None)[0]
 
@@ -4326,6 +4341,8 @@ class Run:
             "agent": self.agent.state_dict(),
             "global_step": self.step,
         }
+        if name == "best":
+            content["best_return"] = self.best_return
         if name == "checkpoint":
             # As a tensor: torch writes bytes as text, in which those above 127 take two.
             pickled = pickle.dumps(self.to_resume())
@@ -4419,6 +4436,7 @@ class Run:
             text = "its checkpoint.pt has no more than weights, as best.pt; start anew"
             raise flag_error(args, "resume", f"{text} with --init-from")
         self.take_up_training(content["run"])
+        self.take_up_best()
 
         for name in ("eval_episodes", "eval_sampled"):
             before = content["args"][name]
@@ -4426,6 +4444,19 @@ class Run:
                 text = f"must be {before}, as in the run, since best.pt compares evaluations"
                 raise flag_error(args, name, text)
         self.take_up_episodes()
+
+    def take_up_best(self) -> None:
+        """Keep a `best.pt` that is better than the checkpoint knows, as after a crash between both.
+
+        Other episodes may follow now, and one that is worse must not replace it.
+        """
+        known = (self.best_return, self.best_step)
+        path = self.directory / "best.pt"
+        if RANK == 0 and path.exists():
+            with contextlib.suppress(UsageError):  # it is broken, and the next one replaces it
+                saved = read_saved(path)
+                known = max(known, (saved.get("best_return", -math.inf), saved["global_step"]))
+        self.best_return, self.best_step = gather_objects(known)[0]
 
     def take_up_training(self, pickled: Tensor | bytes) -> None:
         """Go on with optimizers, counts and metrics. Raises `UsageError` for another version's."""
@@ -4575,7 +4606,8 @@ def task_sources(envs: gym.vector.VectorEnv, env_id: str) -> dict[str, str]:
             sources[f"{module}.py"] = Path(file).read_bytes()
 
     maker = None if first is None else getattr(first.unwrapped.spec, "entry_point", None)
-    functions = {maker} if inspect.isfunction(maker) else set()
+    views = {layer.see for layer in layers(first) if isinstance(layer, Checked)}
+    functions = {function for function in {maker, *views} if inspect.isfunction(function)}
     for thing in classes | functions:
         if thing.__module__ == "__main__":
             with contextlib.suppress(OSError, TypeError):  # it was typed in
@@ -4658,7 +4690,7 @@ for env in pickle.load(sys.stdin.buffer):
             with tempfile.TemporaryFile() as file:
                 file.write(pickle.dumps(sys.path) + pickled)
                 file.seek(0)
-                # A pipe would fill, and stay open as long as what the copies have started.
+                # A file, since a pipe could fill up, and what the copies start would keep it open.
                 self.errors = tempfile.TemporaryFile()  # noqa: SIM115
                 self.process = subprocess.Popen(
                     [sys.executable, "-c", self.PROGRAM],
@@ -4727,9 +4759,17 @@ def make_run_dir(args: Args, here: Path = Path()) -> Path:
         raise UsageError(f"--run-dir {args.run_dir}: {error}; choose another directory") from error
 
 
-def rewrite_origin(path: Path, args: Args) -> None:
-    """Write the origin of the new start of a run over that of the old one. Raises `UsageError`."""
+def rewrite_origin(path: Path, args: Args, step: int) -> None:
+    """Write the origin of the new start of a run over that of the old one. Raises `UsageError`.
+
+    Where the script has changed since, the old origin is kept: <script>-until-step-<n>.py.
+    """
     try:
+        file = globals().get("__file__")
+        copy = path / Path(file or "").name
+        if file and copy.is_file() and copy.read_bytes() != Path(file).read_bytes():
+            for old in (copy, path / "args.json"):
+                rename_over(old, old.with_stem(f"{old.stem}-until-step-{step}"))
         write_origin(path, args)
     except OSError as error:
         raise UsageError(f"--resume {args.resume}: {error}; the run was not resumed") from error
@@ -4756,7 +4796,10 @@ def write_origin(path: Path, args: Args) -> None:
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file beside the old one, if there is one, and rename it. A fault leaves the old."""
     fresh = path.with_name(f"{path.name}.tmp")
-    fresh.write_bytes(content)
+    with fresh.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())  # or a loss of power may leave an empty file under the name
     rename_over(fresh, path)
 
 
@@ -5155,17 +5198,19 @@ def gather_objects(thing: Any) -> list:
 def exchange(call: Callable, *tensors: Any) -> None:
     """Make a call that all processes make at once. The first one lets them find each other.
 
-    Raises `OtherProcessEnded` for a broken connection. Other faults are raised as they are.
+    Raises `OtherProcessEnded` where they do not, and for a broken connection. Other faults are
+    raised as they are.
     """
-    if not distributed.is_initialized():
-        gpu = torch.cuda.is_initialized()  # used by this run, and not merely there
-        distributed.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
-        # The others wait for an episode of the evaluation, which is not limited to 30 minutes.
-        gloo = distributed.group.WORLD._get_backend(torch.device("cpu"))
-        gloo._set_default_timeout(timedelta(days=7))
-        atexit.register(time.sleep, 0.5)  # torch's threads outlive Python and would abort its exit
-        atexit.register(distributed.destroy_process_group)
     try:
+        if not distributed.is_initialized():
+            gpu = torch.cuda.is_initialized()  # used by this run, and not merely there
+            distributed.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+            # The others wait for an episode of the evaluation, which may last above 30 minutes.
+            gloo = distributed.group.WORLD._get_backend(torch.device("cpu"))
+            gloo._set_default_timeout(timedelta(days=7))
+            # torch's threads outlive Python and would abort its exit
+            atexit.register(time.sleep, 0.5)
+            atexit.register(distributed.destroy_process_group)
         call(*tensors)
     except RuntimeError as error:
         if isinstance(error, distributed.DistError) or "gloo" in str(error):
@@ -5470,10 +5515,10 @@ def require_stored_flags(args: Args, stored: Args, path: str) -> None:
 
 
 def evaluate_stored(args: Args) -> None:
-    """Evaluate the agent of --evaluate, and keep the result in `evaluation.json` beside it.
+    """Evaluate the agent of --evaluate, and keep the result in `evaluations/` beside it.
 
-    Its key there is the file's name, and what differs from the run's --eval-episodes,
-    --eval-sampled and --seed: best.pt_seed-7.
+    The file's name has that of the checkpoint, its step, and what differs from the run's
+    --eval-episodes, --eval-sampled and --seed: best_step-4096_seed-7.json.
     """
     set_up_process(args)
     path = checkpoint_path(args.evaluate)  # absolute: a task may change the working directory
@@ -5481,7 +5526,8 @@ def evaluate_stored(args: Args) -> None:
     step = saved["global_step"]
     names = ("eval_episodes", "eval_sampled", "seed")
     others = [name for name in names if getattr(args, name) != getattr(stored, name)]
-    suffix = "".join(f"_{name}-{getattr(args, name)}" for name in others)
+    differing = "".join(f"_{name}-{getattr(args, name)}" for name in others)
+    name = f"{path.stem}_step-{step}{differing}"
     if args.capture_video and not os.access(path.parent, os.W_OK):
         text = f"films go to {path.parent}, which cannot be written to; copy the run elsewhere"
         raise flag_error(args, "capture_video", text)
@@ -5490,19 +5536,16 @@ def evaluate_stored(args: Args) -> None:
     env = make_eval_env(args)
     try:
         agent = restore_agent(saved, args, env.observation_space, env.action_space)
-        played = list(play(env, agent, args, path.parent / f"videos/{path.stem}{suffix}"))
+        played = list(play(env, agent, args, path.parent / f"videos/{name}"))
     finally:
         close_quietly(env)
 
     how = {"episodes": args.eval_episodes, "sampled": args.eval_sampled, "seed": args.seed}
     result = {"step": step} | how | summarise(played, args)
-    file = path.parent / "evaluation.json"
-    kept = {}
-    with contextlib.suppress(OSError, ValueError, TypeError):  # there is none, or it is broken
-        kept |= json.loads(file.read_text())
+    file = path.parent / f"evaluations/{name}.json"
     try:
-        kept[path.name + suffix] = result
-        replace_file(file, json.dumps(kept, indent=2).encode())
+        file.parent.mkdir(exist_ok=True)
+        replace_file(file, json.dumps(result, indent=2).encode())
     except OSError as error:
         tell(f"warning: the result is not kept: {error}", file=sys.stderr)
 
@@ -5542,16 +5585,25 @@ def is_told_here(error: BaseException) -> bool:
     """Tell whether this process prints what has ended the run.
 
     The first process does. A mistake is printed once on each machine, since machines differ. One
-    that this process may have met alone has a note, and is printed here. Without a note it waits
-    five seconds: if the first process meets the mistake as well, the launcher ends this process in
-    that time. If not, the mistake gets a note and is printed here.
+    that this process may have met alone has a note with its number, and is printed here. Without
+    that note it waits five seconds: if the first process meets the mistake as well, the launcher
+    ends this process in that time. If not, the mistake gets the note and is printed here.
     """
     if RANK == 0 or not isinstance(error, UsageError):
         return RANK == 0
-    if LOCAL_RANK > 0 and not hasattr(error, "__notes__"):
+    notes = getattr(error, "__notes__", ())
+    if LOCAL_RANK > 0 and not any(note.startswith("in process ") for note in notes):
         time.sleep(5)
         of_this_process(error)
     return True
+
+
+def working_directory() -> str:
+    """Return the working directory. Raises `UsageError` if it was deleted."""
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise UsageError(f"the working directory is gone ({error}); change to another") from error
 
 
 def last_line(error: BaseException) -> str:
@@ -5567,10 +5619,10 @@ def main(argv: list[str]) -> None:
     A mistake of the user costs a short message on stderr and exit code 2. A fault is raised. A
     signal while a run trains ends it with a checkpoint and exit code 130.
     """
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-
     try:
+        here = working_directory()
+        if here not in sys.path:
+            sys.path.append(here)
         with silenced_unless_first(), until_nobody_reads():
             args = parse_args(argv)
         if args.evaluate:

@@ -62,7 +62,7 @@ def test_films_of_every_evaluation(script, tmp_path):
 
     for name in ("checkpoint", "best"):
         script.main(["--evaluate", f"{directory}/{name}.pt", "--eval-episodes", "1"])
-    folders = [f"{name}_eval_episodes-1" for name in ("best", "checkpoint")]
+    folders = [f"{name}_step-96_eval_episodes-1" for name in ("best", "checkpoint")]
     later = [f"videos/{folder}/{names[0]}" for folder in folders]
     assert films(directory) == [*later, *expected]
 
@@ -739,8 +739,8 @@ def test_an_evaluation_repeats_whatever_a_task_draws_from(script, tmp_path, caps
     for global_seed, words_of_seed in ((1, ()), (2, ()), (2, ("--seed", "7"))):
         np.random.seed(global_seed)
         assert run_main(script, capsys, ["--evaluate", directory, *words_of_seed])[0] == 0
-        kept = json.loads(Path(directory, "evaluation.json").read_text())
-        told.append([*kept.values()][-1])
+        newest = max(Path(directory, "evaluations").iterdir(), key=lambda x: x.stat().st_mtime_ns)
+        told.append(json.loads(newest.read_text()))
     assert told[0] == told[1]
     assert told[0]["eval/return_mean"] != told[2]["eval/return_mean"]
     assert [one["seed"] for one in told] == [args.seed, args.seed, 7]

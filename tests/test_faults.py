@@ -295,7 +295,7 @@ def test_a_full_disk_at_the_start_costs_one_line(script, monkeypatch, capsys, tm
 
     args = flags_for(script, tmp_path, "VectorBox")
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", refuse)
+        patch.setattr(script, "replace_file", refuse)
         code, _, err = run_main(script, capsys, words(args))
     assert code == 2
     assert "No space left" in err
@@ -312,7 +312,7 @@ def test_a_run_that_cannot_be_written_to_is_not_resumed(script, monkeypatch, cap
         raise OSError(30, "Read-only file system", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", refuse)
+        patch.setattr(script, "replace_file", refuse)
         code, _, err = run_main(script, capsys, line)
     assert code == 2
     assert err.startswith(f"error: --resume {directory}: [Errno 30] Read-only file system")
@@ -402,27 +402,27 @@ def test_a_mistake_of_a_task_that_was_read_back_costs_one_line(
     )
 
 
-@pytest.mark.parametrize(("noted", "in_machine"), [(True, 1), (False, 0)])
-def test_a_mistake_in_one_process_alone_is_told_by_it(
-    script, monkeypatch, capsys, noted, in_machine
-):
-    """In a run it has a note. Flags are wrong in all processes of a machine, and the first one of
-    them tells: another machine may lack a package."""
+@pytest.mark.parametrize("numbered", [True, False])
+def test_a_mistake_in_one_process_alone_is_told_by_it(script, monkeypatch, capsys, numbered):
+    """With its number. A run adds how far it came, which does not tell who has met the mistake."""
 
     def fail(args):
         error = script.UsageError("--env-id mine: its reward must be a number")
-        if noted:
-            error.add_note("after 48 steps")
+        if numbered:
+            script.of_this_process(error)
+        error.add_note("after 48 steps")
         raise error
 
-    monkeypatch.setattr(script, "RANK", 1)
-    monkeypatch.setattr(script, "LOCAL_RANK", in_machine)
-    monkeypatch.setattr(script, "train", fail)
+    waited = []
+    for name, value in (("WORLD_SIZE", 2), ("RANK", 1), ("LOCAL_RANK", 1), ("train", fail)):
+        monkeypatch.setattr(script, name, value)
+    monkeypatch.setattr(script, "parse_args", lambda argv: SimpleNamespace(evaluate=""))
+    monkeypatch.setattr(script.time, "sleep", waited.append)
     code, _, err = run_main(script, capsys, [])
     assert code == 2
-    assert err.count("error: --env-id mine: its reward must be a number") == 1
-    assert err.count("; after 48 steps") == noted
-    assert err.count("\n") == 1
+    assert waited == ([] if numbered else [5])
+    assert err.startswith("error: --env-id mine: its reward must be a number; ")
+    assert err.count("; in process 1") == err.count("; after 48 steps") == err.count("\n") == 1
 
 
 def test_a_mistake_that_the_first_process_does_not_meet_is_told(script, monkeypatch, capsys):
@@ -561,6 +561,28 @@ def test_what_is_trained_is_saved_ahead_of_the_last_evaluation(script, capsys, t
     args = flags_for(script, tmp_path, "FaultyEvaluation", **flags)
     parts = ["the simulator broke", "after 240 steps"]
     check_fault(script, capsys, tmp_path, words(args), parts, iterations=5)
+
+
+def test_a_working_directory_that_is_gone_costs_one_line(script, monkeypatch, capsys):
+    """It was deleted while the shell stood in it."""
+
+    def refuse():
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(script.os, "getcwd", refuse)
+    with pytest.raises(SystemExit) as caught:
+        script.main(["--help"])
+    assert caught.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: the working directory is gone (")
+    assert told.count("\n") == 1
+
+
+def test_what_is_due_is_saved_ahead_of_any_evaluation(script, capsys, tmp_path):
+    """The task breaks in the evaluation after the second iteration, where a checkpoint is due."""
+    flags = {"checkpoint_every": 2, "eval_every": 2}
+    args = flags_for(script, tmp_path, "FaultyEvaluation", **flags)
+    check_fault(script, capsys, tmp_path, words(args), ["the simulator broke"], iterations=2)
 
 
 def test_output_is_flushed_whatever_happened(script):

@@ -107,7 +107,7 @@ def test_processes_give_what_one_gives(tmp_path, name, task, processes):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_others_meet_the_first_after_each_episode(script, monkeypatch, rank):
-    """Process 0 plays alone. All of them ask after each episode whether a signal has come."""
+    """Process 0 plays alone. All of them ask between episodes whether a signal has come."""
     met = []
     monkeypatch.setattr(script, "RANK", rank)
     monkeypatch.setattr(script, "average", lambda x: met.append(x) or x)
@@ -119,10 +119,10 @@ def test_the_others_meet_the_first_after_each_episode(script, monkeypatch, rank)
     run = SimpleNamespace(
         args=args, agent=None, directory=Path(), step=7, log=lambda *given: None, evaluated_at=0,
         eval_env=None, signals=[], total_steps=9, stops=lambda: script.Run.stops(run),
-        evaluation_status=None,
+        evaluation_status=None, checkpoint_is_due=False,
     )  # fmt: skip
     script.Run.evaluate(run)
-    assert len(met) == 3
+    assert len(met) == 2  # after the last one nothing is left to stop
     assert run.evaluated_at == 7
 
 
@@ -174,6 +174,19 @@ def test_only_a_broken_connection_is_told_as_another_process_s_end(
     with pytest.raises(RuntimeError) as caught:
         script.exchange(call)
     assert type(caught.value) is expected
+
+
+@pytest.mark.parametrize("fault", ["DistNetworkError", "DistStoreError"])
+def test_processes_that_do_not_find_each_other_are_told(script, monkeypatch, fault):
+    """The port is taken, say. That is no traceback."""
+
+    def fail(backend):
+        raise getattr(script.distributed, fault)("the port is in use")
+
+    monkeypatch.setattr(script.distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(script.distributed, "init_process_group", fail)
+    with pytest.raises(script.OtherProcessEnded, match="the port is in use"):
+        script.exchange(lambda: None)
 
 
 @pytest.mark.parametrize(

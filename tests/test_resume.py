@@ -274,12 +274,70 @@ def test_a_resume_by_the_copy_of_the_script_keeps_its_commit(script, tmp_path, m
     monkeypatch.setattr(script, "commit_of", lambda folder: "then")
     directory = stopped(script, monkeypatch, args, 1).resolve()
     monkeypatch.setattr(script, "commit_of", lambda folder: "now")
-    script.rewrite_origin(directory, args)
+    script.rewrite_origin(directory, args, 48)
     assert json.loads((directory / "args.json").read_text())["commit"] == "now"
     monkeypatch.setattr(script, "commit_of", lambda folder: "later")
     monkeypatch.setattr(script, "__file__", str(directory / Path(script.__file__).name))
-    script.rewrite_origin(directory, args)
+    script.rewrite_origin(directory, args, 48)
     assert json.loads((directory / "args.json").read_text())["commit"] == "now"
+    assert not [*directory.glob("*until-step*")]  # it is the same script
+
+
+def test_a_resume_by_another_script_keeps_the_old_one(script, tmp_path, monkeypatch):
+    """With its flags and its commit: they have made the run so far."""
+    args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0")
+    monkeypatch.setattr(script, "commit_of", lambda folder: "then")
+    directory = stopped(script, monkeypatch, args, 1)
+    mine = Path(script.__file__)
+    (directory / mine.name).write_text("an older script")
+    monkeypatch.setattr(script, "commit_of", lambda folder: "now")
+    resumed(script, monkeypatch, directory)
+    assert (directory / f"{mine.stem}-until-step-48.py").read_text() == "an older script"
+    assert (directory / mine.name).read_bytes() == mine.read_bytes()
+    commits = [
+        json.loads((directory / name).read_text())["commit"]
+        for name in ("args-until-step-48.json", "args.json")
+    ]
+    assert commits == ["then", "now"]
+
+
+def test_a_better_agent_than_the_checkpoint_knows_is_kept(script, tmp_path, monkeypatch):
+    """A crash came between best.pt, of 7 after the second iteration, and the checkpoint, which
+    knows of 5 after the first one. Other episodes have 6 then."""
+    flags = {"env_id": "probes:Walk-v0", "eval_every": 1, "checkpoint_every": 0}
+    args = flags_for(script, tmp_path, 3, **flags)
+    means = iter([5, 7, 6, 4])
+    monkeypatch.setattr(script, "summarise", lambda *_: {"eval/return_mean": next(means)})
+    save = script.Run.save
+    known = []
+
+    def crash(run, name="checkpoint"):
+        save(run, name)
+        known.append(name)
+        if known.count("best") == 2:
+            raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script.Run, "save", crash)
+        with pytest.raises(OSError, match="Input"):
+            script.train(args)
+    [directory] = (tmp_path / "runs").iterdir()
+    before = torch.load(directory / "best.pt", weights_only=True)
+    assert (before["best_return"], before["global_step"]) == (7, 96)
+    resumed(script, monkeypatch, directory)
+    after = torch.load(directory / "best.pt", weights_only=True)
+    assert (after["best_return"], after["global_step"]) == (7, 96)
+    kept = contents(directory)["run"]
+    assert (kept["best_return"], kept["best_step"]) == (7, 96)
+
+
+def test_a_broken_best_agent_stops_no_resume(script, tmp_path, monkeypatch):
+    """The next evaluation replaces it."""
+    flags = {"env_id": "probes:Walk-v0", "eval_every": 1}
+    directory = stopped(script, monkeypatch, flags_for(script, tmp_path, 3, **flags), 1)
+    (directory / "best.pt").write_bytes(b"half")
+    resumed(script, monkeypatch, directory)
+    assert torch.load(directory / "best.pt", weights_only=True)["global_step"] > 0
 
 
 @pytest.mark.parametrize("parts", [[], [{"envs": None}] * 2])
@@ -566,8 +624,10 @@ def test_checkpoints_are_synced_before_they_are_renamed(script, tmp_path, monkey
     written, renamed = done[-2:]
     assert written == ("sync", path.stat().st_size)
     assert renamed == ("checkpoint.tmp", "checkpoint.pt")
-    done = [name for name, _ in done if name in ("sync", "checkpoint.tmp")]
-    assert done == ["sync", "checkpoint.tmp"] * (len(done) // 2)
+    synced, renamed = [name for name, _ in done][::2], [name for name, _ in done][1::2]
+    assert set(synced) == {"sync"}
+    script_copy = f"{Path(script.__file__).name}.tmp"
+    assert {*renamed} == {"args.json.tmp", script_copy, "checkpoint.tmp"}
 
 
 class Bomb:
@@ -619,7 +679,8 @@ def test_evaluation_prints_what_training_ended_with(script, tmp_path, capsys):
     assert code == 0
     assert out.startswith(f"{first}evaluation of 5 episodes: return ")
     after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")}
-    assert after.pop(directory / "evaluation.json")
+    names = ("checkpoint_step-96.json", "checkpoint_step-96_eval_episodes-5.json")
+    assert all(after.pop(directory / "evaluations" / name) for name in names)
     assert after == before
     code, _, err = run_main(script, capsys, ["--evaluate", str(directory), "--gamma", "0.5"])
     assert code == 2

@@ -865,6 +865,16 @@ def test_functions_and_classes_of_a_notebook_have_sources(script, monkeypatch):
     assert found[0] == found[1] != found[2]
 
 
+def test_what_networks_see_of_a_task_is_told_where_the_script_is_the_program(script, monkeypatch):
+    """Its environments hold the function that turns observations into vectors. A resume by an
+    edited script would go on with the old one."""
+    envs = script.make_envs(small_args(script, "Walk"))
+    for env in envs.envs:
+        monkeypatch.setattr(env.get_wrapper_attr("see"), "__module__", "__main__")
+    found = script.task_sources(envs, "probes:Walk-v0")
+    assert "the function see" in found
+
+
 def test_a_registration_tells_no_address(script):
     """It would differ in every process, and no resume would be exact."""
     spec = SimpleNamespace(entry_point=Walk, kwargs={"a": object(), "b": lambda: 1, "c": 0.5})
@@ -959,10 +969,10 @@ def test_environments_that_cannot_be_read_back_open_new_episodes(
 
 
 def test_the_best_agent_needs_no_environments(script, somewhere):
-    """Nor optimizers: `best.pt` has flags, weights and statistics."""
+    """Nor optimizers: `best.pt` has flags, weights and statistics, and its return."""
     directory = script.train(small_args(script, "Walk", eval_every=1))["run_dir"]
     saved = torch.load(f"{directory}/best.pt", weights_only=True)
-    assert saved.keys() == {"script", "args", "agent", "global_step"}
+    assert saved.keys() == {"script", "args", "agent", "global_step", "best_return"}
 
 
 # ------------------------------------------------------------------------- someone else's program
@@ -1039,7 +1049,7 @@ def test_a_task_that_moves_when_it_is_made_moves_nothing_else(script, somewhere,
         assert code == 0, err
         os.chdir(somewhere)
     assert contents(directory)["step"] == 144
-    assert (directory / "evaluation.json").exists()
+    assert [*(directory / "evaluations").iterdir()]
     assert len([*(somewhere / "here").iterdir()]) == 2
 
 

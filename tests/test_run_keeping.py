@@ -119,7 +119,6 @@ def test_a_checkpoint_is_no_older_than_ten_minutes(begin, monkeypatch, every, ag
     run.saved_at = time.monotonic() - age
     kept = []
     monkeypatch.setattr(type(run), "save", lambda run, name="checkpoint": kept.append(name))
-    assert run.checkpoint_is_old == bool(saves)
     run.times = {}
     run.seconds = 1.0
     monkeypatch.setattr(type(run), "log_episodes", lambda *facts: None)
@@ -739,19 +738,25 @@ def test_events_are_written_ahead_of_the_checkpoint(begin, monkeypatch):
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(script, tmp_path, monkeypatch):
-    """A disk that is full after the first byte leaves the old one."""
+    """A disk that is full leaves the old one. What was written is synced ahead of the renaming."""
     file = tmp_path / "args.json"
     file.write_text("old")
+    synced = []
 
-    def write_half(path, content):
-        with path.open("wb") as opened:
-            opened.write(content[:1])
+    def note(descriptor):
+        synced.append(file.read_text())
+
+    def refuse(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", write_half)
+    monkeypatch.setattr(script.os, "fsync", refuse)
     with pytest.raises(OSError, match="No space"):
         script.replace_file(file, b"new")
     assert file.read_text() == "old"
+    monkeypatch.setattr(script.os, "fsync", note)
+    script.replace_file(file, b"new")
+    assert synced == ["old"]
+    assert file.read_text() == "new"
 
 
 def test_the_evaluation_s_task_draws_no_number_of_the_run(script, monkeypatch):

@@ -151,55 +151,60 @@ def test_runs_of_one_second_have_names_of_their_own(script, tmp_path, monkeypatc
 
 @with_one_script
 def test_an_evaluation_is_kept_beside_its_checkpoint(script, tmp_path, capsys):
-    """One entry for each checkpoint: step, how it was evaluated, and the result."""
+    """One file for each checkpoint and way: step, how it was evaluated, and the result."""
     metrics, directory = run(script, tmp_path, "Walk", eval_every=1)
     capsys.readouterr()
     for name in ("checkpoint.pt", "best.pt"):
         script.main(["--evaluate", str(directory / name)])
     out = capsys.readouterr().out
     assert f"probes:Walk-v0: {directory}/checkpoint.pt after 96 steps" in out
-    kept = json.loads((directory / "evaluation.json").read_text())
-    assert kept.keys() == {"checkpoint.pt", "best.pt"}
-    one = kept["checkpoint.pt"]
+    assert kept_in(directory).keys() == {"checkpoint_step-96", "best_step-96"}
+    one = kept_in(directory)["checkpoint_step-96"]
     assert (one["step"], one["episodes"], one["sampled"]) == (96, 3, False)
     assert one["eval/return_mean"] == metrics["eval/return_mean"]
+    before = kept_in(directory)
     script.main(["--evaluate", str(directory / "best.pt"), "--seed", "7", "--eval-sampled"])
-    more = json.loads((directory / "evaluation.json").read_text())
-    assert more.keys() - kept.keys() == {"best.pt_eval_sampled-True_seed-7"}
-    assert kept.items() <= more.items()
+    more = kept_in(directory)
+    assert more.keys() - before.keys() == {"best_step-96_eval_sampled-True_seed-7"}
+    assert before.items() <= more.items()
     script.main(["--evaluate", str(directory), "--eval-sampled", "--eval-episodes", "2"])
-    more = json.loads((directory / "evaluation.json").read_text())
-    other = more["checkpoint.pt_eval_episodes-2_eval_sampled-True"]
+    other = kept_in(directory)["checkpoint_step-96_eval_episodes-2_eval_sampled-True"]
     assert (other["episodes"], other["sampled"]) == (2, True)
 
 
+def kept_in(directory):
+    """The results of evaluations that a run's directory holds, by name."""
+    files = (directory / "evaluations").glob("*.json")
+    return {path.stem: json.loads(path.read_text()) for path in files}
+
+
 @with_one_script
-@pytest.mark.parametrize("broken", ["", "[1]", '{"best.pt"'])
-def test_a_broken_file_of_evaluations_is_written_anew(script, tmp_path, capsys, broken):
-    """A full disk left it so: the evaluation is told and kept all the same."""
+def test_evaluations_of_a_run_that_goes_on_are_kept_apart(script, tmp_path):
+    """By the step of their checkpoint."""
     _, directory = run(script, tmp_path, "Walk")
-    (directory / "evaluation.json").write_text(broken)
     script.main(["--evaluate", str(directory)])
-    assert "evaluation of 3 episodes" in capsys.readouterr().out
-    assert json.loads((directory / "evaluation.json").read_text()).keys() == {"checkpoint.pt"}
+    script.main(["--resume", str(directory), "--total-timesteps", "144"])
+    script.main(["--evaluate", str(directory)])
+    assert kept_in(directory).keys() == {"checkpoint_step-96", "checkpoint_step-144"}
 
 
 @with_one_script
 def test_an_evaluation_that_cannot_be_kept_is_told(script, tmp_path, capsys, monkeypatch):
     """A full disk costs a warning, and what was kept before stays."""
     _, directory = run(script, tmp_path, "Walk")
-    kept = directory / "evaluation.json"
-    kept.write_text('{"best.pt": 1}')
+    script.main(["--evaluate", str(directory)])
+    before = kept_in(directory)
+    capsys.readouterr()
 
-    def refuse(path, content):
+    def refuse(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", refuse)
+    monkeypatch.setattr(script.os, "fsync", refuse)
     script.main(["--evaluate", str(directory)])
     out, err = capsys.readouterr()
     assert "evaluation of 3 episodes" in out
     assert "warning: the result is not kept: [Errno 28] No space left" in err
-    assert kept.read_text() == '{"best.pt": 1}'
+    assert kept_in(directory) == before
 
 
 @with_one_script
