@@ -557,9 +557,25 @@ SINGLE = Contest(
 AGAIN = Contest("MuJoCo, fresh seeds", "51 quantiles, single", "the same, seeds 6 to 10 (fresh)")
 GAMES = Contest("MinAtar", "HL-Gauss, twins", "MinAtar, HL-Gauss twins of 51 atoms (default)")
 QUANTILES = Contest("MinAtar", "51 quantiles, twins", "MinAtar, twins of 51 quantiles")
-CONTESTS = (RECURRENT, ROBOTS, SINGLE, AGAIN, GAMES, QUANTILES)
-DEFAULTS = (ROBOTS, RECURRENT, GAMES)
+TODAY = Contest(critics.TODAY, "HL-Gauss, twins", "MuJoCo*, HL-Gauss twins of 51 atoms (default)")
+TODAY_SINGLE = Contest(critics.TODAY, "51 quantiles, single", "MuJoCo*, single quantile critic")
+CONTESTS = (RECURRENT, TODAY, TODAY_SINGLE, ROBOTS, SINGLE, AGAIN, GAMES, QUANTILES)
 LSTM_WITH_BONUS = "CartPoleNoVel-v1"  # its preset got an entropy bonus for calibration
+
+
+def is_current() -> bool:
+    """Whether critics were compared with today's scripts: all runs of that family are there."""
+    return critics.TODAY in critics.told()
+
+
+def contests() -> list[Contest]:
+    """Those whose runs are there, in the order of the table."""
+    return [contest for contest in CONTESTS if contest.family in critics.told()]
+
+
+def defaults() -> tuple[Contest, ...]:
+    """Those of the scripts' own critics: on MuJoCo, on recurrent tasks and on MinAtar."""
+    return (TODAY if is_current() else ROBOTS), RECURRENT, GAMES
 
 
 class Verdict(NamedTuple):
@@ -617,9 +633,9 @@ def shown(chance: critics.Estimate) -> bool:
 def gain_told(verdicts: dict[Contest, Verdict]) -> str:
     """Whether a default critic is better than a scalar one."""
     better = [
-        contest.family
+        contest.family.split(",")[0]
         for contest, found in verdicts.items()
-        if contest in DEFAULTS and shown(found.at_the_end)
+        if contest in defaults() and shown(found.at_the_end)
     ]
     return f"A gain is shown on {joined(better)} alone." if better else "No gain is shown."
 
@@ -640,20 +656,22 @@ def critics_notes(verdicts: dict[Contest, Verdict]) -> list[str]:
     """The reference, the verdict, and what speaks against it."""
     fresh = verdicts[AGAIN]
     pendulum = critics.FAMILIES["recurrent"].low["PendulumNoVel-v1"]
-    both = joined(contest.told for contest in CONTESTS if len(ages(contest)) > 1)
+    both = joined(contest.told for contest in contests() if len(ages(contest)) > 1)
     caution = f" Older and current runs are mixed in: {both}." if both else ""
     held = "confirmed" if shown(fresh.at_the_end) else "not confirmed"
+    rows = "Rows without a * are" if is_current() else "All rows are"
+    weakens = "every older row" if is_current() else "every row"
     return [
         f"Scores are scaled for each task: 1 is the mean of a "
         f"scalar critic (a single one on MuJoCo, twins elsewhere), as if it were known, and 0 is a "
         f"return of 0 "
         f"({pendulum} on PendulumNoVel-v1, a random policy's; -1 on POPGym). Low runs end "
         f"below 0.9, a limit set [afterwards](#choices-that-reported-seeds-influenced).",
-        f"All rows are older, with {seeds_told()} seeds a task, so that intervals are [too "
+        f"{rows} older, with {seeds_told()} seeds a task, so that intervals are [too "
         f"narrow](#how-to-read-the-numbers). Three recurrent tasks are at their ceiling. Twins are "
         f"compared with scalar twins, single critics with a single one. The scalar critic is one "
         f"quantile with a Huber loss, whose loss has another size, which gradient clipping may "
-        f"feel; that weakens every row. The limit of low runs was set afterwards, so their columns "
+        f"feel; that weakens {weakens}. The limit of low runs was set afterwards, so their columns "
         f"prove nothing. For "
         f"the single quantile critic only fresh seeds count, as we said ahead, and there its gain "
         f"is {held}.{caution}",
@@ -661,10 +679,11 @@ def critics_notes(verdicts: dict[Contest, Verdict]) -> list[str]:
 
 
 def seeds_told() -> str:
-    """How many seeds a task has of the critics in the table, from the fewest to the most."""
+    """How many seeds a task has of the older critics in the table, from the fewest to the most."""
     counts = {
         len(critics.rows_of(critics.cell_of(family, critic, task)))
-        for contest in CONTESTS
+        for contest in contests()
+        if contest.family != critics.TODAY
         for family in [critics.FAMILIES[contest.family]]
         for critic in [family.critics[contest.name]]
         for task in family.tasks
@@ -685,12 +704,13 @@ def bought(verdicts: dict[Contest, Verdict]) -> str:
     gains = changed_tails(tails.CHOSEN)
     on_robots = "".join(f", on {task} a weight of 0.5 by {gains[task].told()}" for task in helped())
     gain = gain_told(verdicts)
-    robots, recurrent, games = (verdicts[contest].at_the_end for contest in DEFAULTS)
+    robots, recurrent, games = (verdicts[contest].at_the_end for contest in defaults())
+    age = "MuJoCo by today's scripts, the others older" if is_current() else "older"
     return (
         f"**What the distribution buys, in three sentences.** *Mean:* {gain[0].lower()}"
         f"{gain[1:-1]}: a run with the default critic ends higher than one with a scalar critic "
         f"with probability {robots} on MuJoCo, {recurrent} on recurrent tasks and {games} on "
-        f"MinAtar, where a tie is 0.5 (older). *Lower tail:* on our [road](#risk) `--cvar-weight "
+        f"MinAtar, where a tie is 0.5 ({age}). *Lower tail:* on our [road](#risk) `--cvar-weight "
         f"1` moves the mean of the worst tenth by {road[0]} and that of all by {road[1]} "
         f"(feed-forward){on_robots}, and on a "
         f"slippery cliff {tails_told()}. *Knowledge:* of {runs} runs on {count_of(tasks)} real "
@@ -702,14 +722,29 @@ def bought(verdicts: dict[Contest, Verdict]) -> str:
 
 
 def over_default() -> critics.Estimate:
-    """Score of the single quantile critic over the default's on fresh seeds, mean of the ratios of
-    four tasks."""
+    """Score of the single quantile critic over the default's, mean of the ratios of four tasks: of
+    today's scripts, or else of older ones on fresh seeds."""
 
     def ratio(ours: np.ndarray, default: np.ndarray) -> np.ndarray:
         return (ours.mean(-2) / default.mean(-2)).mean(-1)
 
+    if is_current():
+        raw = critics.raw_scores(critics.FAMILIES[critics.TODAY])
+        return critics.estimate(ratio, raw["51 quantiles, single"], raw["HL-Gauss, twins"])
     chosen = by_task(QUANTILE, "quantiles_single", FRESH)
     return critics.estimate(ratio, chosen, by_task(CATEGORICAL, "default", FRESH))
+
+
+def single_critic() -> str:
+    """The answer about the single quantile critic."""
+    fresh = over_default()
+    seeds = count_of(len(critics.FAMILIES[critics.TODAY].seeds))
+    when = "of that time, with an older preset on seeds 6 to 10"
+    when = f"({seeds} seeds)" if is_current() else when
+    return (
+        f"  * **A single quantile critic** scored {fresh} times as much as the default twins "
+        f"{when}{proven(fresh)}."
+    )
 
 
 def proven(ratio: critics.Estimate) -> str:
@@ -1520,8 +1555,9 @@ def current() -> str:
     cells = shown_cells()
     older = [cell for cell in cells if not newer(cell)]
     told = families(older)
-    if {True} == set().union(*(ages(contest) for contest in CONTESTS)):
-        told.append("the [critics](#what-the-distribution-buys)")
+    if True in set().union(*(ages(contest) for contest in contests())):
+        but = " but on MuJoCo" if is_current() else ""
+        told.append(f"the [critics](#what-the-distribution-buys){but}")
     if any(not newer(cell) for cell in learning.ABLATIONS if learning.rows_of(cell)):
         told.append("the [ablations](ablations.md)")
     for name, (old, made) in older_rows().items():
@@ -1632,14 +1668,27 @@ def behind_scalar() -> list[str]:
     ]
 
 
+def compared() -> str:
+    """Which scripts and which critics the contests are of."""
+    if is_current():
+        return (
+            "  * **What was compared:** on MuJoCo today's scripts, elsewhere older ones, whose "
+            "actor and critics shared a loss and an optimizer. The distribution is mostly a "
+            "further loss, since by default the policy learns from V."
+        )
+    return (
+        "  * **What was compared** are older scripts, whose actor and critics shared a loss and an "
+        "optimizer. There the distribution is mostly a further loss, since by default the policy "
+        "learns from V. On MuJoCo and MinAtar the scalar critics are of another script."
+    )
+
+
 def worth(verdicts: dict[Contest, Verdict]) -> list[str]:
     """The answer about the return."""
     return [
         f"* **Is a distributional critic worth it for the return?** {gain_told(verdicts)} "
         f"[Details](#what-the-distribution-buys)",
-        "  * **What was compared** are older scripts, whose actor and critics shared a loss and "
-        "an optimizer. There the distribution is mostly a further loss, since by default the "
-        "policy learns from V. On MuJoCo and MinAtar the scalar critics are of another script.",
+        compared(),
         "  * **V from the distribution** was scored on the [two "
         "CartPoles](tuning.md#the-two-cartpoles) alone: as good in the feed-forward script, slower "
         "in the recurrent one.",
@@ -1982,7 +2031,6 @@ def answers(verdicts: dict[Contest, Verdict]) -> list[str]:
     """The answers at the top."""
     few = sum(map(len, low_robots().values()))
     many = sum(len(scores(CATEGORICAL, task)) for task in FOUR)
-    fresh = over_default()
     rare = {
         (script, variant): over_truth("rare-1", script, variant) for script, variant, _ in VALUES
     }
@@ -2013,8 +2061,7 @@ def answers(verdicts: dict[Contest, Verdict]) -> list[str]:
         f"{rare[CATEGORICAL, 'distribution']} with HL-Gauss atoms. [Details](#truth)",
         f"* **Which settings for MuJoCo?** Take `--preset mujoco --compile`. "
         f"{gains_told()} [Details](#settings-for-mujoco)",
-        f"  * **A single quantile critic** scored {fresh} times as much as the default twins of "
-        f"that time, with an older preset on seeds 6 to 10{proven(fresh)}.",
+        single_critic(),
         f"* **How were the flags tuned?** {how_tuned()} [Details](tuning.md#chosen-flags)",
         "* **Can the numbers be trusted?** Current ones more than older ones, whose intervals are "
         "too narrow. We call a difference *undecided* if its 95 % interval contains the tie, "
@@ -2128,7 +2175,7 @@ def failed() -> list[str]:
 
 def sections() -> dict[str, list[str]]:
     """Every line of README.md that has a number, by section."""
-    verdicts = {contest: verdict(contest) for contest in CONTESTS}
+    verdicts = {contest: verdict(contest) for contest in contests()}
     return {
         "Age": [current()],
         "Answers": answers(verdicts),

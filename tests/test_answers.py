@@ -258,6 +258,8 @@ def test_age_is_told_from_the_rows(answers, monkeypatch):
         "rows_of",
         lambda cell: [{"commit": commits[cell.task], "steps": "2000000"}],
     )
+    monkeypatch.setattr(answers, "contests", lambda: [answers.ROBOTS])
+    monkeypatch.setattr(answers, "is_current", lambda: False)
     counts = {"truth": (1, 9), "risk": (0, 9), "calibration": (9, 9)}
     monkeypatch.setattr(answers, "older_rows", counts.copy)
     monkeypatch.setattr(answers, "ages", lambda contest: {False})
@@ -289,7 +291,7 @@ def test_differences_are_graded_by_the_rule(answers):
 
 def test_a_gain_is_claimed_where_an_interval_leaves_a_coin_out(answers):
     """By the default critics' probabilities alone."""
-    made, cells = answers.critics.Estimate, answers.CONTESTS
+    made, cells = answers.critics.Estimate, answers.contests()
     empty = common.Difference(0, 0, 0)
 
     def verdicts(lows):
@@ -301,6 +303,25 @@ def test_a_gain_is_claimed_where_an_interval_leaves_a_coin_out(answers):
     assert answers.gain_told(verdicts([0.4, 0.4, 0.6, 0.6, 0.4, 0.4])) == "No gain is shown."
     told = answers.gain_told(verdicts([0.4, 0.6, 0.4, 0.4, 0.4, 0.4]))
     assert told == "A gain is shown on MuJoCo alone."
+
+
+def test_critics_of_today_take_the_place_of_older_ones(answers, monkeypatch):
+    """Once all their runs are there. The single critic has 3 where the default has 2: 1.5 times."""
+    families = answers.critics.FAMILIES
+    older = {title: family for title, family in families.items() if title != answers.critics.TODAY}
+    monkeypatch.setattr(answers.critics, "told", lambda: older)
+    assert answers.defaults()[0] == answers.ROBOTS
+    assert answers.TODAY not in answers.contests()
+    assert "are older scripts" in answers.compared()
+    monkeypatch.setattr(answers.critics, "told", lambda: families)
+    assert answers.defaults() == (answers.TODAY, answers.RECURRENT, answers.GAMES)
+    assert {answers.TODAY, answers.TODAY_SINGLE, answers.ROBOTS} <= {*answers.contests()}
+    assert "on MuJoCo today's scripts" in answers.compared()
+    raw = {"51 quantiles, single": np.full((5, 4), 3.0), "HL-Gauss, twins": np.full((5, 4), 2.0)}
+    monkeypatch.setattr(answers.critics, "raw_scores", lambda family: raw)
+    assert answers.single_critic().endswith(
+        "scored 1.50 (1.50 to 1.50) times as much as the default twins (five seeds), so take it."
+    )
 
 
 def speeds(*measured):
