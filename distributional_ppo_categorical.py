@@ -382,9 +382,10 @@ class RunArgs:
     in between. In any case there is one at the end, after a signal, with each new best evaluation
     and, with --capture-video, around each evaluation."""
     save_envs: Literal["proven", "always", "never"] = "proven"
-    """Save the environments as well, for an exact resume. proven: if a test succeeds, in which
-    another process reads copies back and steps them once. always: if they can be pickled. never: a
-    resume opens new episodes, as it does with --async-envs in any case."""
+    """Save the environments as well, if they can be pickled, for an exact resume. proven: a resume
+    first lets another process read copies back and step them once, and opens new episodes if that
+    fails. always: it reads them back at once. never: it opens new episodes, as it does with
+    --async-envs in any case."""
     capture_video: Annotated[bool, IdleWhile("eval_episodes", 0)] = False
     """Film the first 3 episodes of every evaluation. Needs moviepy."""
     resume: str = ""
@@ -3811,8 +3812,6 @@ class Run:
         # Episodes and generators of the checkpoint that was resumed. Until the first iteration they
         # are still true, and a save, as by an evaluation, writes them again.
         self.untouched: dict[str, Any] = {}
-        self.proof: ReadBack | None = None  # that environments can be read back
-
         self.sources = task_sources(envs, args.env_id)
 
         self.total_steps = args.num_iterations * args.batch_size
@@ -3918,8 +3917,6 @@ class Run:
             last = f"last checkpoint: {path}" if path.exists() else "no checkpoint yet"
             error.add_note(f"after {self.step:,} steps; {last}")
 
-        if self.proof is not None:
-            self.proof.end()
         try:
             for env in (self.envs, self.eval_env, *self.unused_envs):
                 if env is not None:
@@ -4005,8 +4002,6 @@ class Run:
             text = "a larger --total-timesteps continues it, and --evaluate plays more episodes"
             self.say(f"the run has taken all of its {self.step:,} steps; {text}")
             return
-        if RANK == 0 and self.args.save_envs == "proven" and not finished_before:
-            self.proof = ReadBack(self.envs)
         # An evaluation is due at once where it was cut short, or where the resume asks for it.
         if 0 < self.step < self.total_steps and self.evaluation_is_due:
             self.evaluate()
@@ -4277,13 +4272,11 @@ class Run:
 
     def pickled_envs(self) -> bytes | None:
         """Return this process's environments, pickled as `save_envs` says, or None."""
-        why_unproven = "" if self.proof is None else self.proof.fault()
-        why_unproven = gather_objects(why_unproven)[0]  # the first process proves it for all
         pickled, unfit = None, ""
-        if not why_unproven and self.args.save_envs != "never":
+        if self.args.save_envs != "never":
             pickled, unfit = pickle_envs(self.envs)
 
-        reasons = gather_objects(why_unproven or unfit)
+        reasons = gather_objects(unfit)
         if any(reasons) and RANK == 0:
             which = "environments" if all(reasons) else "environments of some processes"
             text = f"{which} are not saved, since {next(filter(None, reasons)):.200}"
@@ -4401,6 +4394,8 @@ class Run:
         """Go on with the environments of a checkpoint. Returns why that is impossible, or ""."""
         if pickled is None:
             return "the checkpoint has no environments"
+        if self.args.save_envs == "never":
+            return "--save-envs is never"
         here = loaded_versions() | self.sources
         for name in versions.keys() & here.keys():
             if versions[name] != here[name] and name in self.sources:
@@ -4408,6 +4403,9 @@ class Run:
             if versions[name] != here[name]:
                 return f"they were saved under {name} {versions[name]}, and this is {here[name]}"
 
+        found = fault_of_copies(pickled) if self.args.save_envs == "proven" else ""
+        if found:
+            return found
         try:
             envs = pickle.loads(pickled)
             changed = registration(envs[0]) != registration(self.envs.envs[0])
@@ -4560,20 +4558,11 @@ def time_limit(env: gym.Env) -> int | None:
     return None
 
 
-class ReadBack:
-    """Another process reads the environments back, steps and closes them, while the run goes on.
-
-    In this process the copy might do harm: it may free what it shares with the original, or start
-    simulators that nobody stops. `end` stops those of the other process.
-    """
-
-    SECONDS = 60
-    PROGRAM = f"""
+TRIAL_SECONDS = 60
+TRIAL = f"""
 import contextlib, pickle, signal, sys
-for number in (signal.SIGINT, signal.SIGTERM):  # they are for the run
-    signal.signal(number, signal.SIG_IGN)
 if hasattr(signal, "alarm"):
-    signal.alarm({SECONDS})
+    signal.alarm({TRIAL_SECONDS})  # should the run be killed meanwhile
 sys.path[:] = pickle.load(sys.stdin.buffer)
 for env in pickle.load(sys.stdin.buffer):
     env.step(env.action_space.sample())
@@ -4581,56 +4570,51 @@ for env in pickle.load(sys.stdin.buffer):
         env.close()
 """
 
-    def __init__(self, envs: gym.vector.VectorEnv) -> None:
-        self.process = None
-        pickled, self.found = pickle_envs(envs)
-        if pickled is None:
-            return
-        try:
-            with tempfile.TemporaryFile() as file:
-                file.write(pickle.dumps(sys.path) + pickled)
-                file.seek(0)
-                # A file, since a pipe could fill up, and what the copies start would keep it open.
-                self.errors = tempfile.TemporaryFile()  # noqa: SIM115
-                self.process = subprocess.Popen(
-                    [sys.executable, "-c", self.PROGRAM],
-                    stdin=file,
-                    stdout=subprocess.DEVNULL,
-                    stderr=self.errors,
-                    start_new_session=True,  # Ctrl-C is for the run alone
-                )
-        except OSError as error:  # no room for the file, no memory for the process
-            self.found = f"they cannot be tried out: {error}"
 
-    def fault(self) -> str:
-        """Wait for the process, and end all that it has started. Returns "" or what went wrong."""
-        if self.process is None:
-            return self.found
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(self.SECONDS)
-        late = self.process.poll() in (None, -getattr(signal, "SIGALRM", math.inf))
-        self.errors.seek(0)
-        lines = self.errors.read().decode(errors="replace").strip().split("\n")
-        code = self.end()
-        if late:
-            text = "another process did not read them back, step and close them within"
-            self.found = f"{text} {self.SECONDS} seconds"
-        elif code:
-            self.found = f"another process could not read them back: {lines[-1] or f'exit {code}'}"
-        return self.found
+def fault_of_copies(pickled: bytes) -> str:
+    """Let another process read environments back, step and close them. Returns "" or what failed.
 
-    def end(self) -> int:
-        """End the process and all that it has started. Returns its exit code."""
-        if self.process is None:
-            return 0
-        self.process.kill()
-        if hasattr(os, "killpg"):
-            with contextlib.suppress(OSError):  # nothing is left of its session
-                os.killpg(self.process.pid, signal.SIGKILL)
-        code = self.process.wait()
-        self.process = None
-        self.errors.close()
-        return code
+    In this process copies that fail might do harm: a simulator in C may crash it, and others may
+    start what nobody stops. What the other process has started is ended here.
+    """
+    try:
+        # Files, since pipes could fill up, and what the copies start would keep them open.
+        with tempfile.TemporaryFile() as file, tempfile.TemporaryFile() as errors:
+            file.write(pickle.dumps(sys.path) + pickled)
+            file.seek(0)
+            process = subprocess.Popen(
+                [sys.executable, "-c", TRIAL],
+                stdin=file,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,
+            )
+            try:
+                code = process.wait(TRIAL_SECONDS)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                end_session(process)
+            errors.seek(0)
+            lines = errors.read().decode(errors="replace").strip().split("\n")
+    except OSError as error:  # no room for the files, no memory for the process
+        return f"they cannot be tried out: {error}"
+
+    if code in (None, -getattr(signal, "SIGALRM", math.inf)):
+        text = "another process did not read them back, step and close them within"
+        return f"{text} {TRIAL_SECONDS} seconds"
+    return (
+        f"another process could not read them back: {lines[-1] or f'exit {code}'}" if code else ""
+    )
+
+
+def end_session(process: subprocess.Popen) -> None:
+    """End a process that began a session, and all that it has started there."""
+    process.kill()
+    if hasattr(os, "killpg"):
+        with contextlib.suppress(OSError):  # nothing is left of it
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 # -------------------------------------------------------------------------------- files of a run

@@ -37,7 +37,7 @@ def small_args(script: ModuleType, env: str, **flags: Any) -> Any:
         "num_minibatches": 2,
         "update_epochs": 2,
         "eval_episodes": 3,
-        "save_envs": "always",  # the proof by another process takes seconds
+        "save_envs": "always",  # to try them out in another process takes seconds
         "value_from": "mean_head",
     }
     foreign = OF_ONE_SCRIPT - script.Args.__dataclass_fields__.keys()

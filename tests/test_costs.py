@@ -235,7 +235,7 @@ def test_a_close_may_take_twenty_seconds(script, monkeypatch):
     assert waits == [20]
 
 
-def test_a_proof_may_take_a_minute(script):
-    """Its process ends itself then, also where the run was killed."""
-    assert script.ReadBack.SECONDS == 60
-    assert "signal.alarm(60)" in script.ReadBack.PROGRAM
+def test_copies_of_environments_are_tried_out_for_a_minute(script):
+    """The process ends itself then, also where the run was killed."""
+    assert script.TRIAL_SECONDS == 60
+    assert "signal.alarm(60)" in script.TRIAL

@@ -59,7 +59,7 @@ def task(script, name, **flags):
 
 def test_a_rude_task_is_trained_resumed_and_evaluated(script, somewhere, capsys):
     """All of it lies in the directory that was named, as it was when the run began. Its simulator
-    is in no other process, and so it is not saved."""
+    is in no other process, so a resume opens new episodes."""
     flags = {"checkpoint_every": 1, "eval_every": 1, "eval_episodes": 2, "save_envs": "proven"}
     code, out, err = run_main(script, capsys, words(task(script, "Rude", **flags)))
     assert code == 0, err
@@ -67,13 +67,11 @@ def test_a_rude_task_is_trained_resumed_and_evaluated(script, somewhere, capsys)
     assert (directory / "best.pt").exists()
     assert "close() failed" in err
     assert "the simulator hung up" in err
-    said = "environments are not saved, since another process could not read them back"
-    assert out.count(said) == 1
     os.chdir(somewhere)
     line = ["--resume", f"here/{directory.name}", "--total-timesteps", "192"]
-    code, out, err = run_main(script, capsys, [*line, "--save-envs", "never"])
+    code, out, err = run_main(script, capsys, line)
     assert code == 0, err
-    assert out.count("the checkpoint has no environments") == 1
+    assert out.count(f"{AFRESH}: another process could not read them back") == 1
     os.chdir(somewhere)
     code, out, err = run_main(script, capsys, ["--evaluate", f"here/{directory.name}"])
     assert code == 0, err
@@ -570,7 +568,11 @@ def test_environments_that_travel_are_saved(script, tmp_path, monkeypatch, capsy
     args = flags_for(script, tmp_path, 3, env_id="probes:Walk-v0", save_envs="proven")
     whole = script.train(replace(args, save_envs="always"))
     directory = stopped(script, monkeypatch, args, 1)
-    again = resumed(script, monkeypatch, directory, "--save-envs", "always")
+    tried = []
+    find = script.fault_of_copies
+    monkeypatch.setattr(script, "fault_of_copies", lambda x: tried.append(find(x)) or tried[-1])
+    again = resumed(script, monkeypatch, directory)
+    assert tried == [""]
     assert_same(timeless(again), timeless(whole))
     assert_same(contents(directory), contents(whole["run_dir"]))
     assert AFRESH not in capsys.readouterr().out
@@ -585,45 +587,70 @@ def test_nothing_is_read_back_in_the_run_itself(script, tmp_path, monkeypatch):
     script.train(args)
 
 
-def test_a_proof_that_takes_too_long_is_none(script, tmp_path, monkeypatch, capsys):
-    """The other process is killed; the run goes on without saved environments."""
-    monkeypatch.setattr(script.ReadBack, "SECONDS", 0.5)
-    args = flags_for(script, tmp_path, 2, env_id="rude:Sleeper-v0", save_envs="proven")
-    directory = script.train(args)["run_dir"]
-    said = "another process did not read them back, step and close them within 0.5 seconds"
-    assert said in capsys.readouterr().out
-    saved = torch.load(f"{directory}/checkpoint.pt", weights_only=True)
-    assert script.pickle.loads(saved["run"].numpy())["parts"][0]["envs"] is None
+def test_environments_are_tried_out_where_the_flag_says_so(script, tmp_path, monkeypatch, capsys):
+    """always: they are read back at once. never: they stay in the checkpoint."""
+    directory = stopped(
+        script, monkeypatch, flags_for(script, tmp_path, 3, env_id="probes:Walk-v0"), 1
+    )
+    monkeypatch.setattr(script, "fault_of_copies", None)
+    capsys.readouterr()
+    script.train(
+        replace(script.load_agent(directory)[1], resume=str(directory), save_envs="always")
+    )
+    assert AFRESH not in capsys.readouterr().out
+    args = flags_for(script, tmp_path / "other", 3, env_id="probes:Walk-v0")
+    directory = stopped(script, monkeypatch, args, 1)
+    resumed(script, monkeypatch, directory, "--save-envs", "never")
+    assert f"{AFRESH}: --save-envs is never" in capsys.readouterr().out
 
 
-def test_a_proof_ends_the_simulators_that_it_started(script, somewhere):
-    """They hold the proof's output open, so waiting for its end would last as long as they do."""
-    args = flags_for(script, somewhere, 2, env_id="rude:Starter-v0", save_envs="proven")
+def pickled(script, name, number=1):
+    """The bytes of environments, as a checkpoint holds them."""
+    envs = script.make_envs(small_args(script, "", env_id=f"rude:{name}-v0", num_envs=number))
+    envs.reset(seed=[*range(number)])
+    found, fault = script.pickle_envs(envs)
+    assert fault == ""
+    return found
+
+
+def test_copies_that_take_too_long_are_given_up(script, somewhere, monkeypatch):
+    """The other process is killed."""
+    monkeypatch.setattr(script, "TRIAL_SECONDS", 0.5)
+    assert script.fault_of_copies(pickled(script, "Sleeper")) == (
+        "another process did not read them back, step and close them within 0.5 seconds"
+    )
+
+
+def test_simulators_that_copies_start_are_ended(script, somewhere):
+    """They hold the output of the other process open, so waiting for its end would take as long as
+    they do."""
     began = time.time()
-    directory = script.train(args)["run_dir"]
-    assert time.time() - began < script.ReadBack.SECONDS
-    saved = torch.load(f"{directory}/checkpoint.pt", weights_only=True)
-    assert script.pickle.loads(saved["run"].numpy())["parts"][0]["envs"] is not None
+    assert script.fault_of_copies(pickled(script, "Starter", 2)) == ""
+    assert time.time() - began < script.TRIAL_SECONDS
     simulators = Path("simulators").read_text().split()
-    assert len(simulators) == args.num_envs
+    assert len(simulators) == 2
     assert all(map(has_ended, simulators))
 
 
-def test_a_run_that_breaks_ends_what_its_proof_has_started(script, somewhere, monkeypatch):
-    """Ahead of the first checkpoint, which would have asked for the proof's result."""
-    simulators = Path("simulators")
-    args = flags_for(script, somewhere, 2, env_id="rude:Starter-v0", save_envs="proven")
+def test_an_interrupt_ends_the_other_process(script, somewhere, monkeypatch):
+    """Ctrl-C while copies are tried out."""
+    begun = []
+    popen = script.subprocess.Popen
 
-    def wait_and_break(*_):
-        for _ in range(600):
-            if simulators.exists() and len(simulators.read_text().split()) == args.num_envs:
-                raise RuntimeError("broken")
-            time.sleep(0.1)
+    def begin(*given, **named):
+        begun.append(popen(*given, **named))
+        monkeypatch.setattr(begun[0], "wait", interrupt)
+        return begun[0]
 
-    monkeypatch.setattr(script, "update", wait_and_break)
-    with pytest.raises(RuntimeError, match="broken"):
-        script.train(args)
-    assert all(map(has_ended, simulators.read_text().split()))
+    def interrupt(*timeout):
+        if timeout:
+            raise KeyboardInterrupt
+        return popen.wait(begun[0])
+
+    monkeypatch.setattr(script.subprocess, "Popen", begin)
+    with pytest.raises(KeyboardInterrupt):
+        script.fault_of_copies(pickled(script, "Sleeper"))
+    assert begun[0].returncode == -9
 
 
 def test_a_task_whose_spec_cannot_be_copied(script, somewhere):
@@ -718,22 +745,18 @@ def test_all_environments_are_closed_though_one_cannot(script, capsys):
     assert len(closed) == 3
 
 
-def test_a_proof_that_cannot_be_begun_is_none(script, tmp_path, monkeypatch, capsys):
-    """Without room for its file the environments are not saved, and the run goes on."""
+def test_copies_that_cannot_be_tried_out(script, monkeypatch):
+    """There is no room for their file."""
 
     def full():
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(script.tempfile, "TemporaryFile", full)
-    args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0", save_envs="proven")
-    directory = script.train(args)["run_dir"]
-    out = capsys.readouterr().out
-    assert "environments are not saved, since they cannot be tried out: [Errno 28]" in out
-    assert contents(directory)["step"] == args.total_timesteps
+    assert script.fault_of_copies(b"").startswith("they cannot be tried out: [Errno 28]")
 
 
 def test_environments_need_not_be_saved(script, tmp_path, monkeypatch, capsys):
-    """--save-envs never: nothing is proven or said, and the resume opens new episodes."""
+    """--save-envs never: nothing is said, and the resume opens new episodes."""
     args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0", save_envs="never")
     monkeypatch.setattr(script, "pickle_envs", None)
     directory = stopped(script, monkeypatch, args, 1)
@@ -1051,24 +1074,6 @@ def test_a_task_that_moves_when_it_is_made_moves_nothing_else(script, somewhere,
     assert contents(directory)["step"] == 144
     assert [*(directory / "evaluations").iterdir()]
     assert len([*(somewhere / "here").iterdir()]) == 2
-
-
-@pytest.mark.slow
-def test_a_resumed_evaluation_saves_no_environments_without_proof(script, somewhere, capsys):
-    """The simulator is in no other process. A run without evaluation does not save it, nor does a
-    resume that evaluates alone; then a longer run goes on."""
-    flags = {"eval_episodes": 0, "save_envs": "proven"}
-    code, out, err = run_main(script, capsys, words(task(script, "Rude", **flags)))
-    assert code == 0, err
-    assert "environments are not saved" in out
-    os.chdir(somewhere)
-    [directory] = (somewhere / "here").iterdir()
-    line = ["--resume", f"here/{directory.name}"]
-    for more in (["--eval-episodes", "2"], ["--total-timesteps", "192"]):
-        code, out, err = run_main(script, capsys, [*line, *more])
-        assert code == 0, err
-        os.chdir(somewhere)
-    assert "episodes start afresh: the checkpoint has no environments" in out
 
 
 @pytest.mark.slow
@@ -1584,34 +1589,6 @@ def test_loading_and_evaluating_leave_nothing_open(script, somewhere, monkeypatc
     assert Single.alive == []
 
 
-class Stopped(Walk):
-    """While another process reads it back, signals arrive there."""
-
-    def __setstate__(self, attributes):
-        vars(self).update(attributes)
-        if os.getpid() != self.home:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                os.kill(os.getpid(), number)
-
-    def __init__(self):
-        super().__init__()
-        self.home = os.getpid()
-
-    def __getstate__(self):
-        return vars(self)
-
-
-def test_signals_to_the_run_are_not_for_its_proof(script):
-    """Ctrl-C reaches the processes of a session, a batch system's SIGTERM all of a job. The
-    checkpoint of such a stop would otherwise lack its environments."""
-    proof = script.ReadBack(SimpleNamespace(envs=()))
-    assert os.getsid(proof.process.pid) != os.getsid(0)
-    assert proof.fault() == ""
-    stopped = Stopped()
-    stopped.reset(seed=0)
-    assert script.ReadBack(SimpleNamespace(envs=[stopped])).fault() == ""
-
-
 def test_a_run_in_the_home_directory_is_found(script, monkeypatch, tmp_path, capsys):
     """`--resume=~/runs/x`: no shell expands it."""
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -1651,11 +1628,10 @@ def test_a_machine_may_have_no_git(script, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("end", "told"), [("os.kill(os.getpid(), 9)", "exit -9"), ("os._exit(3)", "exit 3")]
 )
-def test_a_proof_that_ends_without_a_word_is_none(script, monkeypatch, end, told):
+def test_another_process_that_ends_without_a_word(script, monkeypatch, end, told):
     """As where a simulator in C crashes."""
-    monkeypatch.setattr(script.ReadBack, "PROGRAM", f"import os; {end}")
-    proof = script.ReadBack(SimpleNamespace(envs=()))
-    assert proof.fault() == f"another process could not read them back: {told}"
+    monkeypatch.setattr(script, "TRIAL", f"import os; {end}")
+    assert script.fault_of_copies(b"") == f"another process could not read them back: {told}"
 
 
 @pytest.mark.parametrize("kind", [EOFError, BrokenPipeError, ConnectionResetError])

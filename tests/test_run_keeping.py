@@ -715,14 +715,6 @@ def test_a_run_closes_all_that_it_opened(script, begin, monkeypatch):
     assert len(closed) == 2
 
 
-def test_no_environment_is_saved_without_a_proof(script, begin, monkeypatch):
-    """What the proof says decides, and not whether they can be pickled."""
-    run = begin(save_envs="proven")
-    for fault in ("", "gone"):
-        run.proof = SimpleNamespace(fault=lambda fault=fault: fault, end=lambda: None)
-        assert (run.pickled_envs() is None) == bool(fault)
-
-
 def test_events_are_written_ahead_of_the_checkpoint(begin, monkeypatch):
     """Or a kill in between would leave a gap in TensorBoard behind it."""
     run, done, rename = begin(), [], Path.replace
@@ -1031,14 +1023,6 @@ def test_settings_of_a_program_are_not_those_of_a_run(script):
     finally:
         torch.set_float32_matmul_precision("highest")
         torch.set_grad_enabled(True)
-
-
-def test_the_first_process_proves_for_all(script, begin, monkeypatch):
-    """The second one has no proof of its own."""
-    run = begin(save_envs="proven")
-    monkeypatch.setattr(script, "RANK", 1)
-    monkeypatch.setattr(script, "gather_objects", lambda thing: ["gone", thing])
-    assert run.pickled_envs() is None
 
 
 def run_seed(seed: int, step: int) -> int:
