@@ -3823,6 +3823,7 @@ class Run:
 
         self.evaluating = False
         self.saved_at = time.monotonic()  # of the last checkpoint, or the start
+        self.saved_step: int | None = None  # of the last checkpoint that this process wrote
         self.evaluated_at: int | None = None  # step of the last evaluation
         self.best_return = -math.inf  # of the evaluation that `best.pt` is of
         self.best_step = 0  # step of that evaluation; 0 means that there is none
@@ -4081,8 +4082,8 @@ class Run:
         if self.stops():
             self.save_and_stop()
         if not last and self.evaluation_is_due:
-            self.evaluate()
-        if last or self.checkpoint_is_due:
+            self.evaluate()  # and save, where a checkpoint is due
+        elif last or self.checkpoint_is_due:
             self.save()
 
     @property
@@ -4105,13 +4106,15 @@ class Run:
         """Evaluate and log. With `eval_every` the best agent so far is kept in `best.pt`.
 
         The first process plays. After each episode all processes ask whether one of them was told
-        to stop. The evaluation then ends, and a resume begins with it.
+        to stop. The evaluation then ends, and a resume begins with it. After the last episode it is
+        logged, and the run stops then.
         """
         args = self.args
         self.evaluating = True
-        # An evaluation may fail or take long. Ctrl-C ends the program that writes a film, and so
-        # this run.
-        if args.capture_video or self.checkpoint_is_due:
+        # It may fail or take long. Ctrl-C ends the program that writes a film, and so this run.
+        is_new = self.saved_step != self.step
+        saves_ahead = args.capture_video or (is_new and self.checkpoint_is_due)
+        if saves_ahead:
             self.save()
         episodes = []
         playing = iter(range(args.eval_episodes))  # the others wait as often
@@ -4132,8 +4135,10 @@ class Run:
             self.best_return = metrics["eval/return_mean"]
             self.best_step = self.step
             self.save("best")
-        if is_best or args.capture_video:
+        if is_best or saves_ahead:
             self.save()  # the checkpoint has to know of the evaluation
+        if self.step < self.total_steps and self.stops():
+            self.save_and_stop()
 
     # ---- terminal and log ----
     def say(self, line: str) -> None:
@@ -4242,6 +4247,7 @@ class Run:
             # As a tensor: torch writes bytes as text, in which those above 127 take two.
             pickled = pickle.dumps(self.to_resume())
             content["run"] = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
+            self.saved_step = self.step
         if self.writer is None:
             return
 
@@ -4329,27 +4335,34 @@ class Run:
             text = "its checkpoint.pt has no more than weights, as best.pt; start anew"
             raise flag_error(args, "resume", f"{text} with --init-from")
         self.take_up_training(content["run"])
-        self.take_up_best()
+        flags = self.take_up_best() or content["args"]
 
         for name in ("eval_episodes", "eval_sampled"):
-            before = content["args"][name]
+            before = flags[name]
             if self.best_step and getattr(args, name) != before:
                 text = f"must be {before}, as in the run, since best.pt compares evaluations"
                 raise flag_error(args, name, text)
         self.take_up_episodes()
 
-    def take_up_best(self) -> None:
+    def take_up_best(self) -> dict[str, Any]:
         """Keep a `best.pt` that is better than the checkpoint knows, as after a crash between both.
 
-        Other episodes may follow now, and one that is worse must not replace it.
+        Other episodes may follow now, and an agent that is worse must not replace it. Where it is
+        missing or broken, the next one does. Returns the flags of a `best.pt` that is taken up, or
+        none.
         """
-        known = (self.best_return, self.best_step)
-        path = self.directory / "best.pt"
-        if RANK == 0 and path.exists():
-            with contextlib.suppress(UsageError):  # it is broken, and the next one replaces it
-                saved = read_saved(path)
-                known = max(known, (saved.get("best_return", -math.inf), saved["global_step"]))
-        self.best_return, self.best_step = gather_objects(known)[0]
+        found: tuple = (self.best_return, self.best_step, {})
+        if RANK == 0:
+            try:
+                saved = read_saved(self.directory / "best.pt")
+            except UsageError:
+                found = (-math.inf, 0, {})
+            else:
+                best = saved.get("best_return", -math.inf)  # older ones do not tell it
+                if best > self.best_return:
+                    found = (best, saved["global_step"], saved["args"])
+        self.best_return, self.best_step, flags = gather_objects(found)[0]
+        return flags
 
     def take_up_training(self, pickled: Tensor | bytes) -> None:
         """Go on with optimizers, counts and metrics. Raises `UsageError` for another version's."""
@@ -4375,7 +4388,9 @@ class Run:
         lost = f"{len(parts)} processes wrote the checkpoint, not {WORLD_SIZE}"
         if len(parts) == WORLD_SIZE:
             part = parts[RANK]
-            lost = self.read_envs(part["envs"], self.untouched["versions"])
+            lost = "no step is left"
+            if self.step < self.total_steps:
+                lost = self.read_envs(part["envs"], self.untouched["versions"])
             if not lost:
                 self.carried = part["carried"]
                 Checked.tasks_settings |= part.get("settings", {})  # older checkpoints have none
@@ -4490,9 +4505,9 @@ def task_sources(envs: gym.vector.VectorEnv, env_id: str) -> dict[str, str]:
     """Return checksums of the sources that define environments, by name.
 
     These are the files of the classes of the task and its wrappers, of their bases, and of the
-    module of `env_id`. Of a program or notebook they are the classes alone and the function that
-    makes the task, since a program may be edited to resume. Environments in other processes have no
-    classes here, and are not saved.
+    module of `env_id`. Of a program or notebook they are the classes alone, the function that makes
+    the task and the one by which networks see it, since a program may be edited to resume.
+    Environments in other processes have no classes here, and are not saved.
     """
     first = envs.envs[0] if hasattr(envs, "envs") else None
     classes = {kind for layer in layers(first) for kind in type(layer).__mro__}
@@ -4505,7 +4520,7 @@ def task_sources(envs: gym.vector.VectorEnv, env_id: str) -> dict[str, str]:
 
     maker = None if first is None else getattr(first.unwrapped.spec, "entry_point", None)
     views = {layer.see for layer in layers(first) if isinstance(layer, Checked)}
-    functions = {function for function in {maker, *views} if inspect.isfunction(function)}
+    functions = {thing for thing in (maker, *views) if inspect.isfunction(thing)}
     for thing in classes | functions:
         if thing.__module__ == "__main__":
             with contextlib.suppress(OSError, TypeError):  # it was typed in
@@ -4575,7 +4590,8 @@ def fault_of_copies(pickled: bytes) -> str:
     """Let another process read environments back, step and close them. Returns "" or what failed.
 
     In this process copies that fail might do harm: a simulator in C may crash it, and others may
-    start what nobody stops. What the other process has started is ended here.
+    start what nobody stops. What the other process has started is ended here, unless a signal kills
+    this process meanwhile.
     """
     try:
         # Files, since pipes could fill up, and what the copies start would keep them open.
@@ -4649,11 +4665,15 @@ def rewrite_origin(path: Path, args: Args, step: int) -> None:
     Where the script has changed since, the old origin is kept: <script>-until-step-<n>.py.
     """
     try:
-        file = globals().get("__file__")
-        copy = path / Path(file or "").name
-        if file and copy.is_file() and copy.read_bytes() != Path(file).read_bytes():
+        source = Path(globals().get("__file__") or "").resolve()  # a notebook has none
+        copy = path / source.name
+        if copy.is_file() and source.is_file() and copy.read_bytes() != source.read_bytes():
             for old in (copy, path / "args.json"):
-                rename_over(old, old.with_stem(f"{old.stem}-until-step-{step}"))
+                kept = old.with_stem(f"{old.stem}-until-step-{step}")
+                if (
+                    old.is_file() and not kept.exists()
+                ):  # a second try from here has changed nothing
+                    replace_file(kept, old.read_bytes())
         write_origin(path, args)
     except OSError as error:
         raise UsageError(f"--resume {args.resume}: {error}; the run was not resumed") from error
@@ -5036,7 +5056,7 @@ def processes_here() -> int:
 
 
 class OtherProcessEnded(RuntimeError):
-    """The connection to another process of the run is broken."""
+    """The connection to another process of the run is broken, or was never made."""
 
 
 def average(x: Tensor) -> Tensor:
@@ -5467,7 +5487,11 @@ def is_told_here(error: BaseException) -> bool:
     that this process may have met alone has a note with its number, and is printed here. Without
     that note it waits five seconds: if the first process meets the mistake as well, the launcher
     ends this process in that time. If not, the mistake gets the note and is printed here.
+
+    Where the processes have not found each other, the first one of each machine prints why.
     """
+    if isinstance(error, OtherProcessEnded) and not distributed.is_initialized():
+        return LOCAL_RANK == 0
     if RANK == 0 or not isinstance(error, UsageError):
         return RANK == 0
     notes = getattr(error, "__notes__", ())

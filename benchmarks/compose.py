@@ -38,7 +38,7 @@ QUANTILES = {  # sentences of the kind, by what they are about
     "normalised": '"""Critics predict (return - running mean) / running std (PopArt)."""',
     "targets": "J) what the value distributions learn, normalised returns",
     "returns": "normalised: what the mean output learns",
-    "old": "K or K + 1) before the update, normalised; for value clipping",
+    "old": "K or K + 1) before the update, for value clipping",
     "moving": "# 3. The targets move the return statistics, and the value heads are rescaled.",
     "moved": "The value heads are rescaled in the same moment.",
 }

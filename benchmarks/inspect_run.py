@@ -55,10 +55,13 @@ class Seen(NamedTuple):
 def script_of(run_dir: Path) -> ModuleType:
     """The newest copy of the script in a run directory, as a module. Raises ValueError without one.
 
-    There are several where the run was resumed by a script of another name.
+    There are several where the run was resumed by a script of another name. Those by which it was
+    trained before an edit (-until-step-) do not count.
     """
     copies = [
-        path for path in run_dir.glob("*.py") if "class ValueDistribution" in path.read_text()
+        path
+        for path in run_dir.glob("*.py")
+        if "-until-step-" not in path.name and "class ValueDistribution" in path.read_text()
     ]
     if not copies:
         raise ValueError(f"{run_dir}: no run directory: the copy of the script is missing")

@@ -563,6 +563,25 @@ def test_what_is_trained_is_saved_ahead_of_the_last_evaluation(script, capsys, t
     check_fault(script, capsys, tmp_path, words(args), parts, iterations=5)
 
 
+@pytest.mark.parametrize(
+    ("local", "joined", "tells"), [(0, False, True), (1, False, False), (0, True, False)]
+)
+def test_processes_that_did_not_meet_are_told_of(script, monkeypatch, capsys, local, joined, tells):
+    """By the first process of each machine: the first of all may wait for them in silence. Once
+    they have met, that one tells."""
+
+    def fail(args):
+        raise script.OtherProcessEnded("another process cannot be reached (timeout)")
+
+    monkeypatch.setattr(script.distributed, "is_initialized", lambda: joined)
+    for name, value in (("WORLD_SIZE", 4), ("RANK", 2), ("LOCAL_RANK", local), ("train", fail)):
+        monkeypatch.setattr(script, name, value)
+    monkeypatch.setattr(script, "parse_args", lambda argv: SimpleNamespace(evaluate=""))
+    code, _, err = run_main(script, capsys, [])
+    assert code == 1
+    assert err == "error: another process cannot be reached (timeout)\n" * tells
+
+
 def test_a_working_directory_that_is_gone_costs_one_line(script, monkeypatch, capsys):
     """It was deleted while the shell stood in it."""
 

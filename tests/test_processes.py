@@ -107,7 +107,8 @@ def test_processes_give_what_one_gives(tmp_path, name, task, processes):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_others_meet_the_first_after_each_episode(script, monkeypatch, rank):
-    """Process 0 plays alone. All of them ask between episodes whether a signal has come."""
+    """Process 0 plays alone. All of them ask after each episode whether a signal has come, after
+    the last one when the evaluation is logged."""
     met = []
     monkeypatch.setattr(script, "RANK", rank)
     monkeypatch.setattr(script, "average", lambda x: met.append(x) or x)
@@ -119,10 +120,10 @@ def test_the_others_meet_the_first_after_each_episode(script, monkeypatch, rank)
     run = SimpleNamespace(
         args=args, agent=None, directory=Path(), step=7, log=lambda *given: None, evaluated_at=0,
         eval_env=None, signals=[], total_steps=9, stops=lambda: script.Run.stops(run),
-        evaluation_status=None, checkpoint_is_due=False,
+        evaluation_status=None, checkpoint_is_due=False, saved_step=None,
     )  # fmt: skip
     script.Run.evaluate(run)
-    assert len(met) == 2  # after the last one nothing is left to stop
+    assert len(met) == 3
     assert run.evaluated_at == 7
 
 

@@ -301,6 +301,26 @@ def test_a_resume_by_another_script_keeps_the_old_one(script, tmp_path, monkeypa
     assert commits == ["then", "now"]
 
 
+def test_an_old_script_is_kept_through_several_tries(script, tmp_path, monkeypatch):
+    """An edit that failed at once has trained nothing. The script may be called by a link."""
+    args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0")
+    directory = stopped(script, monkeypatch, args, 1)
+    mine = Path(script.__file__).resolve()
+    link = tmp_path / "link.py"
+    link.symlink_to(mine)
+    monkeypatch.setattr(script, "__file__", str(link))
+    for older in ("what trained", "an edit that failed"):
+        (directory / mine.name).write_text(older)
+        script.rewrite_origin(directory, args, 48)
+    assert (directory / f"{mine.stem}-until-step-48.py").read_text() == "what trained"
+    assert (directory / mine.name).read_bytes() == mine.read_bytes()
+    assert not (directory / "link.py").exists()
+    (directory / "args.json").unlink()
+    (directory / mine.name).write_text("older still")
+    script.rewrite_origin(directory, args, 96)
+    assert (directory / "args.json").exists()
+
+
 def test_a_better_agent_than_the_checkpoint_knows_is_kept(script, tmp_path, monkeypatch):
     """A crash came between best.pt, of 7 after the second iteration, and the checkpoint, which
     knows of 5 after the first one. Other episodes have 6 then."""
@@ -334,10 +354,13 @@ def test_a_better_agent_than_the_checkpoint_knows_is_kept(script, tmp_path, monk
 def test_a_broken_best_agent_stops_no_resume(script, tmp_path, monkeypatch):
     """The next evaluation replaces it."""
     flags = {"env_id": "probes:Walk-v0", "eval_every": 1}
-    directory = stopped(script, monkeypatch, flags_for(script, tmp_path, 3, **flags), 1)
+    args = flags_for(script, tmp_path, 3, **flags)
+    directory = stopped(script, monkeypatch, args, 1)
     (directory / "best.pt").write_bytes(b"half")
+    monkeypatch.setattr(script, "summarise", lambda *_: {"eval/return_mean": -1e6})  # a worse one
     resumed(script, monkeypatch, directory)
-    assert torch.load(directory / "best.pt", weights_only=True)["global_step"] > 0
+    found = torch.load(directory / "best.pt", weights_only=True)
+    assert (found["best_return"], found["global_step"]) == (-1e6, args.total_timesteps)
 
 
 @pytest.mark.parametrize("parts", [[], [{"envs": None}] * 2])

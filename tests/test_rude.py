@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -587,8 +587,16 @@ def test_nothing_is_read_back_in_the_run_itself(script, tmp_path, monkeypatch):
     script.train(args)
 
 
+def test_environments_are_tried_out_by_a_resume_alone(script, tmp_path, monkeypatch):
+    """By none that has nothing to step, nor by a run that begins."""
+    monkeypatch.setattr(script, "fault_of_copies", None)
+    args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0", save_envs="proven")
+    directory = script.train(args)["run_dir"]
+    resumed(script, monkeypatch, directory)
+
+
 def test_environments_are_tried_out_where_the_flag_says_so(script, tmp_path, monkeypatch, capsys):
-    """always: they are read back at once. never: they stay in the checkpoint."""
+    """always: they are read back at once. never: they are not read."""
     directory = stopped(
         script, monkeypatch, flags_for(script, tmp_path, 3, env_id="probes:Walk-v0"), 1
     )
@@ -896,6 +904,19 @@ def test_what_networks_see_of_a_task_is_told_where_the_script_is_the_program(scr
         monkeypatch.setattr(env.get_wrapper_attr("see"), "__module__", "__main__")
     found = script.task_sources(envs, "probes:Walk-v0")
     assert "the function see" in found
+
+
+def test_a_task_may_be_made_by_a_thing_that_has_no_hash(script):
+    """Such as an instance of a dataclass."""
+
+    @dataclass
+    class Maker:
+        def __call__(self):
+            return Walk()
+
+    gym.register("Made-v0", Maker())
+    envs = script.make_envs(small_args(script, "", env_id="Made-v0"))
+    assert script.task_sources(envs, "Made-v0")
 
 
 def test_a_registration_tells_no_address(script):

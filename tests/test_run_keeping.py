@@ -126,6 +126,38 @@ def test_a_checkpoint_is_no_older_than_ten_minutes(begin, monkeypatch, every, ag
     assert len(kept) == saves
 
 
+def test_a_checkpoint_that_is_due_ahead_of_an_evaluation_is_renewed_after_it(begin, monkeypatch):
+    """It is ten minutes old. A resume from what is written ahead would evaluate and log once more.
+    Where the step is saved already, nothing is written ahead."""
+    run = begin(checkpoint_every=9, total_timesteps=960, eval_episodes=1)
+    run.step = 48
+    kept = []
+    save = type(run).save
+
+    def note(run, name="checkpoint"):
+        kept.append(run.evaluated_at)
+        save(run, name)
+
+    monkeypatch.setattr(type(run), "save", note)
+    run.saved_at = time.monotonic() - 601
+    run.evaluate()
+    assert kept == [None, 48]
+    run.saved_at = time.monotonic() - 601
+    run.evaluate()
+    assert kept == [None, 48]
+
+
+def test_a_signal_in_the_last_episode_stops_the_run_then(begin, monkeypatch):
+    """With the evaluation logged, and not after one more iteration."""
+    run = begin(total_timesteps=960, eval_episodes=2)
+    run.step = 48
+    asked = []
+    monkeypatch.setattr(run, "stops", lambda: asked.append(run.evaluated_at) or len(asked) == 2)
+    with pytest.raises(KeyboardInterrupt, match="stopped after 48 steps"):
+        run.evaluate()
+    assert asked == [None, 48]
+
+
 def test_a_checkpoint_is_young_when_it_is_written(begin):
     """A run that has just begun has none to renew."""
     run = begin()
