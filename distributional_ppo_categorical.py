@@ -4670,9 +4670,8 @@ def rewrite_origin(path: Path, args: Args, step: int) -> None:
         if copy.is_file() and source.is_file() and copy.read_bytes() != source.read_bytes():
             for old in (copy, path / "args.json"):
                 kept = old.with_stem(f"{old.stem}-until-step-{step}")
-                if (
-                    old.is_file() and not kept.exists()
-                ):  # a second try from here has changed nothing
+                # An earlier try from this step has trained nothing, so it is not kept.
+                if old.is_file() and not kept.exists():
                     replace_file(kept, old.read_bytes())
         write_origin(path, args)
     except OSError as error:

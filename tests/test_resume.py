@@ -355,7 +355,8 @@ def test_a_broken_best_agent_stops_no_resume(script, tmp_path, monkeypatch):
     """The next evaluation replaces it."""
     flags = {"env_id": "probes:Walk-v0", "eval_every": 1}
     args = flags_for(script, tmp_path, 3, **flags)
-    directory = stopped(script, monkeypatch, args, 1)
+    directory = stopped(script, monkeypatch, args, 2)
+    assert (directory / "best.pt").exists()
     (directory / "best.pt").write_bytes(b"half")
     monkeypatch.setattr(script, "summarise", lambda *_: {"eval/return_mean": -1e6})  # a worse one
     resumed(script, monkeypatch, directory)
