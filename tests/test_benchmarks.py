@@ -2235,20 +2235,20 @@ def test_errors_of_a_distribution_worked_by_hand():
 
 @pytest.mark.parametrize("name", ["gaussian", "skewed", "time_limit", "heavy_tail", "disaster"])
 def test_processes_have_the_returns_that_are_called_true(name):
-    """4,000 episodes; the endless one is followed for 40 steps, whose rest weighs 0.8^40. Mean and
+    """2,000 episodes; the endless one is followed for 40 steps, whose rest weighs 0.8^40. Mean and
     deviation of a sample, and its Wasserstein distance from the truth, in standard deviations."""
     calibration = importlib.import_module("calibration")
     law = calibration.PROCESSES[name]
     env = calibration.Process(name)
     env.reset(seed=0)
-    returns = np.zeros(4000)
+    returns = np.zeros(2000)
     for i in range(len(returns)):
         env.reset()
         for t in range(law.length or 40):
             _, reward, terminated, *_ = env.step(0)
             returns[i] += law.gamma**t * reward
         assert terminated == (law.length > 0)
-    levels = (np.arange(4000) + 0.5) / 4000
+    levels = (np.arange(2000) + 0.5) / 2000
     truth = np.interp(levels, calibration.LEVELS, law.truth)
     assert np.abs(np.sort(returns) - truth).mean() < 0.06 * law.truth.std()
     assert abs(returns.mean() - law.truth.mean()) < 0.06 * law.truth.std()
