@@ -677,9 +677,12 @@ class Difference(NamedTuple):
     high: float
 
     def told(self, digits: int = 0) -> str:
-        """In words, with the sign; the mean alone where there are no bounds."""
+        """In words, with the sign; the mean alone where there are no bounds. A bound that would be
+        rounded to 0 has one more digit: on which side of 0 it lies is the point."""
         if math.isnan(self.low):
             return f"{self.mean:+.{digits}f}"
+        if any(bound != 0 == round(bound, digits) for bound in (self.low, self.high)):
+            digits += 1
         return f"{self.mean:+.{digits}f} ({self.low:+.{digits}f} to {self.high:+.{digits}f})"
 
     @property

@@ -281,6 +281,13 @@ def test_age_is_told_from_the_rows(answers, monkeypatch):
     assert answers.current() == "**All numbers are of today's scripts.**"
 
 
+def test_a_bound_near_0_has_a_side():
+    """-0 would not tell it. A bound of 0 has none."""
+    assert common.Difference(104.4, -0.3, 208.6).told() == "+104.4 (-0.3 to +208.6)"
+    assert common.Difference(1.0, 0.04, 2.0).told(1) == "+1.00 (+0.04 to +2.00)"
+    assert common.Difference(1.0, 0.0, 2.0).told() == "+1 (+0 to +2)"
+
+
 def test_differences_are_graded_by_the_rule(answers):
     """The tie inside the interval; outside; and further from it than half the interval's width."""
     made = common.Difference
