@@ -25,8 +25,8 @@ These things differ most from other PPO scripts:
                          the value that advantages use, is the mean of the predicted distribution
                          plus a correction (`--value-from`). With `--cvar-weight`
                          the policy learns from the tail of the distribution.
-    Two critics          Two value heads predict the return. By default V is the smaller one of
-                         their two values.
+    Two critics          Two value heads predict the return, and each has a V. By default the V
+                         that advantages use is the smaller one of the two.
     Normalised returns   Critics predict (return - running mean) / running std.
                          Advantages are normalised once for a rollout, not for each minibatch.
     Apart                The actor shares no parameter with the critics. It has a loss and an Adam,
@@ -238,7 +238,8 @@ class NetworkArgs:
     run that starts from nothing is only clipped."""
 
 
-UNTRAINED = IdleWhile("learning_rate", 0.0)  # marks flags of the actor's update
+# Such a flag has no effect while the actor is not trained: only its update reads it.
+ACTOR_ONLY = IdleWhile("learning_rate", 0.0)
 
 
 @dataclass
@@ -261,24 +262,24 @@ class PPOArgs:
     process's share of that."""
     update_epochs: Count = 8
     """Passes over each rollout."""
-    norm_adv: Annotated[bool, UNTRAINED] = True
+    norm_adv: Annotated[bool, ACTOR_ONLY] = True
     """Normalise the advantages of each rollout."""
-    norm_adv_memory: Annotated[CountOrZero, IdleWhile("norm_adv", False), UNTRAINED] = 100
+    norm_adv_memory: Annotated[CountOrZero, IdleWhile("norm_adv", False), ACTOR_ONLY] = 100
     """Rollouts that the running std of advantages remembers. Advantages are divided by their own
     std or by this one, whichever is larger. 0: always by their own."""
-    clip_coef: Annotated[Positive, UNTRAINED] = 0.2
+    clip_coef: Annotated[Positive, ACTOR_ONLY] = 0.2
     """Clipping range of the probability ratio."""
-    ent_coef: Annotated[NonNegative, UNTRAINED] = 0.0
+    ent_coef: Annotated[NonNegative, ACTOR_ONLY] = 0.0
     """Weight of the entropy bonus, per nat."""
-    ent_coef_final: Annotated[NonNegativeOrNone, UNTRAINED] = None
+    ent_coef_final: Annotated[NonNegativeOrNone, ACTOR_ONLY] = None
     """Weight that the entropy bonus moves towards, linearly over the run. None: constant."""
-    min_entropy: Annotated[Number, IdleWhile("min_entropy_penalty", 0.0), UNTRAINED] = 0.0
+    min_entropy: Annotated[Number, IdleWhile("min_entropy_penalty", 0.0), ACTOR_ONLY] = 0.0
     """Mean entropy below which a penalty applies, in nats. Needs --min-entropy-penalty."""
-    min_entropy_penalty: Annotated[NonNegative, UNTRAINED] = 0.0
+    min_entropy_penalty: Annotated[NonNegative, ACTOR_ONLY] = 0.0
     """Weight of the mean entropy's distance below --min-entropy, per nat."""
     max_grad_norm: Positive = 0.5
     """The norm of the gradient is clipped to this, for the actor and for the critics separately."""
-    target_kl: Annotated[PositiveOrNone, UNTRAINED] = None
+    target_kl: Annotated[PositiveOrNone, ACTOR_ONLY] = None
     """KL divergence from the policy that acted, in nats. It is measured before each step of Adam.
     At the first minibatch above this the actor stops, without that step. The critics stop after as
     many minibatches as the actor has evaluated, this one included. None: no limit."""
@@ -355,7 +356,7 @@ class RiskArgs:
 
     cvar_alpha: TailMass = 0.05
     """Share of the worst returns that CVaR averages. 1 gives the mean."""
-    cvar_weight: Annotated[Fraction, IdleWhile("cvar_alpha", 1.0), UNTRAINED] = 0.0
+    cvar_weight: Annotated[Fraction, IdleWhile("cvar_alpha", 1.0), ACTOR_ONLY] = 0.0
     """Weight of the CVaR advantage. 0 learns from the mean alone, 1 from CVaR alone. Use it with
     the flags of the preset averse, since lambda-returns vary too little."""
 
@@ -426,7 +427,7 @@ class MachineArgs:
     pays for long runs on vectors."""
 
 
-GROUPS = {  # in the order of --help
+GROUPS = {  # in the order of --help; a new one is also a base of `Args`
     "task": TaskArgs,
     "networks": NetworkArgs,
     "ppo": PPOArgs,
@@ -578,7 +579,7 @@ def collect_rollout(
             check_finite(f"step {t} of the rollout", next_obs[t], current_obs, rewards=rewards[t])
 
     if args.is_atari:
-        rewards = rewards.clip(-1, 1)  # the episodes' returns keep what was paid
+        rewards = rewards.clip(-1, 1)  # `episodes` keeps unclipped returns
 
     def to_device(x: np.ndarray) -> Tensor:
         return torch.as_tensor(x, device=agent.device)
@@ -636,11 +637,11 @@ def gae(
     lambda-return, since next_values[t] is values[t + 1] inside episodes. The results keep the
     graphs of rewards, values and next_values. Where values have one, detach next_values.
 
-    Other programs may pass rewards of several terms, (T, N, terms), and such values; the masks stay
-    (T, N).
-
     The two masks differ. Termination cuts the bootstrap, since nothing follows. Either end cuts the
     recursion, since the rewards of the next episode must not leak into this one.
+
+    A program that imports this may pass rewards of several terms, (T, N, terms), and such values;
+    the masks stay (T, N).
 
     Raises ValueError for other shapes and for entries that are not finite, and TypeError for masks
     of another dtype.
@@ -786,9 +787,9 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
 
         A' = (A - mean) / max(std, running std)
 
-    Advantages are those of one rollout, float64, in any shape, which the result has as well. The
-    running std is the root of the mean variance of recent rollouts. `agent.adv_moments` holds it,
-    and each call takes one rollout into it.
+    Advantages are those of one rollout, float64. The result has their shape, whatever it is. The
+    running std is the root of the mean variance of recent rollouts, and `agent.adv_moments` holds
+    it. Side effect: that takes in this rollout, so call this once for each.
 
     Where all returns are alike, the std is noise, and dividing by it would turn that noise into a
     gradient of full size. The running std prevents that once an earlier rollout has varied. The
@@ -822,7 +823,8 @@ def normalize_advantages(
     The formula has no branch on the size of std, which would make it discontinuous. With one
     process constant input gives exact zeros, because one entry is subtracted from all first.
     `across` gives the mean of a number over several processes that hold equal parts of the
-    advantages. Every entry counts, so leave out padding. There must be at least one.
+    advantages. Every entry counts, so leave out padding. There must be at least one. (The defaults
+    are for other programs; `scale_advantages` passes both.)
     """
     shifted = advantages - across(advantages.flatten()[0])
     centered = shifted - across(shifted.mean())
@@ -832,7 +834,8 @@ def normalize_advantages(
 def minibatches(batch: Batch, args: Args) -> Iterator[Batch]:
     """Give the minibatches of all epochs. Each epoch shuffles the rows.
 
-    `update` calls it once for the actor and once for the critics, so their orders differ.
+    `update` calls it once for the actor and once for the critics. Their orders differ, and nothing
+    needs them to agree.
 
     The number of minibatches divides that of the rows; `check_sizes` requires it. The orders are
     drawn at once: the loops of actor and critics may run in two threads, and random numbers must
@@ -938,7 +941,7 @@ def update(
     Where it is faster, both loops run at the same time (`run_both`). The result is the same, since
     neither draws random numbers, and neither writes what the other reads. The critics do not know
     when the actor will stop, so they wait for a ticket before each step. The actor puts one into a
-    queue for each minibatch that it is done with.
+    queue for each minibatch that it is done with, and `run_both` puts None when its loop is over.
 
     Returns the metrics of `describe_advantages` and `describe_update`, and what `schedules` gave.
     Raises RuntimeError for a loss or a gradient that is not finite.
@@ -991,7 +994,7 @@ def train_actor(
     largest_kl = args.target_kl if is_limited else math.inf
     parameters, _ = agent.parts()
     loss_and_gradient = compiled(with_gradient) if args.compile else with_gradient
-    coef = torch.tensor(ent_coef, device=agent.device)  # a float would be compiled in
+    coef = torch.tensor(ent_coef, device=agent.device)  # each new float would be compiled anew
     for i, mb in enumerate(batches):
         if args.learning_rate == 0 and i >= args.num_minibatches:
             tickets.put(True)  # nothing more to evaluate, but the critics get all their epochs
@@ -1005,7 +1008,7 @@ def train_actor(
         check_step(mean_loss, norm, f"minibatch {i} of the actor's update", "--learning-rate")
 
         evaluated.append(metrics)
-        tickets.put(True)
+        tickets.put(True)  # ahead of the break: the critics train on its minibatch as well
         if mean_kl > largest_kl:
             break
 
@@ -1080,9 +1083,10 @@ class Optimizers(NamedTuple):
 def make_optimizers(agent: Agent, args: Args) -> Optimizers:
     """Make Adam for the actor and for the critics, each for one vector of all their parameters.
 
-    A step costs time for each tensor, however small. So the parameters become views of the vector,
-    which a later `agent.to(...)` would break. `VectorAdam` is Adam without hooks, and `update` sets
-    the learning rates anew. Raises ValueError for parameters that `agent.parts()` lacks.
+    Side effect: the agent's parameters become views of these vectors, since a step costs time for
+    each tensor, however small. A later `agent.to(...)` would break that. `VectorAdam` skips Adam's
+    hooks, which cost time as well. `update` sets the learning rates anew. Raises ValueError for
+    parameters that `agent.parts()` lacks.
     """
     trained = {id(x) for part in agent.parts() for x in part}
     others = [name for name, x in agent.named_parameters() if x.requires_grad]
@@ -1583,18 +1587,20 @@ def sr_lambda_atoms(
 ) -> tuple[Tensor, Tensor]:
     """Estimate the return's distribution by SR(lambda): returns and probabilities, both (T, N, K).
 
-    SR is sample replacement: with probability lambda the next step's sample takes the place of this
-    one's. The target of step t is
+    The target of step t bootstraps after one step with probability 1 - lambda; otherwise it goes on
+    to the next step, and so on (sample replacement). So it bootstraps after n steps with the
+    probability (1 - lambda) lambda^(n - 1), at the latest where the episode or the rollout ends:
 
         next_probs(s'_{t+n-1}) on the returns R^(n) + gamma^n z
 
-    R^(n) is the sum of n discounted rewards, and z are the atoms. Every (t, env) draws its n from a
-    geometric distribution of parameter 1 - lambda; n is cut where the episode or the rollout ends.
-    All mass is at R^(n) if the episode terminates there. rewards, terminated and truncated are
-    (T, N); next_probs (T, N, K) are of true successors; atoms (K,) are in the units of the rewards.
-    `draws` are uniform numbers (T, N) to use in place of new ones, which come from `generator` on
-    the device of the rewards. rewards, next_probs and atoms have one dtype. Raises ValueError for
-    rewards that are not finite, and TypeError for integer rewards.
+    R^(n) is the sum of n discounted rewards, and z are the atoms. Every (t, env) draws its own n.
+    If the episode terminates after these n steps, all mass is at R^(n).
+
+    rewards, terminated and truncated are (T, N); next_probs (T, N, K) are of true successors; atoms
+    (K,) are in the units of the rewards. rewards, next_probs and atoms have one dtype. `draws` are
+    uniform numbers (T, N) to use in place of new ones, which come from `generator` on the device of
+    the rewards. Raises ValueError for rewards that are not finite, and TypeError for integer
+    rewards.
 
     After Nam et al. 2021 (GMAC), where each sample draws an n. One n for a distribution is ours.
     """
@@ -1714,9 +1720,9 @@ class ValueDistribution(nn.Module):
     def split(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits (..., K) and the correction (..., 0 or 1).
 
-        Without a correction the second part has a width of 0. What is done to it does nothing, by
-        broadcasting (..., 1) + (..., 0) is empty as well, and `squared_error` of it is 0. So
-        neither `loss` nor `move_statistics` needs a branch.
+        Without a correction the second part has a width of 0, and no caller needs a branch: scaling
+        an empty tensor changes nothing, (..., 1) + (..., 0) broadcasts to an empty (..., 0), and
+        `squared_error` of that is 0.
         """
         K = len(self.support)
         return outputs.split([K, outputs.shape[-1] - K], -1)
@@ -1786,14 +1792,14 @@ class ValueDistribution(nn.Module):
     ) -> WeightedReturns:
         """Make targets by SR(lambda), from the outputs (T, N, K or K + 1) for true successors.
 
-        With lambda 1 every sample goes on to the end, whatever is drawn. So zeros serve, and
-        `describe_critics`, which asks for lambda 1, does not move the generator.
+        With lambda 1 every sample goes on to the end, so no random numbers are needed.
+        `describe_critics` relies on that: a metric must not move the generator.
         """
         probs = self.probs(next_outputs).double()
         size = (len(probs), self.args.num_envs)
         draws = torch.zeros(size)  # those of all processes, see `own`
         if gae_lambda < 1:
-            draws.uniform_()  # on the CPU, whose generator tasks do not share
+            draws.uniform_()  # on the CPU, whose generator is kept apart from what tasks draw
         returns, probs = sr_lambda_atoms(
             rollout.rewards, probs, self.task_atoms(), rollout.terminated, rollout.truncated,
             self.args.gamma, gae_lambda, draws=own(draws).to(probs.device),
@@ -1816,22 +1822,23 @@ class ValueDistribution(nn.Module):
         """Take the targets into the return statistics.
 
         The running moments take in a mean and a variance. The mean is that of the targets. The
-        variance is that of the targets or the mean of (V - mean)^2, whichever is larger. Where all
-        returns are equal, that of the targets would go to 0, and a small error of V would be
-        divided by almost nothing.
+        variance is that of the targets or the mean of (V - mean)^2, over steps and critics,
+        whichever is larger. Where all returns are equal, that of the targets would go to 0, and a
+        small error of V would be divided by almost nothing.
 
         Probabilities of fixed atoms cannot be rescaled as PopArt would (van Hasselt et al. 2016):
         their decoded mean jumps, and the coming update repairs it. The correction keeps its size:
         the last row of each head's last layer is rescaled in place.
 
-        There is one exception. Where the std is within 100 times its floor, returns have hardly
-        varied lately, as where all rewards were 0. A correction rescaled from there would vanish,
-        so it stays as it is.
+        There is one exception. Where the std before this call was within 100 times its floor,
+        returns have hardly varied, as where all rewards were 0. A correction rescaled from there
+        would vanish, so it stays as it is.
 
         Returns the mean, and V, that each critic predicted, in the new units, (C, T, N, 1 or 2),
         and metrics. Value clipping measures moves from these. They are what was predicted in the
         task's units, while the decoded mean has jumped since. So clipping may act even before the
-        first step. In the exception above they are what the heads predict now, and it cannot.
+        first step. (In the exception they are what the heads predict now, so clipping cannot act
+        then.)
 
         The metric `warning`, where there is one, is a text. `Run.end_iteration` prints the first.
         """
@@ -1917,13 +1924,16 @@ class ValueDistribution(nn.Module):
 
             cross-entropy of targets (..., K)  +  0.5 (V - returns)^2 with a correction
 
-        The cross-entropy does not fall to 0 but to the entropy of the targets.
         returns and old are normalised. outputs are (C, ..., K or K + 1). old are (C, ..., 1 or 2),
-        from `move_statistics`. With value clipping each of the two terms is the larger one of its
-        plain and its clipped form. The clipped one is of the mean, or of V, as far from the
-        critic's own old one as it may be. The squared error gives no
-        gradient to the logits, or it would pull them off their targets to fit the mean. It reaches
-        the layers that they share with the correction.
+        from `move_statistics`. The cross-entropy does not fall to 0 but to the entropy of the
+        targets.
+
+        With value clipping each of the two terms is the larger one of two: the plain one, and one
+        whose mean (cross-entropy) or V (squared error) is first clamped to within `vf_clip_coef` of
+        what this critic predicted before the update.
+
+        The squared error gives no gradient to the logits, or it would pull them off their targets
+        to fit the mean. It reaches the layers that they share with the correction.
 
         To clip a distribution by a shift, the loss shifts the target the other way, and the
         gradient flows through the shift. Apart from rounding to atoms and from the ends of the
@@ -2099,7 +2109,7 @@ class GaussianActions(nn.Module):
 
     def noise(self, *size: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw Gaussian numbers (*size, A), times the policy's std. `sample` adds them to means."""
-        floats = {"dtype": torch.float32, "device": "cpu"}  # programs may prefer others
+        floats = {"dtype": torch.float32, "device": "cpu"}  # a program may have set other defaults
         drawn = torch.randn(*size, self.num_outputs, generator=generator, **floats)
         return drawn * self.log_std.detach().exp().cpu()
 
@@ -2259,8 +2269,8 @@ class Agent(nn.Module):
     observations are raw, and so are the arguments of `normalize_obs` and `update_obs_moments`. The
     networks, `policy_params` and `value_outputs` take what `normalize_obs` gives.
 
-    A function that takes an agent and `args` expects those of the agent: the value distribution
-    reads its own.
+    A function that takes an agent and `args` expects `agent.args`: the value distribution reads
+    these, and other flags would be mixed with them.
     """
 
     def __init__(self, observation_space: Box, action_space: gym.Space, args: Args) -> None:

@@ -25,8 +25,9 @@ These things differ most from other PPO scripts:
                          mean but one more output of the same head, the mean output
                          (`--value-from`). With `--cvar-weight` the policy learns from the tail of
                          the distribution.
-    Two critics          Two value heads on one encoder and one LSTM predict the return. By default
-                         V is the smaller one of their two values.
+    Two critics          Two value heads on one encoder and one LSTM predict the return, and each
+                         has a V. By default the V that advantages use is the smaller one of the
+                         two.
     Normalised returns   Critics predict (return - running mean) / running std.
                          Advantages are normalised once for a rollout, not for each minibatch.
     Apart                The actor shares no parameter with the critics. It has a loss and an Adam,
@@ -243,7 +244,8 @@ class NetworkArgs:
     run that starts from nothing is only clipped."""
 
 
-UNTRAINED = IdleWhile("learning_rate", 0.0)  # marks flags of the actor's update
+# Such a flag has no effect while the actor is not trained: only its update reads it.
+ACTOR_ONLY = IdleWhile("learning_rate", 0.0)
 
 
 @dataclass
@@ -268,24 +270,24 @@ class PPOArgs:
     """Steps of a training sequence. Their number divides num_steps; 0 takes the whole rollout."""
     update_epochs: Count = 8
     """Passes over each rollout."""
-    norm_adv: Annotated[bool, UNTRAINED] = True
+    norm_adv: Annotated[bool, ACTOR_ONLY] = True
     """Normalise the advantages of each rollout."""
-    norm_adv_memory: Annotated[CountOrZero, IdleWhile("norm_adv", False), UNTRAINED] = 100
+    norm_adv_memory: Annotated[CountOrZero, IdleWhile("norm_adv", False), ACTOR_ONLY] = 100
     """Rollouts that the running std of advantages remembers. Advantages are divided by their own
     std or by this one, whichever is larger. 0: always by their own."""
-    clip_coef: Annotated[Positive, UNTRAINED] = 0.2
+    clip_coef: Annotated[Positive, ACTOR_ONLY] = 0.2
     """Clipping range of the probability ratio."""
-    ent_coef: Annotated[NonNegative, UNTRAINED] = 0.0
+    ent_coef: Annotated[NonNegative, ACTOR_ONLY] = 0.0
     """Weight of the entropy bonus, per nat."""
-    ent_coef_final: Annotated[NonNegativeOrNone, UNTRAINED] = None
+    ent_coef_final: Annotated[NonNegativeOrNone, ACTOR_ONLY] = None
     """Weight that the entropy bonus moves towards, linearly over the run. None: constant."""
-    min_entropy: Annotated[Number, IdleWhile("min_entropy_penalty", 0.0), UNTRAINED] = 0.0
+    min_entropy: Annotated[Number, IdleWhile("min_entropy_penalty", 0.0), ACTOR_ONLY] = 0.0
     """Mean entropy below which a penalty applies, in nats. Needs --min-entropy-penalty."""
-    min_entropy_penalty: Annotated[NonNegative, UNTRAINED] = 0.0
+    min_entropy_penalty: Annotated[NonNegative, ACTOR_ONLY] = 0.0
     """Weight of the mean entropy's distance below --min-entropy, per nat."""
     max_grad_norm: Positive = 0.5
     """The norm of the gradient is clipped to this, for the actor and for the critics separately."""
-    target_kl: Annotated[PositiveOrNone, UNTRAINED] = None
+    target_kl: Annotated[PositiveOrNone, ACTOR_ONLY] = None
     """KL divergence from the policy that acted, in nats. It is measured before each step of Adam.
     At the first minibatch above this the actor stops, without that step. The critics stop after as
     many minibatches as the actor has evaluated, this one included. None: no limit."""
@@ -350,7 +352,7 @@ class RiskArgs:
 
     cvar_alpha: TailMass = 0.05
     """Share of the worst returns that CVaR averages. 1 gives the mean."""
-    cvar_weight: Annotated[Fraction, IdleWhile("cvar_alpha", 1.0), UNTRAINED] = 0.0
+    cvar_weight: Annotated[Fraction, IdleWhile("cvar_alpha", 1.0), ACTOR_ONLY] = 0.0
     """Weight of the CVaR advantage. 0 learns from the mean alone, 1 from CVaR alone. Use it with
     the flags of the preset averse, since lambda-returns vary too little."""
 
@@ -418,7 +420,7 @@ class MachineArgs:
     fastest for small networks. Acting on vectors, in NumPy, takes one in any case."""
 
 
-GROUPS = {  # in the order of --help
+GROUPS = {  # in the order of --help; a new one is also a base of `Args`
     "task": TaskArgs,
     "networks": NetworkArgs,
     "ppo": PPOArgs,
@@ -598,7 +600,7 @@ def collect_rollout(
             check_finite(f"step {t} of the rollout", next_obs[t], current_obs, rewards=rewards[t])
 
     if args.is_atari:
-        rewards = rewards.clip(-1, 1)  # the episodes' returns keep what was paid
+        rewards = rewards.clip(-1, 1)  # `episodes` keeps unclipped returns
 
     def to_device(x: np.ndarray) -> Tensor:
         return torch.as_tensor(x, device=agent.device)
@@ -695,11 +697,11 @@ def gae(
     lambda-return, since next_values[t] is values[t + 1] inside episodes. The results keep the
     graphs of rewards, values and next_values. Where values have one, detach next_values.
 
-    Other programs may pass rewards of several terms, (T, N, terms), and such values; the masks stay
-    (T, N).
-
     The two masks differ. Termination cuts the bootstrap, since nothing follows. Either end cuts the
     recursion, since the rewards of the next episode must not leak into this one.
+
+    A program that imports this may pass rewards of several terms, (T, N, terms), and such values;
+    the masks stay (T, N).
 
     Raises ValueError for other shapes and for entries that are not finite, and TypeError for masks
     of another dtype.
@@ -865,9 +867,9 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
 
         A' = (A - mean) / max(std, running std)
 
-    Advantages are those of one rollout, float64, in any shape, which the result has as well. The
-    running std is the root of the mean variance of recent rollouts. `agent.adv_moments` holds it,
-    and each call takes one rollout into it.
+    Advantages are those of one rollout, float64. The result has their shape, whatever it is. The
+    running std is the root of the mean variance of recent rollouts, and `agent.adv_moments` holds
+    it. Side effect: that takes in this rollout, so call this once for each.
 
     Where all returns are alike, the std is noise, and dividing by it would turn that noise into a
     gradient of full size. The running std prevents that once an earlier rollout has varied. The
@@ -901,7 +903,8 @@ def normalize_advantages(
     The formula has no branch on the size of std, which would make it discontinuous. With one
     process constant input gives exact zeros, because one entry is subtracted from all first.
     `across` gives the mean of a number over several processes that hold equal parts of the
-    advantages. Every entry counts, so leave out padding. There must be at least one.
+    advantages. Every entry counts, so leave out padding. There must be at least one. (The defaults
+    are for other programs; `scale_advantages` passes both.)
     """
     shifted = advantages - across(advantages.flatten()[0])
     centered = shifted - across(shifted.mean())
@@ -911,7 +914,8 @@ def normalize_advantages(
 def minibatches(batch: Batch, args: Args) -> Iterator[Batch]:
     """Give the minibatches of all epochs. Each epoch shuffles the training sequences (axis 1).
 
-    `update` calls it once for the actor and once for the critics, so their orders differ.
+    `update` calls it once for the actor and once for the critics. Their orders differ, and nothing
+    needs them to agree.
 
     The number of minibatches divides that of the sequences; `check_sizes` requires it. The orders
     are drawn at once: the loops of actor and critics may run in two threads, and random numbers
@@ -1021,7 +1025,7 @@ def update(
     Where it is faster, both loops run at the same time (`run_both`). The result is the same, since
     neither draws random numbers, and neither writes what the other reads. The critics do not know
     when the actor will stop, so they wait for a ticket before each step. The actor puts one into a
-    queue for each minibatch that it is done with.
+    queue for each minibatch that it is done with, and `run_both` puts None when its loop is over.
 
     Returns the metrics of `describe_advantages` and `describe_update`, and what `schedules` gave.
     Raises RuntimeError for a loss or a gradient that is not finite.
@@ -1086,7 +1090,7 @@ def train_actor(
         check_step(mean_loss, norm, f"minibatch {i} of the actor's update", "--learning-rate")
 
         evaluated.append(metrics)
-        tickets.put(True)
+        tickets.put(True)  # ahead of the break: the critics train on its minibatch as well
         if mean_kl > largest_kl:
             break
 
@@ -1160,9 +1164,10 @@ class Optimizers(NamedTuple):
 def make_optimizers(agent: Agent, args: Args) -> Optimizers:
     """Make Adam for the actor and for the critics, each for one vector of all their parameters.
 
-    A step costs time for each tensor, however small. So the parameters become views of the vector,
-    which a later `agent.to(...)` would break. `VectorAdam` is Adam without hooks, and `update` sets
-    the learning rates anew. Raises ValueError for parameters that `agent.parts()` lacks.
+    Side effect: the agent's parameters become views of these vectors, since a step costs time for
+    each tensor, however small. A later `agent.to(...)` would break that. `VectorAdam` skips Adam's
+    hooks, which cost time as well. `update` sets the learning rates anew. Raises ValueError for
+    parameters that `agent.parts()` lacks.
     """
     trained = {id(x) for part in agent.parts() for x in part}
     others = [name for name, x in agent.named_parameters() if x.requires_grad]
@@ -1818,7 +1823,7 @@ class ValueDistribution(nn.Module):
         size = (len(theta), self.args.num_envs, theta.shape[-1])
         draws = torch.zeros(size)  # those of all processes, see `own`
         if gae_lambda < 1:
-            draws.uniform_()  # on the CPU, whose generator tasks do not share
+            draws.uniform_()  # on the CPU, whose generator is kept apart from what tasks draw
         return sr_lambda_targets(
             rollout.rewards, theta, rollout.terminated, rollout.truncated,
             self.args.gamma, gae_lambda, draws=own(draws).to(theta.device),
@@ -1835,9 +1840,9 @@ class ValueDistribution(nn.Module):
         """Take the targets into the return statistics and rescale the heads in the same moment.
 
         The running moments take in a mean and a variance. The mean is that of the targets. The
-        variance is that of the targets or the mean of (V - mean)^2, whichever is larger. Where all
-        returns are equal, that of the targets would go to 0, and a small error of V would be
-        divided by almost nothing.
+        variance is that of the targets or the mean of (V - mean)^2, over steps and critics,
+        whichever is larger. Where all returns are equal, that of the targets would go to 0, and a
+        small error of V would be divided by almost nothing.
 
         Decoded predictions stay what they were (PopArt, van Hasselt et al. 2016), with one
         exception. Where the old std is almost its floor, returns have hardly varied lately, by
@@ -2131,7 +2136,7 @@ class GaussianActions(nn.Module):
 
     def noise(self, *size: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw Gaussian numbers (*size, A), times the policy's std. `sample` adds them to means."""
-        floats = {"dtype": torch.float32, "device": "cpu"}  # programs may prefer others
+        floats = {"dtype": torch.float32, "device": "cpu"}  # a program may have set other defaults
         drawn = torch.randn(*size, self.num_outputs, generator=generator, **floats)
         return drawn * self.log_std.detach().exp().cpu()
 
@@ -2339,8 +2344,8 @@ class Agent(nn.Module):
     bodies take what `normalize_obs` gives, and make the features of `policy_params` and
     `value_outputs`.
 
-    A function that takes an agent and `args` expects those of the agent: the value distribution
-    reads its own.
+    A function that takes an agent and `args` expects `agent.args`: the value distribution reads
+    these, and other flags would be mixed with them.
     """
 
     def __init__(self, observation_space: Box, action_space: gym.Space, args: Args) -> None:

@@ -508,7 +508,7 @@ def extras_of(script, kind):
         name: [extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, kind)]
         for name, hint in hints.items()
     }
-    others = (script.UNTRAINED, script.IdleWhile("init_from"))  # they have tests of their own
+    others = (script.ACTOR_ONLY, script.IdleWhile("init_from"))  # they have tests of their own
     found = {name: [x for x in own if x not in others] for name, own in found.items()}
     return {name: extra for name, (extra,) in ((n, x) for n, x in found.items() if x)}
 
@@ -550,7 +550,7 @@ def test_flags_of_the_actor_are_idle_while_it_does_not_train(script, capsys, tmp
     marked = [
         name
         for name, hint in hints.items()
-        if script.UNTRAINED in getattr(hint, "__metadata__", ())
+        if script.ACTOR_ONLY in getattr(hint, "__metadata__", ())
     ]
     assert sorted(marked) == sorted(OF_ACTOR)
     frozen = ["--learning-rate", "0", "--critic-learning-rate", "0.01"]
