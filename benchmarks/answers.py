@@ -1249,8 +1249,8 @@ def risk_notes() -> list[str]:
     )
     mean, its_tail = risk.best_mean(risk.slippery_cliff())
     return [
-        "* **The road** has twenty stretches. Each pays the speed, at most one; a crash costs ten "
-        "and is the likelier the faster.",
+        "* **The road** pays the speed on twenty stretches; a crash costs ten, and is likelier at "
+        "speed.",
         f"* **Robots** pay, now and then, for leaning or running too fast. Limit tasks are ours, "
         f"Risky ones are of Urpi et al. ([setup](tails.py), {count_of(len(tails.REPORTED))} runs "
         f"each). The worst tenth is {robots_told()}.",
@@ -1679,7 +1679,7 @@ def compared() -> str:
     return (
         "  * **What was compared** are older scripts, whose actor and critics shared a loss and an "
         "optimizer. There the distribution is mostly a further loss, since by default the policy "
-        "learns from V. On MuJoCo and MinAtar the scalar critics are of another script."
+        "learns from V."
     )
 
 
@@ -2004,9 +2004,9 @@ def fast() -> list[str]:
         "* **How fast are they?** [Details](#speed)",
         f"  * **The recurrent script** with an LSTM of 128 is {aged(lstm)} times as fast as "
         f"sb3-contrib on two cores, and {aged(one_core)} times on one. There its episodes are "
-        f"longer than the peer's, which may help; where all have 20 steps, it is "
-        f"{aged(named['recurrent-episodes20', 'ours', ''])} times as fast. On a machine with less "
-        f"load the first ratio was {then} (older).",
+        f"longer than the peer's; where all have 20 steps, it is "
+        f"{aged(named['recurrent-episodes20', 'ours', ''])} times as fast. With less load the "
+        f"first ratio was {then} (older).",
         f"  * **The feed-forward script** is {aged(pole)} times as fast as SB3's PPO on "
         f"CartPole-v1, {aged(plain)} times with eight HalfCheetahs, and {aged(eight)} times with "
         f"`--compile` (with less load [lower](#speed)).",
