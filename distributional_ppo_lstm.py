@@ -4757,7 +4757,8 @@ def make_run_dir(args: Args, here: Path = Path()) -> Path:
                 return path
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
-            raise flag_error(args, "exp_name", "the name is too long; choose another") from error
+            text = f"the name {name} is too long for this disk; shorten this flag or the task's id"
+            raise flag_error(args, "exp_name", text) from error
         raise UsageError(f"--run-dir {args.run_dir}: {error}; choose another directory") from error
 
 
@@ -4951,7 +4952,8 @@ def check_version(flags: dict[str, Any], path: Path) -> None:
     lacking = ", ".join(sorted(known - flags.keys()))
     unknown = ", ".join(sorted(flags.keys() - known))
     if lacking or unknown:
-        found = f"it lacks {lacking or 'none'} of the flags, and {unknown or 'none'} is unknown"
+        found = lacking and f"it lacks {lacking}"
+        found += "; " * bool(lacking and unknown) + (unknown and f"unknown here is {unknown}")
         text = "another version of the script wrote it; use the copy in the run's directory"
         raise UsageError(f"{path}: {text} ({found:.200})")
 
@@ -5508,12 +5510,16 @@ def require_stored_flags(args: Args, stored: Args, path: str) -> None:
     else:
         free = f"total_timesteps {free} eval_every checkpoint_every save_envs"
     before = asdict(stored)
-    changed = {name for name, value in asdict(args).items() if value != before[name]}
-    names = ", ".join(sorted(changed - {*free.split(), "resume", "evaluate"}))
-    if names:
-        text = f"not as in {path}; only these may differ: {free}"
+    changed = [
+        f"--{name.replace('_', '-')} {value} (the run has {before[name]})"
+        for name, value in sorted(asdict(args).items())
+        if value != before[name] and name not in (*free.split(), "resume", "evaluate")
+    ]
+    if changed:
+        allowed = " ".join(f"--{name.replace('_', '-')}" for name in free.split())
+        text = f"must be as in {path}; only these may differ: {allowed}"
         remedy = "" if args.evaluate else "; to train on with others take --init-from"
-        raise UsageError(f"{names}: {text}{remedy}")
+        raise UsageError(f"{', '.join(changed)}: {text}{remedy}")
     least = stored.total_timesteps
     if args.total_timesteps < least:
         raise flag_error(args, "total_timesteps", f"must not be below the run's, {least}")
