@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import re
 import random
+import re
 import signal
 import sys
 from dataclasses import replace
