@@ -2099,7 +2099,7 @@ def robots_helped() -> str:
     changes = changed_tails(tails.CHOSEN)
     robots = count_of(len(changes)) + (" robots" if len(changes) > 1 else " robot")
     penalty = changed_tails("penalty")
-    other = sum(penalty[task].mean >= one.mean for task, one in changes.items())
+    other = sum(task in penalty and penalty[task].mean >= one.mean for task, one in changes.items())
     return (
         f"A weight of 0.5 made it measurably better on {joined(helped()) or 'none'} of "
         f"[{robots}](#risk); a penalty on risky steps did at least as well on {count_of(other)}."
