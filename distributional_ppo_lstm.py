@@ -113,6 +113,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import (
+    IO,
     Annotated,
     Any,
     ClassVar,
@@ -155,7 +156,8 @@ class Range:
 
     def __contains__(self, value: float) -> bool:
         inside = self.low < value if self.above_low else self.low <= value
-        return math.isfinite(value) and inside and value <= self.high
+        finite = isinstance(value, int) or math.isfinite(value)  # large integers are no floats
+        return finite and inside and value <= self.high
 
     def __str__(self) -> str:
         if math.isfinite(self.low) and math.isfinite(self.high):
@@ -2833,10 +2835,11 @@ class Checked(gym.Wrapper):
     `see` turns an observation that fits its space into a copy, an array of `seen`. The reward
     becomes a float. `info` is dropped, since nobody reads it, and gymnasium could not batch what
     some tasks put there. Tasks may change torch's default dtype and turn gradients off. Each task
-    finds its own settings again, and the networks keep theirs.
+    finds its own settings again, also where it is read back, and the networks keep theirs.
     """
 
     tasks_settings: ClassVar[dict[str, tuple]] = {}  # of torch, by env_id, where tasks change them
+    in_other_process = False  # than the run, as with --async-envs
 
     def __init__(self, env: gym.Env, env_id: str, see: Callable, seen: Box) -> None:
         super().__init__(env)
@@ -2881,9 +2884,21 @@ class Checked(gym.Wrapper):
         """Close the task."""
         self.ask(self.env_id, self.env.close)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: attributes, and the task's settings of torch, if it has some."""
+        return vars(self) | {"settings": self.tasks_settings.get(self.env_id)}
+
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        """Take up what was pickled."""
+        settings = attributes.pop("settings", None)  # older checkpoints have none
+        vars(self).update(attributes)
+        self.tasks_settings.pop(self.env_id, None)
+        if settings is not None:
+            self.tasks_settings[self.env_id] = settings
+
     @classmethod
     def ask(cls, env_id: str, call: Callable, *inputs: Any, **options: Any) -> Any:
-        """Call a task. An exit of its own is a fault like others."""
+        """Call a task under its own settings of torch. Its exit is a fault like others."""
         ours = torch_settings()
         if env_id in cls.tasks_settings:
             set_torch(cls.tasks_settings[env_id])
@@ -2932,8 +2947,7 @@ class Checked(gym.Wrapper):
         `UsageError` cannot be sent between processes. So another process raises ValueError, and
         `Run.__exit__` makes it a `UsageError` again.
         """
-        apart = multiprocessing.parent_process() is not None
-        kind = ValueError if apart else UsageError
+        kind = ValueError if self.in_other_process else UsageError
         return kind(f"--env-id {self.env_id}: {text}; mend the task")
 
 
@@ -2977,7 +2991,7 @@ def advice(error: Exception, args: Args) -> str:
         installed = find_spec("ale_py") and find_spec("cv2")
         return "" if installed else f" Needed: {packages}"
     if args.is_atari and ":" not in args.env_id:
-        return f" Use ale_py:{args.env_id.split(':')[-1]}, after {packages}"
+        return f" Use ale_py:{args.env_id}, after {packages}"
     module, _, task = args.env_id.rpartition(":")
     if module.endswith(".py") or "/" in module or "\\" in module:
         name = module.replace("\\", "/").split("/")[-1].removesuffix(".py")
@@ -3063,7 +3077,7 @@ def make_envs(args: Args) -> gym.vector.VectorEnv:
             return make_together(args, own_envs)
 
     if "forkserver" not in multiprocessing.get_all_start_methods():
-        text = f"this system has no forkserver; {without(args, '--no-async-envs')}"
+        text = f"this system has no forkserver; {remedy_without(args, '--no-async-envs')}"
         raise flag_error(args, "async_envs", text)
 
     env = make_env(args)  # for its spaces; and mistakes are told here, not by a process of many
@@ -3073,13 +3087,13 @@ def make_envs(args: Args) -> gym.vector.VectorEnv:
             return EnvsInProcesses(args, own_envs, env.observation_space, env.action_space)
     except (EOFError, ConnectionError) as error:  # a process ended before it could say why
         text = f"a process that makes the task ended ({error!r}), and may have said why above"
-        text += f"; {without(args, '--no-async-envs')}"
+        text += f"; {remedy_without(args, '--no-async-envs')}"
         raise of_this_process(flag_error(args, "async_envs", text)) from error
     except OSError as error:
         if "AF_UNIX" not in str(error):
             raise
         text = f"its processes need sockets, for which the path {tempfile.gettempdir()} is too long"
-        text += f"; set TMPDIR to a shorter one, or {without(args, '--no-async-envs')}"
+        text += f"; set TMPDIR to a shorter one, or {remedy_without(args, '--no-async-envs')}"
         raise of_this_process(flag_error(args, "async_envs", text)) from error
 
 
@@ -3102,7 +3116,7 @@ def of_this_process(mistake: UsageError) -> UsageError:
     return mistake
 
 
-def without(args: Args, flag: str) -> str:
+def remedy_without(args: Args, flag: str) -> str:
     """Say how to do without what a flag asks for. A resume keeps the flags of its run."""
     return f"start anew with --init-from and {flag}" if args.resume else "leave it out"
 
@@ -3121,11 +3135,13 @@ class EnvsInProcesses(gym.vector.VectorEnv):
         self.num_envs = num_envs
         self.single_observation_space = observation_space
         self.single_action_space = action_space
+
         most = max(1, usable_cores() // processes_here())
         processes = max(n for n in range(1, most + 1) if num_envs % n == 0)
         self.size = num_envs // processes  # of a group
         firsts = range(RANK * num_envs, (RANK + 1) * num_envs, self.size)
         makers = [partial(Group, args, os.getpid(), 1 + first, self.size) for first in firsts]
+
         multiprocessing.set_forkserver_preload(["gymnasium", "torch.utils.tensorboard", "tyro"])
         self.groups = gym.vector.AsyncVectorEnv(
             makers,
@@ -3168,7 +3184,7 @@ class EnvsInProcesses(gym.vector.VectorEnv):
             last_resort.start()
             self.groups.close(timeout=10)
         except (EOFError, ConnectionError):  # one had ended before
-            pass
+            self.groups.closed = True  # or gymnasium tries again where this is thrown away
         finally:
             last_resort.cancel()
             self.kill()
@@ -3183,7 +3199,7 @@ class EnvsInProcesses(gym.vector.VectorEnv):
 def telling_of_faults() -> Iterator[None]:
     """Tell the traceback of a fault in a process of environments, or that the process has ended."""
     try:
-        with messages_of_gymnasium() as told:
+        with collecting_warnings() as told:
             yield
     except (EOFError, ConnectionError) as error:
         text = "a process of --async-envs ended; was it killed, for its memory or by a signal?"
@@ -3195,7 +3211,7 @@ def telling_of_faults() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def messages_of_gymnasium() -> Iterator[list[str]]:
+def collecting_warnings() -> Iterator[list[str]]:
     """Collect what gymnasium would warn of.
 
     It takes its own messages for format strings. So a % in a path or in a line of a traceback would
@@ -3240,6 +3256,7 @@ class Group(gym.Env):
             if hasattr(os, "setpgrp"):
                 os.setpgrp()  # and so is what a closing terminal sends
             torch.set_num_threads(1)
+            Checked.in_other_process = True
             seed_generators(args, WORLD_SIZE + index)  # for tasks that draw while they are made
             torch.manual_seed(derived_seed(args.seed, "tasks", WORLD_SIZE + index))
         self.envs = make_together(args, size)
@@ -3489,7 +3506,7 @@ def describe_run(args: Args) -> dict[str, str | float]:
     """Return the flags of a run for TensorBoard's table: those that may change its result.
 
     A table of runs of both scripts has no column for flags of one script alone. So `flags` lists
-    in one text those that are not at their default and have no column of their own among FIRST.
+    in one text those that are not at their default and have no column of their own: TABLE_COLUMNS.
     """
     values = asdict(args)
     kept = {"exp_name", "seed", "init_from", "eval_episodes", "eval_sampled"}
@@ -3500,13 +3517,13 @@ def describe_run(args: Args) -> dict[str, str | float]:
     changed = [
         f"{one.name}={values[one.name]}"
         for one in fields(args)
-        if one.name in values and one.name not in FIRST and values[one.name] != one.default
+        if one.name in values and one.name not in TABLE_COLUMNS and values[one.name] != one.default
     ]
     values |= {"flags": " ".join(changed), "preset": " ".join(args.preset)}
     return {name: table_value(value) for name, value in values.items()}
 
 
-FIRST = ("env_id", "exp_name", "flags", "preset", "seed")  # columns of that table
+TABLE_COLUMNS = ("env_id", "exp_name", "flags", "preset", "seed")  # columns of that table
 
 
 def table_value(value: Any) -> str | float:
@@ -3629,7 +3646,7 @@ def set_up_process(args: Args) -> None:
 
 
 def seed_generators(args: Args, index: int) -> None:
-    """Set the seeds of the generators of Python, NumPy and torch. Each process has an index."""
+    """Set the seeds of Python and NumPy, by the index of a process, and that of torch."""
     for set_seed in (random.seed, np.random.seed):  # tasks may draw from these
         set_seed(derived_seed(args.seed, "tasks", index, bits=32))
     seed_torch(args)
@@ -3694,7 +3711,7 @@ def take_weights(agent: Agent, args: Args, here: Path) -> None:
     Raises `UsageError` where they have other shapes or another meaning, and where they know nothing
     of an entry of the observation that the agent will see.
     """
-    saved = read_saved(checkpoint_path(here / expanded(args.init_from)))
+    saved = read_saved(checkpoint_path(resolved(args.init_from, here)))
     require_one_file(args, "init_from", saved)
     stored = SimpleNamespace(**saved["args"])  # another number of processes may have had them
     meaning = ("activation", "norm_obs", "norm_returns", "value_from")  # shapes may be the same
@@ -3909,7 +3926,7 @@ class Run:
         self.optimizers = optimizers
         self.envs = envs
         self.eval_env = eval_env  # None in all processes but the first, and without evaluations
-        self.unused_envs: list[gym.Env] = []  # others were read back in their place
+        self.unused_envs: list[gym.Env] = []  # of a resume: open, never stepped, closed at the end
         self.generators_before: tuple | None = None  # of the program, ahead of the run
         # Episodes and generators of the checkpoint that was resumed. Until the first iteration they
         # are still true, and a save, as by an evaluation, writes them again.
@@ -3925,7 +3942,7 @@ class Run:
 
         self.evaluating = False
         self.saved_at = time.monotonic()  # of the last checkpoint, or the start
-        self.saved_step: int | None = None  # of the last checkpoint that this process wrote
+        self.saved_step: int | None = None  # of the last checkpoint, in all processes the same
         self.evaluated_at: int | None = None  # step of the last evaluation
         self.best_return = -math.inf  # of the evaluation that `best.pt` is of
         self.best_step = 0  # step of that evaluation; 0 means that there is none
@@ -3943,7 +3960,7 @@ class Run:
 
         self.writer: SummaryWriter | None = None  # of the first process
         if args.resume:
-            self.directory = (here / expanded(args.resume)).resolve()
+            self.directory = resolved(args.resume, here)
         else:
             self.directory = gather_objects(make_run_dir(args, here) if RANK == 0 else None)[0]
         try:
@@ -3964,7 +3981,7 @@ class Run:
                 rewrite_origin(self.directory, args, self.step)
 
         self.say("; ".join([*self.facts(), f"logging to {self.directory}"]))
-        if RANK == 0:
+        if RANK == 0 and not self.has_nothing_to_do:
             self.open_log()
 
     def facts(self) -> list[str]:
@@ -4064,6 +4081,7 @@ class Run:
             return
 
         self.signals.append(number)
+        time.sleep(0.2)  # `timeout -s INT` sends the same request twice, within this time
         lives_on = __name__ != "__main__" or hasattr(builtins, "get_ipython")
         if WORLD_SIZE == 1:
             again = signal.default_int_handler if lives_on else signal.SIG_DFL
@@ -4100,14 +4118,15 @@ class Run:
     # ---- iterations ----
     def iterations(self) -> Iterator[float]:
         """Yield the fraction of the run that is done. At its end the agent is evaluated."""
-        finished_before = self.step == self.total_steps
-        if finished_before and not self.lacks_its_result:
+        if self.has_nothing_to_do:
             text = "a larger --total-timesteps continues it, and --evaluate plays more episodes"
             self.say(f"the run has taken all of its {self.step:,} steps; {text}")
             return
+
         # An evaluation is due at once where it was cut short, or where the resume asks for it.
         if 0 < self.step < self.total_steps and self.evaluation_is_due:
             self.evaluate()
+
         while self.step < self.total_steps:
             self.untouched = {}
             # Noise, samples and permutations depend on the run's seed and on the step alone. All
@@ -4115,9 +4134,9 @@ class Run:
             torch.manual_seed(derived_seed(self.args.seed, "iterations", self.step))
             self.lap_start = time.monotonic()
             yield self.step / self.total_steps
+
         if self.lacks_its_result:
-            self.evaluate()
-            self.save()
+            self.evaluate()  # and save
         self.say_what_next()
 
     def say_what_next(self) -> None:
@@ -4152,6 +4171,11 @@ class Run:
         """Tell whether an evaluation is wanted at the end of the run, and was not made yet."""
         return self.args.eval_episodes > 0 and self.evaluated_at != self.total_steps
 
+    @property
+    def has_nothing_to_do(self) -> bool:
+        """Tell whether the run has taken all of its steps, and has its result."""
+        return self.step == self.total_steps and not self.lacks_its_result
+
     def lap(self, part: str) -> None:
         """Take the time of a part of the iteration, which ends here."""
         now = time.monotonic()
@@ -4185,10 +4209,9 @@ class Run:
             self.save_and_stop()
         if not last and self.evaluation_is_due:
             self.evaluate()  # and save, where a checkpoint is due
-        elif last or self.checkpoint_is_due:
+        elif last or self.checkpoint_is_due():
             self.save()
 
-    @property
     def checkpoint_is_due(self) -> bool:
         """Tell whether a checkpoint is due, or the last one ten minutes old. All ask at once."""
         if not self.args.checkpoint_every:
@@ -4214,10 +4237,11 @@ class Run:
         args = self.args
         self.evaluating = True
         # It may fail or take long. Ctrl-C ends the program that writes a film, and so this run.
-        is_new = self.saved_step != self.step
-        saves_ahead = args.capture_video or (is_new and self.checkpoint_is_due)
+        is_saved = self.saved_step == self.step
+        saves_ahead = not is_saved and (args.capture_video or self.checkpoint_is_due())
         if saves_ahead:
             self.save()
+
         episodes = []
         playing = iter(range(args.eval_episodes))  # the others wait as often
         if RANK == 0:
@@ -4227,6 +4251,7 @@ class Run:
             episodes.append(rewards)
             if len(episodes) < args.eval_episodes and self.stops():
                 self.save_and_stop()  # a resume plays all episodes again, with the same numbers
+
         self.evaluating = False
         metrics = gather_objects(summarise(episodes, args, self.step) if RANK == 0 else None)[0]
 
@@ -4237,7 +4262,7 @@ class Run:
             self.best_return = metrics["eval/return_mean"]
             self.best_step = self.step
             self.save("best")
-        if is_best or saves_ahead:
+        if is_best or saves_ahead or self.step == self.total_steps:
             self.save()  # the checkpoint has to know of the evaluation
         if self.step < self.total_steps and self.stops():
             self.save_and_stop()
@@ -4323,7 +4348,9 @@ class Run:
         plugin = table.value[0].metadata.plugin_data
         content = HParamsPluginData.FromString(plugin.content)
         for column in content.experiment.hparam_infos:
-            column.differs = column.name in FIRST  # TensorBoard shows these ahead of the others
+            column.differs = (
+                column.name in TABLE_COLUMNS
+            )  # TensorBoard shows these ahead of the others
         plugin.content = content.SerializeToString()
         for entry in (table, started):
             self.writer.file_writer.add_summary(entry)
@@ -4346,20 +4373,18 @@ class Run:
         if name == "best":
             content["best_return"] = self.best_return
         if name == "checkpoint":
-            # As a tensor: torch writes bytes as text, in which those above 127 take two.
-            pickled = pickle.dumps(self.to_resume())
-            content["run"] = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
+            to_resume = self.to_resume()  # from all processes
             self.saved_step = self.step
         if self.writer is None:
             return
 
+        if name == "checkpoint":
+            # As a tensor: torch writes bytes as text, in which those above 127 take two.
+            pickled = pickle.dumps(to_resume)
+            content["run"] = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
         self.writer.flush()
-        path = self.directory / f"{name}.tmp"
-        with path.open("wb") as file:
+        with replacing(self.directory / f"{name}.pt") as file:
             torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        rename_over(path, path.with_suffix(".pt"))
         self.saved_at = time.monotonic()
 
     def to_resume(self) -> dict[str, Any]:
@@ -4372,7 +4397,6 @@ class Run:
         part = {
             "carried": self.carried,
             "rngs": (random.getstate(), np.random.get_state()),
-            "settings": Checked.tasks_settings,
             "envs": self.pickled_envs(),
         }
         versions = loaded_versions() | self.sources
@@ -4450,14 +4474,19 @@ class Run:
         """Keep a `best.pt` that is better than the checkpoint knows, as after a crash between both.
 
         Other episodes may follow now, and an agent that is worse must not replace it. Where it is
-        missing or broken, the next one does. Returns the flags of a `best.pt` that is taken up, or
-        none.
+        missing or damaged, the next one does. Returns the flags of a `best.pt` that is taken up, or
+        none. Raises `UsageError` where it cannot be read, as on a disk that is away for a moment.
         """
         found: tuple = (self.best_return, self.best_step, {})
+        path = self.directory / "best.pt"
         if RANK == 0:
             try:
-                saved = read_saved(self.directory / "best.pt")
-            except UsageError:
+                saved = read_saved(path)
+            except UsageError as error:
+                if path.exists() and isinstance(error.__cause__, OSError):
+                    raise
+                if path.exists():
+                    self.say(f"{error}; the next evaluation replaces it")
                 found = (-math.inf, 0, {})
             else:
                 best = saved.get("best_return", -math.inf)  # older ones do not tell it
@@ -4495,7 +4524,6 @@ class Run:
                 lost = self.read_envs(part["envs"], self.untouched["versions"])
             if not lost:
                 self.carried = part["carried"]
-                Checked.tasks_settings |= part.get("settings", {})  # older checkpoints have none
             python_rng, numpy_rng = part["rngs"]  # now: reading a task back may draw numbers
             random.setstate(python_rng)
             np.random.set_state(numpy_rng)
@@ -4665,7 +4693,7 @@ def registration(env: gym.Env) -> str:
 
 
 def time_limit(env: gym.Env) -> int | None:
-    """Return the steps after which gymnasium ends an episode, or None.
+    """Return the steps after which gymnasium ends an episode, or None. Atari counts frames.
 
     `env.spec` has them as well, but is None where a registration cannot be copied.
     """
@@ -4676,7 +4704,7 @@ def time_limit(env: gym.Env) -> int | None:
 
 
 TRIAL_SECONDS = 60
-TRIAL = f"""
+TRIAL_PROGRAM = f"""
 import contextlib, pickle, signal, sys
 if hasattr(signal, "alarm"):
     signal.alarm({TRIAL_SECONDS})  # should the run be killed meanwhile
@@ -4696,34 +4724,44 @@ def fault_of_copies(pickled: bytes) -> str:
     this process meanwhile.
     """
     try:
-        # Files, since pipes could fill up, and what the copies start would keep them open.
-        with tempfile.TemporaryFile() as file, tempfile.TemporaryFile() as errors:
-            file.write(pickle.dumps(sys.path) + pickled)
-            file.seek(0)
-            process = subprocess.Popen(
-                [sys.executable, "-c", TRIAL],
-                stdin=file,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                start_new_session=True,
-            )
-            try:
-                code = process.wait(TRIAL_SECONDS)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                end_session(process)
-            errors.seek(0)
-            lines = errors.read().decode(errors="replace").strip().split("\n")
+        code, reason = run_trial(pickle.dumps(sys.path) + pickled)
     except OSError as error:  # no room for the files, no memory for the process
         return f"they cannot be tried out: {error}"
 
+    if code == 0:
+        return ""
     if code in (None, -getattr(signal, "SIGALRM", math.inf)):
         text = "another process did not read them back, step and close them within"
         return f"{text} {TRIAL_SECONDS} seconds"
-    return (
-        f"another process could not read them back: {lines[-1] or f'exit {code}'}" if code else ""
-    )
+    return f"another process could not read them back: {reason or f'exit {code}'}"
+
+
+def run_trial(told: bytes) -> tuple[int | None, str]:
+    """Run `TRIAL_PROGRAM` in another process, which reads what it is told.
+
+    Returns its exit code, or None where it took too long, and the last line of its errors.
+    """
+    # Files, since pipes could fill up, and what the copies start would keep them open.
+    with tempfile.TemporaryFile() as file, tempfile.TemporaryFile() as errors:
+        file.write(told)
+        file.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, "-c", TRIAL_PROGRAM],
+            stdin=file,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,
+        )
+
+        try:
+            code = process.wait(TRIAL_SECONDS)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            end_session(process)
+
+        errors.seek(0)
+        return code, errors.read().decode(errors="replace").strip().split("\n")[-1]
 
 
 def end_session(process: subprocess.Popen) -> None:
@@ -4746,7 +4784,8 @@ def make_run_dir(args: Args, here: Path = Path()) -> Path:
         re.sub(r'[\\/:*?"<>|]', "_", name) for name in (args.env_id.split(":")[-1], args.exp_name)
     )
     name = f"{task}__{experiment}__s{args.seed}__{time.strftime('%m%d-%H%M%S')}"
-    top = (here / expanded(args.run_dir)).resolve()
+    top = resolved(args.run_dir, here)
+
     try:
         top.mkdir(parents=True, exist_ok=True)
         for number in count(1):
@@ -4755,6 +4794,7 @@ def make_run_dir(args: Args, here: Path = Path()) -> Path:
                 path.mkdir()
                 write_origin(path, args)
                 return path
+
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             text = f"the name {name} is too long for this disk; shorten this flag or the task's id"
@@ -4787,26 +4827,43 @@ def write_origin(path: Path, args: Args) -> None:
     source = Path(file).resolve() if file else None
     versions = {module.__name__: module.__version__ for module in (torch, gym, np, tyro)}
     versions["python"] = sys.version
-    if source and source.parent == path:  # the run's own copy, of the commit that it came from
+    folder = source.parent if source else Path.cwd()
+    if (folder / "args.json").is_file():  # a run's folder: its copy is of the commit that it names
         commit = ""
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            commit = json.loads((path / "args.json").read_text())["commit"]
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            commit = json.loads((folder / "args.json").read_text())["commit"]
     else:
-        commit = commit_of(source.parent if source else Path.cwd())
+        commit = commit_of(folder)
+
     content = {"args": asdict(args), "versions": versions, "commit": commit}
     replace_file(path / "args.json", json.dumps(content, indent=2).encode())
-    if source:
+    if source and source.is_file():  # it may lie in an archive, or be gone
         replace_file(path / source.name, source.read_bytes())
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file beside the old one, if there is one, and rename it. A fault leaves the old."""
-    fresh = path.with_name(f"{path.name}.tmp")
-    with fresh.open("wb") as file:
+    """Write a file in place of the old one, if there is one. A fault leaves the old."""
+    with replacing(path) as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())  # or a loss of power may leave an empty file under the name
-    rename_over(fresh, path)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[IO]:
+    """Open a file beside the old one, to write. Then it is synced and renamed over the old one.
+
+    After a fault the old one is there, and the new one is gone: a full disk needs its room.
+    """
+    fresh = path.with_name(f"{path.name}.tmp")
+    try:
+        with fresh.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())  # or a loss of power may leave an empty file under the name
+        rename_over(fresh, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            fresh.unlink(missing_ok=True)
+        raise
 
 
 def rename_over(fresh: Path, old: Path) -> None:
@@ -4958,7 +5015,7 @@ def check_version(flags: dict[str, Any], path: Path) -> None:
         raise UsageError(f"{path}: {text} ({found:.200})")
 
 
-def expanded(path: str | Path) -> Path:
+def with_home(path: str | Path) -> Path:
     """Return a path with ~ as the home directory. Raises `UsageError` where nobody has one."""
     try:
         return Path(path).expanduser()
@@ -4966,9 +5023,17 @@ def expanded(path: str | Path) -> Path:
         raise UsageError(f"{path}: {error}") from error
 
 
+def resolved(path: str | Path, here: Path = Path()) -> Path:
+    """Return a path from the root on. Raises `UsageError` for links in a circle."""
+    try:
+        return (here / with_home(path)).resolve()
+    except (RuntimeError, OSError) as error:
+        raise UsageError(f"{path}: {error}") from error
+
+
 def checkpoint_path(path: str | Path) -> Path:
     """Return the path of a checkpoint, which may be that of a run directory."""
-    path = expanded(path).resolve()
+    path = resolved(path)
     return path / "checkpoint.pt" if os.path.isdir(path) else path  # never raises
 
 
@@ -5011,7 +5076,7 @@ def play(
     """
     films = args.capture_video and video_dir is not None
     if films:
-        with messages_of_gymnasium() as told:
+        with collecting_warnings() as told:
             env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: episode < 3)
         for text in told:
             tell(f"warning: {text}", file=sys.stderr)
@@ -5147,16 +5212,22 @@ def follow_robot(env: gym.Env) -> None:
 
 
 # -------------------------------------------------------------------------------- many processes
-# From torchrun: the number of processes that share the environments, and that of this one. Some
-# schedulers set RANK alone.
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE") or 1)
-RANK = int(os.environ.get("RANK") or 0) if WORLD_SIZE > 1 else 0
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK") or 0) if WORLD_SIZE > 1 else 0  # in its machine
+def launched(name: str, usual: int) -> int:
+    """Return a number that torchrun sets for its processes, or the usual one."""
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else usual
+
+
+# The number of processes that share the environments, and that of this one. Some schedulers set
+# RANK alone.
+WORLD_SIZE = max(1, launched("WORLD_SIZE", 1))
+RANK = launched("RANK", 0) if WORLD_SIZE > 1 else 0
+LOCAL_RANK = launched("LOCAL_RANK", 0) if WORLD_SIZE > 1 else 0  # in its machine
 
 
 def processes_here() -> int:
     """Return the number of the run's processes on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or WORLD_SIZE) if WORLD_SIZE > 1 else 1
+    return launched("LOCAL_WORLD_SIZE", WORLD_SIZE) if WORLD_SIZE > 1 else 1
 
 
 class OtherProcessEnded(RuntimeError):
@@ -5264,9 +5335,9 @@ def check_flags(args: Args) -> None:
     if args.eval_every > args.num_iterations:
         text = f"counts rollouts of {args.batch_size:,} steps, of which the run has"
         raise flag_error(args, "eval_every", f"{text} {args.num_iterations}; lower it")
-    if args.resume and expanded(args.resume).name == "checkpoint.pt":
-        args.resume = str(expanded(args.resume).parent)
-    if args.resume and not os.path.isdir(expanded(args.resume)):
+    if args.resume and with_home(args.resume).name == "checkpoint.pt":
+        args.resume = str(with_home(args.resume).parent)
+    if args.resume and not os.path.isdir(with_home(args.resume)):
         raise flag_error(args, "resume", "is not a run directory, which has a checkpoint.pt")
     if args.resume and args.evaluate:
         raise flag_error(args, "evaluate", "excludes --resume; give one of them")
@@ -5328,13 +5399,12 @@ def check_machine(args: Args) -> None:
         raise flag_error(args, "cuda", "torch sees no GPU; leave it out")
     if args.cuda and WORLD_SIZE > 1 and "LOCAL_RANK" not in os.environ:
         raise flag_error(args, "cuda", "LOCAL_RANK is not set; start by torchrun")
-    gpus = torch.cuda.device_count()
-    needed = 1  # on this machine
-    if WORLD_SIZE > 1:  # otherwise LOCAL_WORLD_SIZE is a leftover
-        needed = int(os.environ.get("LOCAL_WORLD_SIZE") or LOCAL_RANK + 1)
-    if args.cuda and needed > max(gpus, 1):
-        text = f"{needed} processes need a GPU each, and torch sees {gpus}; start fewer processes"
-        raise flag_error(args, "cuda", text)
+    if args.cuda and WORLD_SIZE > 1:
+        gpus = torch.cuda.device_count()
+        needed = launched("LOCAL_WORLD_SIZE", LOCAL_RANK + 1)  # on this machine
+        if needed > gpus:
+            text = f"{needed} processes need a GPU each, and torch sees {gpus}; start fewer"
+            raise flag_error(args, "cuda", text)
 
 
 def plain(value: Any, kind: Any) -> Any:
@@ -5346,7 +5416,8 @@ def plain(value: Any, kind: Any) -> Any:
     if isinstance(value, tuple):
         value = tuple(plain(entry, type(entry)) for entry in value)
     if type(value) is int and kind in (float, float | None):
-        value = float(value)
+        with contextlib.suppress(OverflowError):  # too large for a float: `check_kind` refuses it
+            value = float(value)
     return value
 
 
@@ -5482,10 +5553,12 @@ def parse_args(argv: list[str]) -> Args:
     # split since argparse takes --run-dir="a b", which has a space, for the name of a preset.
     apart = [word.split("=", 1) if word.startswith("--") else [word] for word in argv]
     given, _ = finder.parse_known_args([part for parts in apart for part in parts])
+
     if len(given.preset) > 1:
         second = " ".join(given.preset[1])
         raise UsageError(f"--preset {second}: is a second --preset; name all presets after one")
     names = given.preset[0] if given.preset else []
+
     path = given.evaluate if given.resume is None else given.resume
     if path is None:
         return parse_flags(argv, preset_flags(names, given.init_from or ""))
@@ -5509,6 +5582,7 @@ def require_stored_flags(args: Args, stored: Args, path: str) -> None:
         free += " seed"
     else:
         free = f"total_timesteps {free} eval_every checkpoint_every save_envs"
+
     before = asdict(stored)
     changed = [
         f"--{name.replace('_', '-')} {value} (the run has {before[name]})"
@@ -5520,6 +5594,7 @@ def require_stored_flags(args: Args, stored: Args, path: str) -> None:
         text = f"must be as in {path}; only these may differ: {allowed}"
         remedy = "" if args.evaluate else "; to train on with others take --init-from"
         raise UsageError(f"{', '.join(changed)}: {text}{remedy}")
+
     least = stored.total_timesteps
     if args.total_timesteps < least:
         raise flag_error(args, "total_timesteps", f"must not be below the run's, {least}")
@@ -5592,13 +5667,14 @@ def flush_output() -> None:
             pass
 
 
-def is_told_here(error: BaseException) -> bool:
-    """Tell whether this process prints what has ended the run.
+def decide_who_tells(error: BaseException) -> bool:
+    """Return whether this process prints what has ended the run. It may wait for others first.
 
     The first process does. A mistake is printed once on each machine, since machines differ. One
     that this process may have met alone has a note with its number, and is printed here. Without
-    that note it waits five seconds: if the first process meets the mistake as well, the launcher
-    ends this process in that time. If not, the mistake gets the note and is printed here.
+    that note a process that is not the first one of its machine waits five seconds. If the first
+    one meets the mistake as well, the launcher ends this process in that time. If not, the mistake
+    gets the note and is printed here.
 
     Where the processes have not found each other, the first one of each machine prints why.
     """
@@ -5640,13 +5716,14 @@ def main(argv: list[str]) -> None:
             sys.path.append(here)
         with silenced_unless_first(), until_nobody_reads():
             args = parse_args(argv)
-        if args.evaluate:
-            if RANK == 0:
-                evaluate_stored(args)
-            return
-        train(args)
+
+        if not args.evaluate:
+            train(args)
+        elif RANK == 0:
+            evaluate_stored(args)
+
     except (UsageError, KeyboardInterrupt, OtherProcessEnded) as error:
-        if is_told_here(error):
+        if decide_who_tells(error):
             tell(last_line(error), file=sys.stderr)
         sys.exit({UsageError: 2, OtherProcessEnded: 1}.get(type(error), 130))
     except NotFinite:

@@ -384,6 +384,8 @@ def test_a_changed_field_is_looked_at_when_the_run_starts(script, tmp_path):
     [
         ({"num_envs": 1, "num_steps": 1, "num_minibatches": 1}, 1, "--num-steps 1: a rollout"),
         ({"total_timesteps": 47}, 1, "--total-timesteps 47: must be at least one rollout"),
+        ({"gamma": 10**400}, 1, "--gamma 1000"),
+        ({"seed": 10**400}, 1, "--seed 1000"),
         ({}, 3, "--num-envs 4: must be a multiple of the 3 processes"),
         ({"num_minibatches": "all"}, 2, "--num-minibatches"),
     ],

@@ -234,7 +234,19 @@ def test_a_close_may_take_twenty_seconds(script, monkeypatch):
     assert waits == [20]
 
 
+def test_a_close_after_a_process_has_died_is_the_last_one(script):
+    """Gymnasium would try again where its object is thrown away, and print a traceback."""
+
+    def close(timeout):
+        raise EOFError
+
+    envs = object.__new__(script.EnvsInProcesses)
+    envs.groups = SimpleNamespace(processes=[], close=close, closed=False)
+    envs.close_extras()
+    assert envs.groups.closed
+
+
 def test_copies_of_environments_are_tried_out_for_a_minute(script):
     """The process ends itself then, also where the run was killed."""
     assert script.TRIAL_SECONDS == 60
-    assert "signal.alarm(60)" in script.TRIAL
+    assert "signal.alarm(60)" in script.TRIAL_PROGRAM

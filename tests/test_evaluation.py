@@ -378,7 +378,7 @@ def test_a_full_disk_leaves_the_best_agent_before(script, tmp_path, monkeypatch,
     args = flags_for(script, tmp_path, 4, env_id="probes:Walk-v0", eval_every=1)
     scripted(script, monkeypatch, (1, 2, 3, 4))
     with monkeypatch.context() as patch:
-        fill_the_disk(patch, 2, "best.tmp")
+        fill_the_disk(patch, 2, "best.pt.tmp")
         code, _, err = run_main(script, capsys, words(args))
     assert code == 1
     assert "No space left" in err
@@ -763,7 +763,7 @@ def test_no_checkpoint_knows_of_a_best_agent_that_is_not_written(
     args = flags_for(script, tmp_path, 4, env_id="probes:Walk-v0", eval_every=1)
     scripted(script, monkeypatch, (1, 2, 3, 4))
     with monkeypatch.context() as patch:
-        fill_the_disk(patch, 2, "best.tmp")
+        fill_the_disk(patch, 2, "best.pt.tmp")
         assert run_main(script, capsys, words(args))[0] == 1
     [path] = (tmp_path / "runs").glob("*/checkpoint.pt")
     assert contents(path.parent)["run"]["best_step"] == args.batch_size

@@ -324,7 +324,7 @@ def test_a_run_that_cannot_be_written_to_is_not_resumed(script, monkeypatch, cap
 
     with monkeypatch.context() as patch:
         patch.setattr(script, "SummaryWriter", refuse_log)
-        code, _, err = run_main(script, capsys, line[:2])
+        code, _, err = run_main(script, capsys, line)
     assert code == 2
     assert err.startswith(f"error: {directory}: [Errno 30] Read-only file system")
     assert err.endswith("no log can be written\n")
@@ -532,6 +532,8 @@ def test_modules_are_looked_for_in_the_working_directory(script, monkeypatch):
         ({"RANK": "1", "LOCAL_RANK": "1"}, [1, 0, 0]),
         ({"RANK": "", "WORLD_SIZE": ""}, [1, 0, 0]),
         ({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1"}, [4, 3, 1]),
+        ({"WORLD_SIZE": "0"}, [1, 0, 0]),
+        ({"WORLD_SIZE": "all"}, [1, 0, 0]),
     ],
 )
 def test_a_rank_counts_under_a_launcher_alone(script, environ, found):
@@ -540,7 +542,8 @@ def test_a_rank_counts_under_a_launcher_alone(script, environ, found):
     lines = [
         node
         for node in ast.parse(Path(script.__file__).read_text()).body
-        if isinstance(node, ast.Assign) and node.targets[0].id in names
+        if (isinstance(node, ast.Assign) and node.targets[0].id in names)
+        or (isinstance(node, ast.FunctionDef) and node.name == "launched")
     ]
     scope = {"os": SimpleNamespace(environ=environ)}
     exec(compile(ast.Module(lines, []), "", "exec"), scope)

@@ -120,7 +120,7 @@ def test_the_others_meet_the_first_after_each_episode(script, monkeypatch, rank)
     run = SimpleNamespace(
         args=args, agent=None, directory=Path(), step=7, log=lambda *given: None, evaluated_at=0,
         eval_env=None, signals=[], total_steps=9, stops=lambda: script.Run.stops(run),
-        evaluation_status=None, checkpoint_is_due=False, saved_step=None,
+        evaluation_status=None, checkpoint_is_due=lambda: False, saved_step=None,
     )  # fmt: skip
     script.Run.evaluate(run)
     assert len(met) == 3

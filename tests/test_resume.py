@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import itertools
 import json
 import os
@@ -281,6 +282,11 @@ def test_a_resume_by_the_copy_of_the_script_keeps_its_commit(script, tmp_path, m
     script.rewrite_origin(directory, args, 48)
     assert json.loads((directory / "args.json").read_text())["commit"] == "now"
     assert not [*directory.glob("*until-step*")]  # it is the same script
+    another = script.make_run_dir(replace(args, run_dir=str(tmp_path / "others")))
+    assert json.loads((another / "args.json").read_text())["commit"] == "now"
+    (directory / "args.json").write_text("[]")
+    script.write_origin(another, args)
+    assert json.loads((another / "args.json").read_text())["commit"] == ""
 
 
 def test_a_resume_by_another_script_keeps_the_old_one(script, tmp_path, monkeypatch):
@@ -351,8 +357,8 @@ def test_a_better_agent_than_the_checkpoint_knows_is_kept(script, tmp_path, monk
     assert (kept["best_return"], kept["best_step"]) == (7, 96)
 
 
-def test_a_broken_best_agent_stops_no_resume(script, tmp_path, monkeypatch):
-    """The next evaluation replaces it."""
+def test_a_broken_best_agent_stops_no_resume(script, tmp_path, monkeypatch, capsys):
+    """The next evaluation replaces it, and a line says so."""
     flags = {"env_id": "probes:Walk-v0", "eval_every": 1}
     args = flags_for(script, tmp_path, 3, **flags)
     directory = stopped(script, monkeypatch, args, 2)
@@ -362,6 +368,23 @@ def test_a_broken_best_agent_stops_no_resume(script, tmp_path, monkeypatch):
     resumed(script, monkeypatch, directory)
     found = torch.load(directory / "best.pt", weights_only=True)
     assert (found["best_return"], found["global_step"]) == (-1e6, args.total_timesteps)
+    assert "best.pt: damaged, or no run or checkpoint of this script" in capsys.readouterr().out
+
+
+def test_a_best_agent_that_cannot_be_read_now_is_kept(script, tmp_path, monkeypatch):
+    """Its disk is away for a moment: nothing is resumed, since a worse one would replace it."""
+    args = flags_for(script, tmp_path, 3, env_id="probes:Walk-v0", eval_every=1)
+    directory = stopped(script, monkeypatch, args, 2)
+    load = torch.load
+
+    def away(path, **options):
+        if getattr(path, "name", "") == "best.pt":
+            raise OSError(5, "Input/output error")
+        return load(path, **options)
+
+    monkeypatch.setattr(torch, "load", away)
+    with pytest.raises(script.UsageError, match=r"best\.pt: Input/output error"):
+        script.train(replace(args, resume=str(directory)))
 
 
 @pytest.mark.parametrize("parts", [[], [{"envs": None}] * 2])
@@ -610,26 +633,27 @@ def test_a_failing_write_leaves_the_previous_checkpoint(script, tmp_path, monkey
     """Disk full in the third write: exit code 1, the second checkpoint stays and is named."""
     args = flags_for(script, tmp_path, 5, env_id="probes:Walk-v0", checkpoint_every=1)
     with monkeypatch.context() as patch:
-        fill_the_disk(patch, 3, "checkpoint.tmp")
+        fill_the_disk(patch, 3, "checkpoint.pt.tmp")
         code, _, err = run_main(script, capsys, words(args))
     assert code == 1, err
     (path,) = (tmp_path / "runs").glob("*/checkpoint.pt")
     for part in ("No space left", "last checkpoint", str(path)):
         assert part in err
     assert contents(path.parent)["run"]["iteration"] == 2
+    assert not [*path.parent.glob("*.tmp")]  # half of a file takes room
     whole = script.train(args)
     assert_same(timeless(resumed(script, monkeypatch, path.parent)), timeless(whole))
 
 
 def test_what_a_kill_leaves_behind_does_no_harm(script, tmp_path, monkeypatch):
-    """A half-written checkpoint.tmp is not read, and is gone after the next write."""
+    """A half-written file is not read, and is gone after the next write."""
     args = flags_for(script, tmp_path, 3, env_id="probes:Walk-v0")
     directory = stopped(script, monkeypatch, args, 1)
     whole = (directory / "checkpoint.pt").read_bytes()
-    (directory / "checkpoint.tmp").write_bytes(whole[: len(whole) // 2])
+    (directory / "checkpoint.pt.tmp").write_bytes(whole[: len(whole) // 2])
     assert script.load_agent(directory)[1] == args
     resumed(script, monkeypatch, directory)
-    assert not (directory / "checkpoint.tmp").exists()
+    assert not (directory / "checkpoint.pt.tmp").exists()
     assert contents(directory)["run"]["iteration"] == 3
 
 
@@ -651,11 +675,11 @@ def test_checkpoints_are_synced_before_they_are_renamed(script, tmp_path, monkey
     path = Path(script.train(args)["run_dir"], "checkpoint.pt")
     written, renamed = done[-2:]
     assert written == ("sync", path.stat().st_size)
-    assert renamed == ("checkpoint.tmp", "checkpoint.pt")
+    assert renamed == ("checkpoint.pt.tmp", "checkpoint.pt")
     synced, renamed = [name for name, _ in done][::2], [name for name, _ in done][1::2]
     assert set(synced) == {"sync"}
     script_copy = f"{Path(script.__file__).name}.tmp"
-    assert {*renamed} == {"args.json.tmp", script_copy, "checkpoint.tmp"}
+    assert {*renamed} == {"args.json.tmp", script_copy, "checkpoint.pt.tmp"}
 
 
 class Bomb:
@@ -1097,25 +1121,32 @@ def test_processes_of_environments_draw_anew_at_another_step(script, tmp_path):
     assert not set(found[0]) & set(found[2])
 
 
-def test_settings_of_torch_that_a_task_found_are_resumed(script, tmp_path, monkeypatch):
-    """It had changed the default dtype in `reset`, which no resumed episode calls."""
-    args = flags_for(script, tmp_path, 2, env_id="probes:Walk-v0")
-    settings = {"probes:Walk-v0": (torch.float64, True)}
-    monkeypatch.setattr(script.Checked, "tasks_settings", {})
-    keep = script.Run.to_resume
+def test_settings_of_torch_that_a_task_found_are_resumed(script, tmp_path, monkeypatch, capsys):
+    """It had changed the default dtype in `__init__`, which no copy calls. Its step needs that, in
+    the process which tries copies out as well."""
+    args = flags_for(script, tmp_path, 3, env_id="rude:Torch-v0", save_envs="proven")
+    whole = script.train(args)
+    directory = stopped(script, monkeypatch, args, 1)
+    again = resumed(script, monkeypatch, directory)
+    assert AFRESH not in capsys.readouterr().out
+    assert_same(timeless(again), timeless(whole))
 
-    def to_resume(run):
-        monkeypatch.setattr(script.Checked, "tasks_settings", settings.copy())
-        return keep(run)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(script.Run, "to_resume", to_resume)
-        directory = stopped(script, patch, args, 1)
+@pytest.mark.parametrize("saved", [None, (torch.float64, False)])
+def test_a_copy_has_the_settings_that_were_saved(script, monkeypatch, saved):
+    """Not those that making a fresh task left behind."""
     monkeypatch.setattr(script.Checked, "tasks_settings", {})
-    run, *_ = script.start(replace(args, resume=str(directory)))
-    with undisturbed(), run:
-        assert run.carried is not None
-        assert script.Checked.tasks_settings == settings
+    layer = script.make_env(small_args(script, "Walk")).env
+    assert isinstance(layer, script.Checked)
+    name = layer.env_id
+    if saved is not None:
+        layer.tasks_settings[name] = saved
+    file = io.BytesIO()
+    script.EnvPickler(file).dump(layer)
+    layer.tasks_settings[name] = (torch.float32, False)
+    copy = pickle.loads(file.getvalue())
+    assert layer.tasks_settings == ({} if saved is None else {name: saved})
+    assert "settings" not in vars(copy)
 
 
 def test_generators_go_on_where_environments_are_lost(script, tmp_path, monkeypatch):

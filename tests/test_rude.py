@@ -954,10 +954,10 @@ def test_a_fault_with_a_percent_sign_is_told(script, monkeypatch, capsys):
     assert 'raise RuntimeError(f"battery at {13 % 5}%")' in told
 
 
-def test_messages_of_gymnasium_may_have_percent_signs(script):
+def test_warnings_of_gymnasium_may_have_percent_signs(script):
     """A film in a folder like clip20% is written over, say. The log is then as it was."""
     before = gym.logger.warn, gym.logger.error
-    with script.messages_of_gymnasium() as told:
+    with script.collecting_warnings() as told:
         gym.logger.warn("videos in clip20% folder")
         gym.logger.error("a % b")
     assert told == ["videos in clip20% folder", "a % b"]
@@ -1337,11 +1337,14 @@ def test_a_signal_ends_the_last_evaluation(script, somewhere, monkeypatch, capsy
     assert_same(contents(directory)["agent"], before["agent"])
     whole = script.train(args)
     assert_same(contents(directory), contents(whole["run_dir"]))
+    before = {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
     code, out, _ = run_main(script, capsys, ["--resume", str(directory)])
     assert (
         "the run has taken all of its 96 steps; a larger --total-timesteps continues it, and --eval"
         in out
     )
+    after = {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+    assert after == before  # no log either
 
 
 def test_a_signal_that_comes_too_late_is_obeyed(script, somewhere, monkeypatch, capsys):
@@ -1651,7 +1654,7 @@ def test_a_machine_may_have_no_git(script, monkeypatch, tmp_path):
 )
 def test_another_process_that_ends_without_a_word(script, monkeypatch, end, told):
     """As where a simulator in C crashes."""
-    monkeypatch.setattr(script, "TRIAL", f"import os; {end}")
+    monkeypatch.setattr(script, "TRIAL_PROGRAM", f"import os; {end}")
     assert script.fault_of_copies(b"") == f"another process could not read them back: {told}"
 
 
@@ -1681,6 +1684,8 @@ def test_a_refusal_in_another_process_is_one_that_can_travel(script, monkeypatch
     layer = script.make_env(small_args(script, "Walk")).env
     assert type(layer.refusal("it")) is script.UsageError
     monkeypatch.setattr(script.multiprocessing, "parent_process", object)
+    assert type(layer.refusal("it")) is script.UsageError  # a sweep's own process
+    monkeypatch.setattr(script.Checked, "in_other_process", True)
     assert type(layer.refusal("it")) is ValueError
 
 

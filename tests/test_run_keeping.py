@@ -10,6 +10,7 @@ import os
 import pickle
 import random
 import signal
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -676,7 +677,10 @@ def test_the_first_signal_asks_and_a_second_ctrl_c_kills(script, begin, monkeypa
         expected = pytest.raises(fault or KeyboardInterrupt)  # without a fault it is the signal's
         with expected, run:
             assert [signal.getsignal(number) for number in numbers] == [run.request_stop] * 2
+            twice = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+            twice.start()  # as `timeout -s INT` sends it to the process and to its group
             signal.raise_signal(signal.SIGTERM)
+            twice.join()
             assert run.signals == [signal.SIGTERM]
             again = [signal.default_int_handler, run.request_stop]  # a program's Ctrl-C raises
             assert [signal.getsignal(number) for number in numbers] == again
@@ -691,6 +695,16 @@ def test_the_first_signal_asks_and_a_second_ctrl_c_kills(script, begin, monkeypa
             if fault:
                 raise fault
         assert [signal.getsignal(number) for number in numbers] == [earlier] * 2
+
+
+@pytest.mark.parametrize("flag", ["run_dir", "resume", "init_from"])
+def test_links_in_a_circle_are_a_mistake(script, tmp_path, flag):
+    """Python 3.11 raises RuntimeError where it follows them."""
+    link = tmp_path / "a"
+    link.symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(link)
+    with pytest.raises(script.UsageError, match=f"{link}|is not a run directory"):
+        script.train(small_args(script, "Walk", **{flag: str(link)}))
 
 
 def test_the_run_directory_is_made_with_its_parents_or_refused_in_one_line(script, tmp_path):
@@ -758,7 +772,7 @@ def test_events_are_written_ahead_of_the_checkpoint(begin, monkeypatch):
     monkeypatch.setattr(run.writer, "flush", lambda: done.append("events"))
     monkeypatch.setattr(Path, "replace", note)
     run.save()
-    assert done == ["events", "checkpoint.tmp"]
+    assert done == ["events", "checkpoint.pt.tmp"]
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(script, tmp_path, monkeypatch):
