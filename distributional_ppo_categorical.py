@@ -5311,8 +5311,8 @@ def check_machine(args: Args) -> None:
         gpus = torch.cuda.device_count()
         needed = launched("LOCAL_WORLD_SIZE", LOCAL_RANK + 1)  # on this machine
         if needed > gpus:
-            text = f"{needed} processes need a GPU each, and torch sees {gpus}; start fewer"
-            raise flag_error(args, "cuda", text)
+            text = f"{needed} processes need a GPU each, and torch sees {gpus}"
+            raise flag_error(args, "cuda", f"{text}; start fewer processes")
 
 
 def plain(value: Any, kind: Any) -> Any:
