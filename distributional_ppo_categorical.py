@@ -822,13 +822,15 @@ def normalize_advantages(
 ) -> Tensor:
     """Compute (A - mean) / (std + eps), with the population std over all entries.
 
-    The formula has no branch on the size of std, which would make it discontinuous. With one
-    process constant input gives exact zeros, because one entry is subtracted from all first.
+    The formula has no branch on the size of std, which would make it discontinuous. Constant input
+    gives zeros, exact ones with one process, because one entry is subtracted from all first.
     `across` gives the mean of a number over several processes that hold equal parts of the
     advantages. Every entry counts, so leave out padding. There must be at least one. (The defaults
     are for other programs; `scale_advantages` passes both.)
     """
-    shifted = advantages - across(advantages.flatten()[0])
+    shifted = advantages
+    for _ in range(2):  # over processes the mean of equal numbers is that number but for rounding
+        shifted = shifted - across(shifted.flatten()[0])
     centered = shifted - across(shifted.mean())
     return centered / (across(centered.square().mean()).sqrt() + eps)
 
@@ -1385,8 +1387,8 @@ class RunningMoments(nn.Module):
         self.count = (old_count + weight).clamp(max=self.max_count)
 
     def normalize(self, x: Tensor) -> Tensor:
-        """Compute (x - mean) / std, in the dtype of x, which is a float."""
-        return ((x - self.mean) / self.std).to(x.dtype)
+        """Compute (x - mean) / std in float64, and return it in the dtype of x, a float."""
+        return ((x.double() - self.mean) / self.std).to(x.dtype)
 
     def denormalize(self, z: Tensor) -> Tensor:
         """Compute std * z + mean, the inverse of `normalize`.

@@ -203,6 +203,21 @@ def test_normalize_advantages_of_constant_input_is_zero(script, dtype, constant)
         assert out.equal(torch.zeros(n, 1, dtype=dtype))
 
 
+@pytest.mark.parametrize("processes", [2, 3, 6, 7, 48])
+def test_constant_input_of_many_processes_is_zero(script, processes):
+    """x / 6, six times, need not add up to x. What is left over must stay far below eps, also where
+    eps is 1e-30, as in training."""
+
+    def across(x):
+        return sum([x / processes] * processes)
+
+    for constant in (1 / 3, -0.7, 123.456, 1e6 + 0.1):
+        advantages = torch.full((341, 1), constant, dtype=torch.float64)
+        assert across(advantages[0, 0]) == pytest.approx(constant)
+        out = script.normalize_advantages(advantages, 1e-30, across)
+        assert float(out.abs().max()) < 1e-6
+
+
 def divisors(run: SimpleNamespace, *stds: float) -> list[float]:
     """What advantages are divided by in rollouts of these standard deviations, mean 5."""
     found = []

@@ -198,6 +198,15 @@ def test_normalize_keeps_dtype_and_inverts(script, shape, axes, dtype):
     assert all(b.dtype == torch.float64 for b in moments.buffers())
 
 
+def test_normalize_resolves_float32_far_from_zero(script):
+    """The mean is 1e6 + 0.34. In float32, whose steps are 1/16 there, it would be 1e6 + 0.3125, so
+    the first difference would be 0 and the second one 0.0625."""
+    moments = script.RunningMoments(())
+    moments.mean.fill_(1e6 + 0.34)
+    x = torch.tensor([1e6 + 0.3125, 1e6 + 0.375])  # exact in float32
+    assert_close(moments.normalize(x), torch.tensor([-0.0275, 0.035]) / moments.std.float())
+
+
 def test_update_takes_integers(script):
     """Ours: counts are data like any other; 1, 2 and 4 have mean 7 / 3."""
     assert float(of(script, torch.tensor([1, 2, 4])).mean) == pytest.approx(7 / 3)
