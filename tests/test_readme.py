@@ -344,18 +344,6 @@ def test_what_chance_makes_of_a_perfect_prediction():
     assert f"with 16 chance makes {few:.2f}, and 0.05 decides nothing." in README
 
 
-def test_the_peer_with_our_flags_on_robots():
-    """Both numbers are those of the report."""
-    page = (ROOT / "benchmarks" / "README.md").read_text()
-    row = r"NoVel-v5, 300k\* \| ([\d.]+) ± ([\d.]+) \(3\) \| ([\d.]+) ± ([\d.]+) \(3\) \|"
-    cheetah, walker = (
-        [f"{float(number):.0f}" for number in re.search(name + row, page).groups()]
-        for name in ("HalfCheetah", "Walker2d")
-    )
-    told = "On HalfCheetahNoVel-v5 ours has {} ± {} and the peer {} ± {}, on Walker2dNoVel-v5"
-    assert told.format(*cheetah) + " {} ± {} and {} ± {}.".format(*walker) in README
-
-
 def falls_beyond_chance(before: list[float], after: list[float]) -> bool:
     """Whether the 95 % interval of the mean difference of three pairs (Student's t) is below 0."""
     gaps = [late - early for early, late in zip(before, after, strict=True)]
@@ -728,8 +716,8 @@ def test_robots_without_velocities_beside_the_recurrent_peer():
         own, peer = (np.array(learning.scores_of(cell)) for cell in cells)
         assert len(own) == len(peer) == 3
         assert common.welch(own, peer).verdict == "undecided"
-        told += [f"{own.mean():.0f}", f"{peer.mean():.0f}"]
-    words = "on HalfCheetahNoVel-v5 ours has {} and the peer {}, on Walker2dNoVel-v5 {} and {}."
+        told += [f"{x.mean():.0f} ± {common.half_width(x):.0f}" for x in (own, peer)]
+    words = "On HalfCheetahNoVel-v5 ours has {} and the peer {}, on Walker2dNoVel-v5 {} and {}."
     assert words.format(*told) in README
 
 
