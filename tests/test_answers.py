@@ -460,7 +460,8 @@ def test_disasters_are_those_of_the_preset(answers, monkeypatch):
         )
     ]
     monkeypatch.setattr(answers.calibration, "TABLE", Made(made))
-    told = "70 % (201 atoms), 30 % (51 atoms) and 50 % (quantiles; older, one run each)"
+    told = "70 % (201 atoms; 70 to 70), 30 % (51 atoms; 30 to 30) and "
+    told += "50 % (quantiles; 40 to 60; older, one run each)"
     assert (
         answers.disasters()
         == f"{told}; with so few atoms or quantiles the best fit overestimates it by 1, 2 and 10 %"
@@ -505,7 +506,7 @@ def test_every_critic_whose_value_is_the_mean_counts_on_the_arms(answers, monkey
     ]
     monkeypatch.setattr(answers.truth, "TABLE", Made(made))
     told = {"default": "0 of 2", "mean": "4 of 5", "peer": "1 of 1"}
-    told["scalar"] = "0 of 1"
+    told |= {"scalar": "0 of 1", "wide": "0 of 1", "quantiles": "1 of 1"}
     assert answers.arms() == told
 
 
@@ -749,11 +750,11 @@ def test_aversion_on_robots_worked_by_hand(answers, monkeypatch):
     assert [line.split(" | ")[0] for line in table[3:]] == [f"| {tails.TASK}"] * 3
     assert answers.robots_told() == (
         f"with a weight of 0.5 better on {hopper} and worse on {tails.TASK}; "
-        f"with a penalty worse on {tails.TASK} and undecided on {hopper}"
+        f"with a penalty worse on {tails.TASK} and undecided elsewhere"
     )
     assert answers.helped() == [hopper]
     told = f"made it measurably better on {hopper} of [two robots](#risk); a penalty on risky steps"
-    assert answers.robots_helped().endswith(f"{told} did at least as well on one.")
+    assert answers.robots_helped().endswith(f"{told} has at least as good a mean on one.")
     assert answers.averse_lander().endswith(
         "is 1 with `averse` and 41 with a weight of 0.5, instead of 81 (one older run each)."
     )
