@@ -307,8 +307,8 @@ def report() -> None:
     rows = TABLE.rows()
     text = [
         f"{EPISODES} evaluation episodes a run; means over seeds +- half the 95 % interval. For "
-        f"each episode hits were drawn {DRAWS} times. Rows without a CVaR_0.1 without hits met "
-        f"theirs in the episodes, once. "
+        f"each episode hits were drawn {DRAWS} times. An empty CVaR without hits: hits were met "
+        f"while playing, once. "
         f"Policies that see what they have earned (clock, up to) played {MANY} episodes with hits."
     ]
     for title, seeds in (
