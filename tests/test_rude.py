@@ -614,7 +614,8 @@ def test_environments_are_tried_out_where_the_flag_says_so(script, tmp_path, mon
 
 def pickled(script, name, number=1):
     """The bytes of environments, as a checkpoint holds them."""
-    envs = script.make_envs(small_args(script, "", env_id=f"rude:{name}-v0", num_envs=number))
+    flags = {"num_envs": number, "num_minibatches": 1}
+    envs = script.make_envs(small_args(script, "", env_id=f"rude:{name}-v0", **flags))
     envs.reset(seed=[*range(number)])
     found, fault = script.pickle_envs(envs)
     assert fault == ""
