@@ -707,7 +707,7 @@ def bought(verdicts: dict[Contest, Verdict]) -> str:
     robots, recurrent, games = (verdicts[contest].at_the_end for contest in defaults())
     age = "MuJoCo by today's scripts, the others older" if is_current() else "older"
     return (
-        f"**What the distribution buys, in three sentences.** *Mean:* {gain[0].lower()}"
+        f"**What the distribution buys.** *Mean:* {gain[0].lower()}"
         f"{gain[1:-1]}: a run with the default critic ends higher than one with a scalar critic "
         f"with probability {robots} on MuJoCo, {recurrent} on recurrent tasks and {games} on "
         f"MinAtar, where a tie is 0.5 ({age}). *Lower tail:* on our [road](#risk) `--cvar-weight "
@@ -1683,6 +1683,19 @@ def behind_scalar() -> list[str]:
     ]
 
 
+def todays_twins() -> str:
+    """What today's scripts say of the default on MuJoCo, once both rows have all their runs."""
+    family = critics.FAMILIES[critics.TODAY]
+    scores = critics.raw_scores(family)
+    both = [scores.get(name, ()) for name in ("HL-Gauss, twins", "scalar, twins")]
+    if any(len(own) < len(family.seeds) for own in both):
+        return ""
+    chance = critics.estimate(critics.improvement, *both)
+    undecided = chance.low <= 0.5 <= chance.high
+    verdict = "undecided" if undecided else "likely better" if chance.low > 0.5 else "likely worse"
+    return f" Beside scalar twins today's default on MuJoCo is {verdict}: {chance}."
+
+
 def compared() -> str:
     """Which scripts and which critics the contests are of."""
     if is_current():
@@ -1693,7 +1706,7 @@ def compared() -> str:
         )
     return (
         "  * **What was compared** are older scripts. There the distribution is mostly a further "
-        "loss, since by default the policy learns from V."
+        f"loss, since by default the policy learns from V.{todays_twins()}"
     )
 
 

@@ -582,6 +582,16 @@ def test_the_chance_that_a_distribution_helps():
     expected = f"{robots} on MuJoCo, {recurrent} on recurrent tasks and {games} on MinAtar, where"
     assert expected in README
 
+    critics = importlib.import_module("critics")
+    family = critics.FAMILIES[critics.TODAY]
+    scores = critics.raw_scores(family)
+    ours, scalar = scores["HL-Gauss, twins"], scores["scalar, twins"]
+    assert ours.shape == scalar.shape == (5, 4)
+    chance = critics.estimate(critics.improvement, ours, scalar)
+    assert chance.high < 0.5
+    told = f"the default is worse on MuJoCo: the chance is {chance} beside twin critics of V alone,"
+    assert told in README
+
 
 def test_how_good_tuned_flags_for_calibration_are():
     """Whether all three runs reach the goal, with each task's own flags, and how many runs do."""
