@@ -657,8 +657,19 @@ def tuning_runs(only: list[str], seeds: list[int], extra: str) -> list[Run]:
 
 # ------------------------------------------------------------------------------------------- report
 CHAIN_HEAD = """\
-Errors at the start state, percent, with the representation floor in brackets; means of
-absolute errors over seeds, of signed ones for std and CVaR. Seeds that reach all goals.
+Errors of the distribution that is predicted at the start of a known process, in percent. They are
+means over seeds, of absolute errors, or of signed ones where a sign stands. Brackets have the
+representation floor: the error of the best fit with as many atoms or quantiles. The columns:
+
+* W1 / std: the 1-Wasserstein distance to the true distribution over its standard deviation.
+* Std: the predicted standard deviation minus the true one, over the true one.
+* CVaR 0.05, CVaR 0.25: the predicted mean of the lowest 5 and 25 % minus the true one, over the
+  true one's distance from the mean. Above 0 the tail is told too mild.
+* Deciles: the largest distance between a predicted decile's true probability and 0.1 to 0.9.
+* Reached: seeds that reach all goals.
+
+Flags name what the critics learn (lambda_return, or sr_lambda for samples of the return), their
+loss (two_hot, hl_gauss, or quantiles with kappa) and K, the number of atoms or quantiles.
 "calibrated, tuned" has the flags of --preset calibrated, and others that suit these processes.
 With atoms it has 51 of them; the preset has 201, as "201 atoms" has.
 """

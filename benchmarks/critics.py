@@ -395,9 +395,26 @@ def draw(families: dict[str, Family]) -> None:
     common.save(figure, RESULTS / "critics.png")
 
 
+HEAD = """\
+Each table is a family of critics on the tasks that it names. Below a task's name stands the mean
+return at the end. A score is (return - low) / (reference - low), where the reference is the mean of
+a scalar critic; 1 is as good as that one. The columns:
+
+* IQM at the end: the interquartile mean of the scores of all runs on all tasks, of their final
+  evaluations.
+* IQM over the run: the same of the mean of all training returns, so that fast learning counts.
+* Better than scalar: the probability that a run has the higher score than one of the scalar critic
+  with as many heads. A tie is 0.5.
+* Ends below 0.9: runs whose final score is below 0.9. The lists below a table tell their returns.
+* Fewer by: the scalar critic's share of such runs minus the row's. Above 0 fewer runs are lost.
+
+Brackets are 95 % intervals. Those of the IQM and of "fewer by" take the reference's mean as known.
+"""
+
+
 def report() -> None:
     """Tables in results/critics.md and on the terminal, the figure in results/critics.png."""
-    lines = []
+    lines = [HEAD]
     for title, family in told().items():
         lines += [*table(title, family), "", *lost(title, family), ""]
         if title.startswith("MuJoCo"):

@@ -750,11 +750,18 @@ def table(cells: list[Cell]) -> list[str]:
     return lines
 
 
+EVERY_RUN_HEAD = """\
+"Final evaluations" has one number for each run: the mean return over its evaluation episodes.
+"Last training returns" is the mean of the last twenty training episodes, over the runs of a line.
+Two lines with one task and variant are of today's scripts and of older ones.
+"""
+
+
 def every_run(cells: list[Cell]) -> list[str]:
     """A line for each cell with results: what the table's figures are of."""
     lines = common.markdown_head(
-        "script | task | variant | steps | final evaluations, sorted | last training returns "
-        "| commit"
+        "script | task | variant | version | steps | final evaluations, sorted "
+        "| last training returns | commit"
     )
     for cell in cells:
         runs = rows_of(cell)
@@ -769,6 +776,7 @@ def every_run(cells: list[Cell]) -> list[str]:
                     cell.script,
                     name_of(cell),
                     cell.variant,
+                    version_of(cell),
                     steps_told(runs),
                     " ".join(f"{score:.{digits}f}" for score in scores),
                     f"{last:.{digits}f}",
@@ -1143,7 +1151,8 @@ def report() -> None:
         for cell in GRID
         if version_of(cell) == "today's" and older_rows_of(cell)
     ]
-    common.publish(RESULTS / "every_run.md", every_run([*GRID, *older, *ABLATIONS]))
+    every = every_run([*GRID, *older, *ABLATIONS])
+    common.publish(RESULTS / "every_run.md", [EVERY_RUN_HEAD, *every])
 
     draw_ablations(panels)
     draw_learning()

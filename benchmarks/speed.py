@@ -886,6 +886,26 @@ PASS_HEAD = (
 )
 
 
+HEAD = """\
+Speeds are environment steps in a second of training, medians over the repeats. In a repeat the
+programs run one after another. A ratio is that of the medians, and beside it stand the lowest and
+the highest ratio of a repeat. The columns of the first table:
+
+* Cell: the task, then environments x steps of a rollout.
+* Sb3: sb3-contrib's RecurrentPPO where the cell is recurrent, else Stable-Baselines3's PPO.
+* Floor: the sum of what every program must do. It steps the environments, and it runs bare layers
+  of the same sizes forward and backward, with no loss, no optimizer and no logging.
+* Share of it: our speed over the floor's; where ours has two threads, on one core.
+* Ms of the floor and of ours: milliseconds of one iteration, a rollout and its update.
+* Steps per reset: the mean length of an episode while the clock ran. Episodes that end early cost
+  resets, and a recurrent peer time.
+* Commit: the version of our scripts.
+
+In the table of growth one size grows at a time. The exponent is log(time of an iteration) over
+log(size): 1 is linear, and 0 costs nothing.
+"""
+
+
 def tables(threads: str, rows: list[Row]) -> list[str]:
     """All tables of one number of threads. CleanRL stands beside the newest version that it was
     measured with."""
@@ -919,7 +939,7 @@ def report(table: Table) -> None:
     """speed.md and speed.png beside the CSV, from it alone."""
     rows = load(table)
     everyone = sorted({row["threads"] for row in rows})
-    lines = []
+    lines = [HEAD]
     for threads in everyone:
         lines += tables(threads, rows)
     lines += [

@@ -752,8 +752,8 @@ TABLE = """\
 | script | CartPole-v1 | default | - | 50,000 | 2 | 499.5 | - | 499.0, 500.0 | not by most (1 of 2) | 8 |
 """  # noqa: E501
 EVERY_RUN = """\
-| script | Walk-v0 | default | 200,000 | -1.750 2.250 | 1.000 | abcdef0 |
-| script | CartPole-v1 | default | 50,000 | 499.0 500.0 | 450.2 | - |
+| script | Walk-v0 | default | - | 200,000 | -1.750 2.250 | 1.000 | abcdef0 |
+| script | CartPole-v1 | default | - | 50,000 | 499.0 500.0 | 450.2 | - |
 """
 
 
