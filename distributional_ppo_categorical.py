@@ -3891,7 +3891,8 @@ class Run:
             if RANK == 0 and self.step < self.total_steps:  # a finished run keeps its origin
                 rewrite_origin(self.directory, args, self.step)
 
-        self.say("; ".join([*self.facts(), f"logging to {self.directory}"]))
+        place = "kept in" if self.has_nothing_to_do else "logging to"
+        self.say("; ".join([*self.facts(), f"{place} {self.directory}"]))
         if RANK == 0 and not self.has_nothing_to_do:
             self.open_log()
 
