@@ -14,22 +14,22 @@ One iteration of `train` has four parts:
 
 These things differ most from other PPO scripts:
 
-    True successors      A time limit is no death. An episode that is cut there is bootstrapped from
-                         the value of its own final observation (Pardo et al. 2018). The value of
-                         the next episode's first observation would be wrong.
+    True successors      A time limit is not an end of the task. An episode that it cuts is
+                         bootstrapped from the value of its own final observation (Pardo et al.
+                         2018). Scripts that take it for a termination bootstrap from 0.
     Critics come later   Nothing needs a value while the actor acts. Running the critics over the
                          rollout afterwards is faster, and it reaches every true successor.
     Distributions        Each critic predicts probabilities of returns. By default it learns one
                          lambda-return for each state, blurred by HL-Gauss. The presets `calibrated`
                          and `averse` learn the distribution of the return itself. By default V,
                          the value that advantages use, is the mean of the predicted distribution
-                         plus a correction (`--value-from`). With `--cvar-weight`
-                         the policy learns from the tail of the distribution.
+                         plus a correction (`--value-from`). With `--cvar-weight` the policy learns
+                         from the tail of the distribution.
     Two critics          Two value heads predict the return, and each has a V. By default the V
                          that advantages use is the smaller one of the two.
     Normalised returns   Critics predict (return - running mean) / running std.
                          Advantages are normalised once for a rollout, not for each minibatch.
-    Apart                The actor shares no parameter with the critics. It has a loss and an Adam,
+    Separate networks    The actor shares no parameter with the critics. It has a loss and an Adam,
                          and the two critics together have one of each.
     Stop before a step   With `--target-kl` the KL divergence from the policy that acted is measured
                          ahead of each step. The actor stops before its step on the first
@@ -48,13 +48,12 @@ Shapes are written with these letters:
     N   environments, of one process
     B   rows of a rollout, T * N, or of a minibatch
     D   entries of an observation; an image has three axes instead, channels first
-    F   features that convolutions give
-    A   floats of a continuous action; in formulas A is an advantage
+    A   floats of a continuous action; in formulas A is the advantage instead
     P   parts of a discrete action
     H   width of the hidden layers
     C   critics
     K   atoms of a predicted distribution; with the correction a critic has K + 1 outputs
-    J   weighted returns of a target distribution: 1 by default, K by SR(lambda)
+    J   weighted returns of a target distribution: 1 by default, K with SR(lambda)
 
 Rewards, values and returns are in the task's units, but rewards of Atari games are clipped.
 Networks see normalised observations (images as they are) and predict normalised returns. A `Batch`
@@ -152,7 +151,7 @@ class Range:
 
     def __contains__(self, value: float) -> bool:
         inside = self.low < value if self.above_low else self.low <= value
-        finite = isinstance(value, int) or math.isfinite(value)  # large integers are no floats
+        finite = isinstance(value, int) or math.isfinite(value)  # of large integers it raises
         return finite and inside and value <= self.high
 
     def __str__(self) -> str:
@@ -218,8 +217,8 @@ class TaskArgs:
     num_steps: Count = 64
     """Steps of each environment in a rollout."""
     masked_obs: tuple[int, ...] = ()
-    """Indices of entries of the observation vector that the networks see as zero, from 0. The
-    velocities of CartPole are 1 and 3."""
+    """Indices, counted from 0, of entries of the observation vector that the networks see as zero.
+    The velocities of CartPole are 1 and 3."""
     preset: tuple[str, ...] = ()
     """Presets, which the top of --help lists. They apply from left to right. Typed flags override
     them. In Python, `preset_args` applies them, and `Args` only records their names."""
@@ -297,8 +296,8 @@ class CriticArgs:
     """Value heads, each with a hidden layer of its own. They share the layers before it."""
     value_from: Literal["distribution", "mean_head"] = "mean_head"
     """Where V comes from. distribution: the mean of the predicted distribution. mean_head: that
-    mean plus a correction, one more output. Squared error fits the correction, so V learns rare
-    rewards, too."""
+    mean plus a correction, one more output, which squared error fits to lambda-returns. Targets
+    beyond the atoms are clamped to them, so the mean alone misses rare large rewards."""
     twin_reduce: Annotated[Literal["min", "mean"], IdleWhile("num_critics", 1)] = "min"
     """How two critics give one prediction. min: that of the critic with the smaller V. mean: an
     equal mixture of both, whose V is the mean of theirs."""
@@ -317,9 +316,9 @@ class CriticArgs:
 
 # ---- value distribution: categorical (flags) -----------------------------------------------------
 # To use another kind of value distribution, replace this block and the block "(functions)" below.
-# The rest of the file needs two things of this block: `ValueDistributionArgs`, with a flag
-# `vf_clip`, and `CALIBRATED`. Of that block it needs the class `ValueDistribution`; the list above
-# the class names its members. --init-from refuses weights whose `support` has other ends.
+# The rest of the file uses `ValueDistributionArgs`, with a flag `vf_clip`, and `CALIBRATED` of this
+# block, and of the other one `ValueDistribution` alone, whose members the list above it names.
+# --init-from refuses weights whose `support` has other ends.
 AtomCount = bounded(int, 2)
 BinWidths = bounded(float, 0.1, 100)
 
@@ -340,7 +339,7 @@ class ValueDistributionArgs:
     two_hot about a quarter as much."""
     hl_gauss_sigma: Annotated[BinWidths, IdleWhile("target_encoding", "two_hot")] = 0.75
     """Standard deviation of that Gaussian, in distances of neighbouring atoms. Below 0.5 its mean
-    is rounded to atoms in part, which biases V with --value-from distribution."""
+    is pulled to the nearest atom, which biases V with --value-from distribution."""
     vf_clip: Literal["none", "mean_only"] = "none"
     """none: no value clipping. mean_only: the loss rewards no move of the mean, or of V, beyond
     --vf-clip-coef from what was predicted before the update."""
@@ -398,8 +397,8 @@ class RunArgs:
     the new total, so that a learning rate that had fallen jumps up."""
     init_from: str = ""
     """Run directory or checkpoint whose weights and statistics the run starts from. Steps,
-    optimizers and what --norm-adv-memory remembers start anew. With --preset critics as the only
-    preset its flags of learning are taken as well."""
+    optimizers and what --norm-adv-memory remembers start anew. With --preset critics alone, the
+    flags of learning that it ran with are taken as well."""
     evaluate: str = ""
     """Run directory, whose last checkpoint counts, or a checkpoint such as best.pt, to evaluate
     with its own flags. Nothing is trained. --eval-episodes, --eval-sampled, --seed, --capture-video
@@ -531,7 +530,7 @@ def train(args: Args) -> dict[str, Any]:
             batch, metrics = prepare_batch(agent, rollout, args)
             run.lap("values")
             metrics |= update(agent, optimizers, batch, args, progress)
-            # Last: `prepare_batch` and `update` have to normalise observations as the actor did.
+            # After `prepare_batch`, which has to normalise observations as the actor did.
             agent.update_obs_moments(rollout.obs)
             run.lap("update")
             run.end_iteration(rollout, metrics, (obs,))
@@ -645,8 +644,8 @@ def gae(
     A program that imports this may pass rewards of several terms, (T, N, terms), and such values;
     the masks stay (T, N).
 
-    Raises ValueError for other shapes and for entries that are not finite, and TypeError for masks
-    of another dtype.
+    Raises ValueError for other shapes, for no steps at all and for entries that are not finite, and
+    TypeError for masks of another dtype.
     Source: Schulman et al. 2016, eq. 16; time limits: Pardo et al. 2018.
     """
     if terminated.dtype != torch.bool or truncated.dtype != torch.bool:  # ~1 would be -2
@@ -656,6 +655,8 @@ def gae(
     if shapes != [rewards.shape] * 3 + [steps] * 2:
         names = "rewards, values, next_values, terminated and truncated"
         raise ValueError(f"gae: the shapes of {names} are {shapes}")
+    if not len(rewards):
+        raise ValueError("gae: there are no steps")
     for name, x in (("rewards", rewards), ("values", values), ("next_values", next_values)):
         bad = int((~torch.isfinite(x)).sum())
         if bad:
@@ -683,8 +684,8 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
 
     The order matters (van Hasselt et al. 2016). The return statistics of earlier rollouts,
     `dist.moments`, turn this one's values into the task's units: std * value + mean. These values
-    give advantages and targets. Then the targets move the statistics: their mean, and their
-    variance or the mean of (V - mean)^2, whichever is larger.
+    give advantages and targets. Then the statistics take in the targets' mean and a variance: that
+    of the targets, or the mean of (V - mean)^2 if that is larger.
     Corrections of V keep their size in the task's units. (Atoms cannot, see `move_statistics`.)
 
     The new statistics normalise targets and old values for the update, and decode the next rollout.
@@ -791,7 +792,7 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
 
     Advantages are those of one rollout, float64. The result has their shape, whatever it is. The
     running std is the root of the mean variance of recent rollouts, and `agent.adv_moments` holds
-    it. Side effect: that takes in this rollout, so call this once for each.
+    it. Side effect: `agent.adv_moments` takes in this rollout, so call this function once for each.
 
     Where all returns are alike, the std is noise, and dividing by it would turn that noise into a
     gradient of full size. The running std prevents that once an earlier rollout has varied. The
@@ -823,7 +824,7 @@ def normalize_advantages(
     """Compute (A - mean) / (std + eps), with the population std over all entries.
 
     The formula has no branch on the size of std, which would make it discontinuous. Constant input
-    gives zeros, exact ones with one process, because one entry is subtracted from all first.
+    gives zeros. With one process they are exact, because one entry is subtracted from all first.
     `across` gives the mean of a number over several processes that hold equal parts of the
     advantages. Every entry counts, so leave out padding. There must be at least one. (The defaults
     are for other programs; `scale_advantages` passes both.)
@@ -867,7 +868,7 @@ def policy_loss(
     without axes, or with one number for each sample; `policy/log_ratio` and `policy/kl_exact` must
     be among them.
 
-    This is a pure function of the parameters and the minibatch, but that several processes share
+    This is a pure function of the parameters and the minibatch, except that several processes share
     the mean of the entropy. It must not draw random numbers: the critics' loop may run beside it in
     another thread.
 
@@ -1346,7 +1347,7 @@ class RunningMoments(nn.Module):
 
     @property
     def at_floor(self) -> bool:
-        """Tell whether the std is within 100 times its least value, as where all data are equal."""
+        """Tell whether the std is within 100 times its least value, as when all data are equal."""
         return bool((self.var <= 1e4 * self.floor).all())  # 100 stds squared
 
     @property
@@ -1358,7 +1359,7 @@ class RunningMoments(nn.Module):
     def update(self, x: Tensor) -> None:
         """Take in a batch. Training does not call this; it uses `merge`.
 
-        All axes ahead of the shape of the moments are samples. A batch of none changes nothing.
+        All axes ahead of the shape of the moments are samples. An empty batch changes nothing.
         `max_count` counts samples here. Entries have to be finite, here and in `merge`. Raises
         ValueError for a batch of another shape.
         """
@@ -1375,8 +1376,8 @@ class RunningMoments(nn.Module):
     def merge(self, mean: Tensor, var: Tensor, weight: float) -> None:
         """Take in moments that were computed elsewhere, with this weight.
 
-        `count` and `max_count` have its unit. It is the number of samples for observations, and 1
-        for each rollout of returns and of advantages. The first one must be above 0.
+        `count` and `max_count` are in the unit of the weights: samples for observations, rollouts
+        of weight 1 for returns and advantages. The first call needs a weight above 0.
         """
         old_count = self.count.clamp(max=self.max_count)  # one that was loaded may exceed it
         past = old_count / (old_count + weight)  # weight of the past in the merged moments
@@ -1412,8 +1413,9 @@ def project_categorical(probs: Tensor, source_atoms: Tensor, target_atoms: Tenso
     last = len(target_atoms) - 1
     dz = (target_atoms[-1] - target_atoms[0]) / last
     position = ((source_atoms - target_atoms[0]) / dz).clamp(0, last)  # on the axis of the indices
-    # The left neighbour, which the last atom cannot be: it has none to its right. NaN gets the
-    # index 0, which `scatter_add` accepts. Its share stays NaN, so that the result shows it.
+    # The index of the left neighbour is at most K' - 2: a position on the last atom gives that one
+    # the share 1. NaN gets the index 0, which `scatter_add` accepts. Its share stays NaN, so that
+    # the result shows it.
     left = position.detach().floor().clamp(max=last - 1).nan_to_num()
     share = (position - left).expand_as(probs)  # goes to the right neighbour
     index = left.long().expand_as(probs)
@@ -1519,11 +1521,12 @@ def clipped_value_loss(loss: Tensor, loss_clipped: Tensor) -> Tensor:
 
 
 def cvar_categorical(probs: Tensor, atoms: Tensor, alpha: float) -> Tensor:
-    """Compute the mean of the lowest mass alpha, (..., K) -> (...). Its last atom counts in part.
+    """Compute the mean of the lowest mass alpha, (..., K) -> (...).
 
         CVaR_alpha = (1 / alpha) * sum_k z_k min(p_k, max(0, alpha - sum_{i<k} p_i))
 
-    This is exact for masses at points. `categorical_quantile` spreads each over its bin, so the
+    The atom at which the mass reaches alpha counts in part. This is exact for masses at points.
+    `categorical_quantile` spreads each over its bin, so the
     mean of its quantiles below alpha may differ by up to half a bin. Atoms ascend, and the sum of
     the probabilities is 1. Raises ValueError for alpha outside [1e-3, 1].
     Source: Rockafellar & Uryasev 2000, who have losses, -z, and the level 1 - alpha.
@@ -1540,7 +1543,7 @@ def categorical_quantile(probs: Tensor, atoms: Tensor, level: float) -> Tensor:
 
     Atoms (K,) ascend in equal steps, so the result is within half a step of them. It is float64,
     and the sum of the probabilities is made 1. Otherwise rounding would decide which bin has a
-    level near 1. Raises ValueError for a level outside [1e-3, 1], and for atoms of each state.
+    level near 1. Raises ValueError for a level outside [1e-3, 1], and for atoms that are not (K,).
     """
     if atoms.dim() != 1:
         raise ValueError(f"categorical_quantile: atoms are {tuple(atoms.shape)}, not (K,)")
@@ -1602,9 +1605,9 @@ def sr_lambda_atoms(
 
     rewards, terminated and truncated are (T, N); next_probs (T, N, K) are of true successors; atoms
     (K,) are in the units of the rewards. rewards, next_probs and atoms have one dtype. `draws` are
-    uniform numbers (T, N) to use in place of new ones, which come from `generator` on the device of
-    the rewards. Raises ValueError for rewards that are not finite, and TypeError for integer
-    rewards.
+    uniform numbers in [0, 1), (T, N), to use in place of new ones, which come from `generator` on
+    the device of the rewards. Raises ValueError for rewards that are not finite, and TypeError for
+    integer rewards.
 
     After Nam et al. 2021 (GMAC), where each sample draws an n. One n for a distribution is ours.
     """
@@ -1683,10 +1686,12 @@ class WeightedReturns(NamedTuple):
 #     reduce_twins(outputs)     one set of outputs, (..., O), from those of C critics, (C, ..., O)
 #     value(outputs)            V, (...), float64
 #     point_targets(returns)    targets, of a type of its own, from lambda-returns (T, N)
-#     sample_targets(...)       targets from samples of the return
-#     risk_advantages(...)      advantages for the CVaR, (T, N)
-#     describe(...)             metrics, by the statistics so far
-#     move_statistics(...)      old predictions, (C, T, N, any), for `loss`, and metrics
+#     sample_targets(rollout, next_outputs, gae_lambda)   targets from samples of the return
+#     risk_advantages(targets, outputs)                   advantages for the CVaR, (T, N)
+#     describe(outputs, samples)                          metrics, by the statistics so far
+#     move_statistics(heads, outputs, targets)
+#                               old predictions, (C, T, N, any), for `loss`, and metrics. A head
+#                               may be rescaled: its last layer is linear.
 #     encode_targets(targets)   one tensor, (T, N, any), by the statistics from then on
 #     loss(...)                 losses, (C, ...), and where value clipping acted, (C, ...)
 #
@@ -1838,13 +1843,13 @@ class ValueDistribution(nn.Module):
         returns have hardly varied, as where all rewards were 0. A correction rescaled from there
         would vanish, so it stays as it is.
 
-        Returns the mean, and V, that each critic predicted, in the new units, (C, T, N, 1 or 2),
-        and metrics. Value clipping measures moves from these. They are what was predicted in the
-        task's units, while the decoded mean has jumped since. So clipping may act even before the
-        first step. (In the exception they are what the heads predict now, so clipping cannot act
-        then.)
+        Returns old predictions, (C, T, N, 1 or 2), and metrics. Old predictions are the mean and V
+        that each critic gave before this call, in the task's units, normalised by the new
+        statistics. Value clipping measures from them. The same outputs decode to another mean now,
+        so clipping may act before the first step. (In the exception old predictions are what the
+        heads give now, so it cannot.)
 
-        The metric `warning`, where there is one, is a text. `Run.end_iteration` prints the first.
+        The metrics may hold a text, `warning`. `Run.end_iteration` prints the first one of a run.
         """
         # 1. The old statistics decode what the critics predicted, (C, T, N).
         means = self.mean(outputs)
@@ -1972,8 +1977,8 @@ class ValueDistribution(nn.Module):
     def describe(self, outputs: Tensor, samples: WeightedReturns) -> dict:
         """Describe the outputs (T, N, K or K + 1) for s_t, beside samples of the return.
 
-        These end where the episode terminates. Where a time limit or the rollout cuts it, a
-        prediction follows.
+        A sample is the discounted sum of rewards up to the termination. Where a time limit or the
+        rollout cuts the episode, the prediction for s' is added.
         """
         z = self.support
         probs = self.probs(outputs)
@@ -2011,8 +2016,9 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias_const: float = 
 
 
 class Convolutions(nn.Module):
-    """It encodes images (N, ..., channels, height, width) as features, (N, ..., num_features).
+    """Convolutions encode images (..., channels, height, width) as features (..., num_features).
 
+    There is at least one axis ahead of the channels.
     Pixels are divided by their largest absolute bound, or by 1 if that is larger. Images with sides
     of 36 and more go through the layers of Mnih et al. 2015. Smaller grids go through the layer of
     Young & Tian 2019 (MinAtar). Raises ValueError where a bound is infinite.
@@ -2267,7 +2273,7 @@ def make_encoder(space: Box, args: Args) -> nn.Sequential:
 
 
 class Agent(nn.Module):
-    """It holds actor, critics, and the statistics that normalise what they see and predict.
+    """An agent holds actor, critics, and the statistics of what they see and predict.
 
     The spaces are those of `make_env`: vectors (D,) or images, channels first. Arrays of
     observations are raw, and so are the arguments of `normalize_obs` and `update_obs_moments`. The
@@ -2401,8 +2407,8 @@ class Agent(nn.Module):
 
         obs are those of `act`, levels lie in [0.001, 1]. The quantiles are in the task's units, but
         rewards of Atari games count as clipped. By default they are those of lambda-returns, which
-        vary less than returns do. Raises ValueError like `act`, and for levels that are no
-        numbers in [0.001, 1].
+        vary less than returns do. Raises ValueError like `act`, and for levels outside
+        [0.001, 1].
         """
         check_levels(levels)
         batch, alone = self.as_batch(obs)

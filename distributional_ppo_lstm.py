@@ -14,9 +14,9 @@ One iteration of `train` has four parts:
 
 These things differ most from other PPO scripts:
 
-    True successors      A time limit is no death. An episode that is cut there is bootstrapped from
-                         the value of its own final observation (Pardo et al. 2018). The value of
-                         the next episode's first observation would be wrong.
+    True successors      A time limit is not an end of the task. An episode that it cuts is
+                         bootstrapped from the value of its own final observation (Pardo et al.
+                         2018). Scripts that take it for a termination bootstrap from 0.
     Critics come later   Nothing needs a value while the actor acts. Running the critics over the
                          rollout afterwards is faster, and it reaches every true successor.
     Distributions        Each critic predicts quantiles of returns. By default they are quantiles of
@@ -30,7 +30,7 @@ These things differ most from other PPO scripts:
                          two.
     Normalised returns   Critics predict (return - running mean) / running std.
                          Advantages are normalised once for a rollout, not for each minibatch.
-    Apart                The actor shares no parameter with the critics. It has a loss and an Adam,
+    Separate networks    The actor shares no parameter with the critics. It has a loss and an Adam,
                          and the two critics together have one of each.
     Stop before a step   With `--target-kl` the KL divergence from the policy that acted is measured
                          ahead of each step. The actor stops before its step on the first
@@ -52,12 +52,12 @@ Shapes are written with these letters:
     B   samples of a minibatch, L M
     D   entries of an observation; an image has three axes instead, channels first
     F   inputs of an LSTM, which its encoder gives
-    A   floats of a continuous action; in formulas A is an advantage
+    A   floats of a continuous action; in formulas A is the advantage instead
     P   parts of a discrete action
     H   width of an LSTM
     C   critics
     K   quantiles of a predicted distribution; with the mean output a critic has K + 1 outputs
-    J   samples of a target distribution: 1 by default, K by SR(lambda)
+    J   samples of a target distribution: 1 by default, K with SR(lambda)
 
 Rewards, values and returns are in the task's units, but rewards of Atari games are clipped.
 Networks see normalised observations (images as they are) and predict normalised returns. A `Batch`
@@ -156,7 +156,7 @@ class Range:
 
     def __contains__(self, value: float) -> bool:
         inside = self.low < value if self.above_low else self.low <= value
-        finite = isinstance(value, int) or math.isfinite(value)  # large integers are no floats
+        finite = isinstance(value, int) or math.isfinite(value)  # of large integers it raises
         return finite and inside and value <= self.high
 
     def __str__(self) -> str:
@@ -222,8 +222,8 @@ class TaskArgs:
     num_steps: Count = 64
     """Steps of each environment in a rollout."""
     masked_obs: tuple[int, ...] = ()
-    """Indices of entries of the observation vector that the networks see as zero, from 0. The
-    velocities of CartPole are 1 and 3."""
+    """Indices, counted from 0, of entries of the observation vector that the networks see as zero.
+    The velocities of CartPole are 1 and 3."""
     preset: tuple[str, ...] = ()
     """Presets, which the top of --help lists. They apply from left to right. Typed flags override
     them. In Python, `preset_args` applies them, and `Args` only records their names."""
@@ -324,9 +324,9 @@ class CriticArgs:
 
 # ---- value distribution: quantiles (flags) -------------------------------------------------------
 # To use another kind of value distribution, replace this block and the block "(functions)" below.
-# The rest of the file needs two things of this block: `ValueDistributionArgs`, with a flag
-# `vf_clip`, and `CALIBRATED`. Of that block it needs the class `ValueDistribution`; the list above
-# the class names its members. --init-from refuses weights whose `support` has other ends.
+# The rest of the file uses `ValueDistributionArgs`, with a flag `vf_clip`, and `CALIBRATED` of this
+# block, and of the other one `ValueDistribution` alone, whose members the list above it names.
+# --init-from refuses weights whose `support` has other ends.
 @dataclass
 class ValueDistributionArgs:
     """Quantiles of the return."""
@@ -394,8 +394,8 @@ class RunArgs:
     the new total, so that a learning rate that had fallen jumps up."""
     init_from: str = ""
     """Run directory or checkpoint whose weights and statistics the run starts from. Steps,
-    optimizers and what --norm-adv-memory remembers start anew. With --preset critics as the only
-    preset its flags of learning are taken as well."""
+    optimizers and what --norm-adv-memory remembers start anew. With --preset critics alone, the
+    flags of learning that it ran with are taken as well."""
     evaluate: str = ""
     """Run directory, whose last checkpoint counts, or a checkpoint such as best.pt, to evaluate
     with its own flags. Nothing is trained. --eval-episodes, --eval-sampled, --seed, --capture-video
@@ -495,15 +495,16 @@ class Rollout(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """It holds M training sequences of a rollout, of L steps each. No tensor has a graph.
+    """A batch holds M training sequences of a rollout, of L steps each. No tensor has a graph.
 
     `for_actor` and `for_critics` keep the fields that one loss reads. The others are None there.
     """
 
     obs: Tensor  # (L, M, D) normalised; images as they are
     episode_start: Tensor  # (L, M) bool
-    actor_state: Tensor  # (2, M, H) before the sequence
-    critic_state: Tensor  # (2, M, H) before the sequence; not zeroed yet if an episode opens
+    # States ahead of each sequence. They stay as they are in all epochs, although weights move.
+    actor_state: Tensor  # (2, M, H) from the rollout
+    critic_state: Tensor  # (2, M, H) from `run_critics`; not zeroed yet if an episode opens
     actions: Tensor  # (L, M, P) or (L, M, A)
     params: Tensor  # (L, M, P, largest part) or (L, M, 2, A) of the policy that acted
     log_probs: Tensor  # (L, M) of the actions under that policy, nats
@@ -544,7 +545,7 @@ def train(args: Args) -> dict[str, Any]:
             batch, critic_state, metrics = prepare_batch(agent, rollout, critic_state, args)
             run.lap("values")
             metrics |= update(agent, optimizers, batch, args, progress)
-            # Last: `prepare_batch` and `update` have to normalise observations as the actor did.
+            # After `prepare_batch`, which has to normalise observations as the actor did.
             agent.update_obs_moments(rollout.obs)
             run.lap("update")
             run.end_iteration(rollout, metrics, (*carry, critic_state.cpu()))
@@ -705,8 +706,8 @@ def gae(
     A program that imports this may pass rewards of several terms, (T, N, terms), and such values;
     the masks stay (T, N).
 
-    Raises ValueError for other shapes and for entries that are not finite, and TypeError for masks
-    of another dtype.
+    Raises ValueError for other shapes, for no steps at all and for entries that are not finite, and
+    TypeError for masks of another dtype.
     Source: Schulman et al. 2016, eq. 16; time limits: Pardo et al. 2018.
     """
     if terminated.dtype != torch.bool or truncated.dtype != torch.bool:  # ~1 would be -2
@@ -716,6 +717,8 @@ def gae(
     if shapes != [rewards.shape] * 3 + [steps] * 2:
         names = "rewards, values, next_values, terminated and truncated"
         raise ValueError(f"gae: the shapes of {names} are {shapes}")
+    if not len(rewards):
+        raise ValueError("gae: there are no steps")
     for name, x in (("rewards", rewards), ("values", values), ("next_values", next_values)):
         bad = int((~torch.isfinite(x)).sum())
         if bad:
@@ -745,9 +748,9 @@ def prepare_batch(
 
     The order matters (van Hasselt et al. 2016). The return statistics of earlier rollouts,
     `dist.moments`, turn this one's values into the task's units: std * value + mean. These values
-    give advantages and targets. Then the targets move the statistics: their mean, and their
-    variance or the mean of (V - mean)^2, whichever is larger.
-    The value heads are rescaled in the same moment.
+    give advantages and targets. Then the statistics take in the targets' mean and a variance: that
+    of the targets, or the mean of (V - mean)^2 if that is larger.
+    The value heads are rescaled at the same time.
 
     The new statistics normalise targets and old values for the update, and decode the next rollout.
     So a rollout is decoded on the scale that its critics were last trained on. Only the first one
@@ -871,7 +874,7 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
 
     Advantages are those of one rollout, float64. The result has their shape, whatever it is. The
     running std is the root of the mean variance of recent rollouts, and `agent.adv_moments` holds
-    it. Side effect: that takes in this rollout, so call this once for each.
+    it. Side effect: `agent.adv_moments` takes in this rollout, so call this function once for each.
 
     Where all returns are alike, the std is noise, and dividing by it would turn that noise into a
     gradient of full size. The running std prevents that once an earlier rollout has varied. The
@@ -903,7 +906,7 @@ def normalize_advantages(
     """Compute (A - mean) / (std + eps), with the population std over all entries.
 
     The formula has no branch on the size of std, which would make it discontinuous. Constant input
-    gives zeros, exact ones with one process, because one entry is subtracted from all first.
+    gives zeros. With one process they are exact, because one entry is subtracted from all first.
     `across` gives the mean of a number over several processes that hold equal parts of the
     advantages. Every entry counts, so leave out padding. There must be at least one. (The defaults
     are for other programs; `scale_advantages` passes both.)
@@ -947,7 +950,7 @@ def policy_loss(
     without axes, or with one number for each sample; `policy/log_ratio` and `policy/kl_exact` must
     be among them.
 
-    This is a pure function of the parameters and the minibatch, but that several processes share
+    This is a pure function of the parameters and the minibatch, except that several processes share
     the mean of the entropy. It must not draw random numbers: the critics' loop may run beside it in
     another thread.
 
@@ -1422,7 +1425,7 @@ class RunningMoments(nn.Module):
 
     @property
     def at_floor(self) -> bool:
-        """Tell whether the std is within 100 times its least value, as where all data are equal."""
+        """Tell whether the std is within 100 times its least value, as when all data are equal."""
         return bool((self.var <= 1e4 * self.floor).all())  # 100 stds squared
 
     @property
@@ -1434,7 +1437,7 @@ class RunningMoments(nn.Module):
     def update(self, x: Tensor) -> None:
         """Take in a batch. Training does not call this; it uses `merge`.
 
-        All axes ahead of the shape of the moments are samples. A batch of none changes nothing.
+        All axes ahead of the shape of the moments are samples. An empty batch changes nothing.
         `max_count` counts samples here. Entries have to be finite, here and in `merge`. Raises
         ValueError for a batch of another shape.
         """
@@ -1451,8 +1454,8 @@ class RunningMoments(nn.Module):
     def merge(self, mean: Tensor, var: Tensor, weight: float) -> None:
         """Take in moments that were computed elsewhere, with this weight.
 
-        `count` and `max_count` have its unit. It is the number of samples for observations, and 1
-        for each rollout of returns and of advantages. The first one must be above 0.
+        `count` and `max_count` are in the unit of the weights: samples for observations, rollouts
+        of weight 1 for returns and advantages. The first call needs a weight above 0.
         """
         old_count = self.count.clamp(max=self.max_count)  # one that was loaded may exceed it
         past = old_count / (old_count + weight)  # weight of the past in the merged moments
@@ -1629,9 +1632,11 @@ def cvar(quantiles: Tensor, alpha: float) -> Tensor:
 def value_at_risk(quantiles: Tensor, alpha: float) -> Tensor:
     """Compute F^-1(alpha) by the interpolation that `cvar_weights` describes, (..., K) -> (...).
 
-    The levels are those of `quantile_midpoints`, in any order. Raises ValueError for alpha outside
-    [1e-3, 1]. Source: Rockafellar & Uryasev 2000.
+    The levels are those of `quantile_midpoints`, in any order. Raises TypeError for integers, and
+    ValueError for alpha outside [1e-3, 1]. Source: Rockafellar & Uryasev 2000.
     """
+    if not quantiles.is_floating_point():  # a mean of two integers need not be one
+        raise TypeError(f"value_at_risk: quantiles are {quantiles.dtype}, not floats")
     if not 1e-3 <= alpha <= 1:
         raise ValueError(f"value_at_risk: alpha {alpha} is outside [1e-3, 1]")
     ordered = quantiles.sort(-1).values
@@ -1661,8 +1666,8 @@ def sr_lambda_targets(
     rewards, terminated and truncated are (T, N). next_quantiles are theta(s'_t), (T, N, K), of true
     successors. Where V is the mean of theta, the mean of X_t,i over draws and over i is the
     lambda-return of `gae`.
-    `draws` are uniform numbers (T, N, K) to use in place of new ones. Raises TypeError for masks
-    that are not bool.
+    `draws` are uniform numbers in [0, 1), (T, N, K), to use in place of new ones. Raises TypeError
+    for masks that are not bool.
     Source: Nam et al. 2021 (GMAC).
     """
     if terminated.dtype != torch.bool or truncated.dtype != torch.bool:  # ~1 would be -2
@@ -1736,10 +1741,12 @@ def rescale_head(
 #     reduce_twins(outputs)     one set of outputs, (..., O), from those of C critics, (C, ..., O)
 #     value(outputs)            V, (...), float64
 #     point_targets(returns)    targets, of a type of its own, from lambda-returns (T, N)
-#     sample_targets(...)       targets from samples of the return
-#     risk_advantages(...)      advantages for the CVaR, (T, N)
-#     describe(...)             metrics, by the statistics so far
-#     move_statistics(...)      old predictions, (C, T, N, any), for `loss`, and metrics
+#     sample_targets(rollout, next_outputs, gae_lambda)   targets from samples of the return
+#     risk_advantages(targets, outputs)                   advantages for the CVaR, (T, N)
+#     describe(outputs, samples)                          metrics, by the statistics so far
+#     move_statistics(heads, outputs, targets)
+#                               old predictions, (C, T, N, any), for `loss`, and metrics. A head
+#                               may be rescaled: its last layer is linear.
 #     encode_targets(targets)   one tensor, (T, N, any), by the statistics from then on
 #     loss(...)                 losses, (C, ...), and where value clipping acted, (C, ...)
 #
@@ -1841,7 +1848,7 @@ class ValueDistribution(nn.Module):
     def move_statistics(
         self, heads: nn.ModuleList, outputs: Tensor, targets: Tensor
     ) -> tuple[Tensor, dict]:
-        """Take the targets into the return statistics and rescale the heads in the same moment.
+        """Take the targets into the return statistics, and rescale the heads at the same time.
 
         The running moments take in a mean and a variance. The mean is that of the targets. The
         variance is that of the targets or the mean of (V - mean)^2, over steps and critics,
@@ -2038,8 +2045,9 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias_const: float = 
 
 
 class Convolutions(nn.Module):
-    """It encodes images (N, ..., channels, height, width) as features, (N, ..., num_features).
+    """Convolutions encode images (..., channels, height, width) as features (..., num_features).
 
+    There is at least one axis ahead of the channels.
     Pixels are divided by their largest absolute bound, or by 1 if that is larger. Images with sides
     of 36 and more go through the layers of Mnih et al. 2015. Smaller grids go through the layer of
     Young & Tian 2019 (MinAtar). Raises ValueError where a bound is infinite.
@@ -2341,7 +2349,7 @@ class Body(nn.Module):
 
 
 class Agent(nn.Module):
-    """It holds actor, critics, and the statistics that normalise what they see and predict.
+    """An agent holds actor, critics, and the statistics of what they see and predict.
 
     The spaces are those of `make_env`: vectors (D,) or images, channels first. Arrays of
     observations are raw, and so are the arguments of `normalize_obs` and `update_obs_moments`. The
@@ -2370,7 +2378,7 @@ class Agent(nn.Module):
         self.critic_heads = nn.ModuleList()
         for _ in range(args.num_critics):
             hidden = nn.Linear(args.lstm_hidden_size, args.hidden_size)
-            hidden = layer_init(hidden, bias_const=0.1)  # a ReLU of 0 passes no gradient
+            hidden = layer_init(hidden, bias_const=0.1)  # a ReLU at 0 passes no gradient
             output = layer_init(nn.Linear(args.hidden_size, self.value_dist.num_outputs), 0.1)
             self.critic_heads.append(nn.Sequential(hidden, ACTIVATIONS[args.activation](), output))
         self.to("cuda" if args.cuda else "cpu")
@@ -2510,7 +2518,7 @@ class Agent(nn.Module):
         units, but rewards of Atari games count as clipped. By default they are those of
         lambda-returns, which vary less than returns do.
 
-        Raises ValueError like `act`, and for levels that are no numbers in [0.001, 1].
+        Raises ValueError like `act`, and for levels outside [0.001, 1].
         """
         check_levels(levels)
         outputs, state, alone = self.critics_step(obs, state)

@@ -34,13 +34,13 @@ QUANTILES = {  # sentences of the kind, by what they are about
     Squared error fits it, so V learns rare rewards, too.""",
     "K": "K   quantiles of a predicted distribution",
     "further": "; with the mean output a critic has K + 1 outputs",
-    "J": "J   samples of a target distribution: 1 by default, K by SR(lambda)",
+    "J": "J   samples of a target distribution: 1 by default, K with SR(lambda)",
     "normalised": '"""Critics predict (return - running mean) / running std (PopArt)."""',
     "targets": "J) what the value distributions learn, normalised returns",
     "returns": "normalised: what the mean output learns",
     "old": "K or K + 1) before the update, for value clipping",
     "moving": "# 3. The targets move the return statistics, and the value heads are rescaled.",
-    "moved": "The value heads are rescaled in the same moment.",
+    "moved": "The value heads are rescaled at the same time.",
 }
 ATOMS = {
     "title": "twin critics predict categorical distributions of the return.",
@@ -48,14 +48,14 @@ ATOMS = {
                          lambda-return for each state, blurred by HL-Gauss. The presets `calibrated`
                          and `averse` learn the distribution of the return itself. By default V,
                          the value that advantages use, is the mean of the predicted distribution
-                         plus a correction (`--value-from`). With `--cvar-weight`
-                         the policy learns from the tail of the distribution.""",
+                         plus a correction (`--value-from`). With `--cvar-weight` the policy learns
+                         from the tail of the distribution.""",
     "value": """mean_head: that
-    mean plus a correction, one more output. Squared error fits the correction, so V learns rare
-    rewards, too.""",
+    mean plus a correction, one more output, which squared error fits to lambda-returns. Targets
+    beyond the atoms are clamped to them, so the mean alone misses rare large rewards.""",
     "K": "K   atoms of a predicted distribution",
     "further": "; with the correction a critic has K + 1 outputs",
-    "J": "J   weighted returns of a target distribution: 1 by default, K by SR(lambda)",
+    "J": "J   weighted returns of a target distribution: 1 by default, K with SR(lambda)",
     "normalised": '"""Critics predict (return - running mean) / running std."""',
     "targets": "K) what the value distributions learn",
     "returns": "normalised: what V's correction learns",

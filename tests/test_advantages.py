@@ -341,6 +341,12 @@ def test_shapes_that_would_be_broadcast_are_refused(script, name, change):
         script.gae(**inputs | terms | {"values": inputs["values"]}, gamma=0.9, gae_lambda=0.9)
 
 
+def test_a_rollout_without_steps_is_refused(script):
+    """By one line, and not where the recursion begins."""
+    with pytest.raises(ValueError, match=r"^gae: there are no steps$"):
+        script.gae(*rollout(0, 3), 0.9, 0.9)
+
+
 def test_predictions_of_another_shape_are_refused(script):
     """(B,) and (B, 1) would give (B, B)."""
     with pytest.raises(ValueError, match=r"predictions and targets are \(3,\) and \(3, 1\)"):

@@ -390,3 +390,5 @@ def test_quantiles_that_are_integers_are_refused():
     """Weights below 1 would be cut to 0, and so would every CVaR."""
     with pytest.raises(TypeError, match=r"quantiles are torch\.int64, not floats"):
         lstm.cvar(torch.tensor([10, 20, 30, 500]), 0.5)
+    with pytest.raises(TypeError, match=r"quantiles are torch\.int64, not floats"):
+        lstm.value_at_risk(torch.tensor([10, 20, 30, 500]), 0.5)
