@@ -1804,7 +1804,7 @@ class ValueDistribution(nn.Module):
         With lambda 1 every sample goes on to the end, so no random numbers are needed.
         `describe_critics` relies on that: a metric must not move the generator.
         """
-        probs = self.probs(next_outputs).double()
+        probs = self.probs(next_outputs.double())  # float32 would not sum to 1, times the mean
         size = (len(probs), self.args.num_envs)
         draws = torch.zeros(size)  # those of all processes, see `own`
         if gae_lambda < 1:

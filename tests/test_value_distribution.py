@@ -429,6 +429,23 @@ def test_risk_advantages_weigh_samples_by_their_probabilities(script, good, expe
     assert float(advantage) == pytest.approx(expected, abs=1e-4)
 
 
+def test_probabilities_sum_to_one_where_the_mean_is_large():
+    """Returns of 1e6 +- 1: masses whose sum is off by 1e-7, as those of float32 are, would be off
+    by 0.1 in the mean. Atoms that get their own distribution as targets have advantages of 0."""
+    dist = atoms(cvar_alpha=0.5)
+    set_units(dist, 1e6, 1)
+    outputs = torch.randn(50, 4, 5)
+    ends, zeros = torch.zeros(50, 4, dtype=torch.bool), torch.zeros(50, 4, dtype=torch.float64)
+    rollout = SimpleNamespace(rewards=zeros, terminated=ends, truncated=~ends)
+    dist.args.gamma, dist.args.num_envs = 1.0, 4
+    targets = dist.sample_targets(rollout, outputs, gae_lambda=0.0)
+    means = (targets.probs * (targets.returns - 1e6)).sum(-1)
+    expected = outputs.double().softmax(-1) @ torch.linspace(-1, 3, 5).double()
+    assert_close(means, dist.moments.std * expected, rtol=0, atol=1e-8)
+    assert_close(targets.probs.sum(-1), torch.ones_like(means), rtol=0, atol=1e-12)
+    assert dist.risk_advantages(targets, outputs).abs().max() < 1e-6
+
+
 def test_a_level_between_two_masses_is_at_the_lower_one():
     """F^-1(0.5) is the least x with F(x) >= 0.5: the end of the first bin, and not that of the
     empty one behind it."""
