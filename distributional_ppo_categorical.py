@@ -211,7 +211,8 @@ class TaskArgs:
     """Gymnasium id. `module:id` imports the module first, which registers the id. Ids with NoVel,
     as rl-baselines3-zoo has them (CartPoleNoVel-v1), hide the velocities."""
     total_timesteps: int = 50_000
-    """Steps of the run, summed over all environments and rounded down to whole rollouts."""
+    """Steps of the run, summed over all environments and rounded down to whole rollouts. A million
+    is 1000000 or 1_000_000."""
     num_envs: Count = 8
     """Parallel environments, counted over all processes."""
     num_steps: Count = 64
@@ -1388,7 +1389,12 @@ class RunningMoments(nn.Module):
         self.count = (old_count + weight).clamp(max=self.max_count)
 
     def normalize(self, x: Tensor) -> Tensor:
-        """Compute (x - mean) / std in float64, and return it in the dtype of x, a float."""
+        """Compute (x - mean) / std in float64, and return it in the dtype of x.
+
+        Raises TypeError for integers.
+        """
+        if not x.is_floating_point():  # the result would be cut to integers
+            raise TypeError(f"RunningMoments.normalize: x is {x.dtype}, not a float")
         return ((x.double() - self.mean) / self.std).to(x.dtype)
 
     def denormalize(self, z: Tensor) -> Tensor:
@@ -1427,8 +1433,8 @@ def project_categorical(probs: Tensor, source_atoms: Tensor, target_atoms: Tenso
 def two_hot(targets: Tensor, atoms: Tensor) -> Tensor:
     """Split a point mass between two atoms, (...) -> (..., K).
 
-    Atoms ascend in equal steps. Inside the support the mean is kept. Targets beyond the support
-    count as its nearest end.
+    Atoms ascend in equal steps, and targets have their dtype. Inside the support the mean is kept.
+    Targets beyond the support count as its nearest end.
     Source: Bellemare et al. 2017, algorithm 1.
     """
     return project_categorical(torch.ones_like(targets)[..., None], targets[..., None], atoms)
@@ -1606,13 +1612,17 @@ def sr_lambda_atoms(
     rewards, terminated and truncated are (T, N); next_probs (T, N, K) are of true successors; atoms
     (K,) are in the units of the rewards. rewards, next_probs and atoms have one dtype. `draws` are
     uniform numbers in [0, 1), (T, N), to use in place of new ones, which come from `generator` on
-    the device of the rewards. Raises ValueError for rewards that are not finite, and TypeError for
-    integer rewards.
+    the device of the rewards. Raises ValueError for other shapes, for no steps at all and for
+    rewards that are not finite, and TypeError for integer rewards.
 
     After Nam et al. 2021 (GMAC), where each sample draws an n. One n for a distribution is ours.
     """
     if not rewards.is_floating_point():  # sums of discounted rewards would be cut to integers
         raise TypeError(f"sr_lambda_atoms: rewards are {rewards.dtype}, not floats")
+    shapes = [tuple(x.shape) for x in (rewards, next_probs[..., 0], terminated, truncated)]
+    if len({*shapes}) > 1 or not len(rewards):
+        names = "rewards, next_probs without K, terminated and truncated"
+        raise ValueError(f"sr_lambda_atoms: the shapes of {names} are {shapes}")
     T = len(rewards)
     ended = terminated | truncated
     ended[-1] = True
@@ -2888,6 +2898,11 @@ def advice(error: Exception, args: Args) -> str:
     if module.endswith(".py") or "/" in module or "\\" in module:
         name = module.replace("\\", "/").split("/")[-1].removesuffix(".py")
         return f" Name the module alone, {name}:{task}, and run in its folder, or see PYTHONPATH"
+    root = module.split(".")[0]
+    if isinstance(error, ModuleNotFoundError) and root and not find_spec(root):
+        return f" {root} is looked for in {os.getcwd()}, beside the script and by PYTHONPATH"
+    if "required positional argument" in str(error) or "required keyword-only" in str(error):
+        return " Give arguments in gymnasium.register(..., kwargs={...})"
     if isinstance(error, gym.error.NameNotFound) and ":" not in args.env_id:
         if "NoFrameskip" in args.env_id or "Deterministic" in args.env_id:
             return f" Use {newest_atari_id(args.env_id)}, after {packages}"
@@ -3292,7 +3307,7 @@ def describe_update(
     """Average metrics over the minibatches that were evaluated, and norms over the steps taken.
 
     Four are no means: policy/kl_max, policy/ratio_first_minibatch_error, policy/epochs_done and
-    policy/stopped_early.
+    policy/stopped_early. There may be a `warning`, a text.
     """
     columns = {}
     for evaluated in (actor_metrics, critic_metrics):
@@ -3308,10 +3323,16 @@ def describe_update(
         "grad/actor": torch.tensor(actor_norms or [0.0]),
         "grad/critic": torch.tensor(critic_norms),
     }
-    return {tag: float(x.mean()) for tag, x in columns.items()} | {
+    described = {tag: float(x.mean()) for tag, x in columns.items()} | {
         "policy/epochs_done": len(actor_norms) / args.num_minibatches,
         "policy/stopped_early": float(len(actor_norms) < len(actor_metrics)),
     }
+
+    error = described["policy/ratio_first_minibatch_error"]
+    if error > 0.01:  # no step was taken yet, so the ratio is 1 in an actor without a fault
+        text = "the policy that trains is not the one that acted; edit `numpy_policy` as well"
+        described["warning"] = f"policy/ratio_first_minibatch_error {error:.2g}: {text}"
+    return described
 
 
 def empirical_cvar(returns: Tensor, alpha: float) -> float:
@@ -3780,6 +3801,11 @@ def tell(line: str, end: str = "\n", file: Any = None) -> None:
             print(escaped, end=end, file=file, flush=True)
 
 
+def figure(x: float) -> str:
+    """Return a number for people: with one decimal place, or in three digits where that is none."""
+    return f"{x:.1f}" if x == 0 or 0.1 <= abs(x) < 1e7 else f"{x:.3g}"
+
+
 def tell_over(line: str, file: Any = None) -> None:
     """Print a line that hides a status line in its place."""
     tell(f"{line:<90}", file=file)
@@ -3895,6 +3921,7 @@ class Run:
         if args.resume:
             self.take_up()
             if RANK == 0 and self.step < self.total_steps:  # a finished run keeps its origin
+                tell_of_edits(self.directory)
                 rewrite_origin(self.directory, args, self.step)
 
         place = "kept in" if self.has_nothing_to_do else "logging to"
@@ -4060,7 +4087,7 @@ class Run:
     def say_what_next(self) -> None:
         """Print the best evaluation, and the commands that show the run and continue it."""
         if self.best_step:
-            best = f"return {self.best_return:.1f} after {self.best_step:,} steps"
+            best = f"return {figure(self.best_return)} after {self.best_step:,} steps"
             self.say(f"best evaluation: {best}, {self.directory / 'best.pt'}")
         self.say(f"to watch: tensorboard --logdir {as_word(self.directory.parent)}")
 
@@ -4207,7 +4234,7 @@ class Run:
         line = f"{self.step:,} of {self.total_steps:,} steps ({share:.0%})"
         line += f"  {speed:,.0f} steps/s  {(self.total_steps - self.step) / speed:,.0f} s left"
         if self.recent_returns:
-            line += f"  return {np.mean(self.recent_returns):.1f}"
+            line += f"  return {figure(np.mean(self.recent_returns))}"
         self.status.show(line, last)
 
     def log(self, metrics: dict, step: int, histograms: bool = True) -> None:
@@ -4759,6 +4786,15 @@ def write_origin(path: Path, args: Args) -> None:
         replace_file(path / source.name, source.read_bytes())
 
 
+def tell_of_edits(folder: Path) -> None:
+    """Print a line if another script trained the run of a folder, by the copy that lies there."""
+    with contextlib.suppress(OSError, KeyError):  # a notebook has no file
+        source = Path(globals()["__file__"]).read_bytes()
+        copies = [one for one in sorted(folder.glob("*.py")) if "-until-step-" not in one.stem]
+        if copies and all(one.read_bytes() != source for one in copies):
+            tell(f"note: {copies[0]}, which trained the run, differs from this script")
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file in place of the old one, if there is one. A fault leaves the old."""
     with replacing(path) as file:
@@ -4850,9 +4886,11 @@ def read_saved(path: Path) -> dict[str, Any]:
             raise ValueError("not a dictionary")
         script = saved.get("script", SCRIPT)
         if script != SCRIPT:
-            raise ValueError(f"{script}.py wrote it")
+            raise UsageError(f"{path}: {script}.py wrote it, and it alone can read it")
         if not isinstance(saved.get("agent"), dict) or not isinstance(saved.get("args"), dict):
             raise ValueError("it has no weights, or no flags")
+    except UsageError:
+        raise
     except FileNotFoundError as error:
         text = f"no run or checkpoint of this script: {what_is_there(path)}"
         raise UsageError(f"{path}: {text}") from error
@@ -5055,7 +5093,7 @@ def summarise(episodes: list[list[float]], args: Args, step: int | None = None) 
     mean = float(returns.mean())
     std = float(returns.std(correction=0))
     tail = empirical_cvar(returns, args.cvar_alpha)
-    line = f"return {mean:.1f} +- {std:.1f}, CVaR_{args.cvar_alpha:g} {tail:.1f}"
+    line = f"return {figure(mean)} +- {figure(std)}, CVaR_{args.cvar_alpha:g} {figure(tail)}"
     if step is not None:
         line += f", after {step:,} steps"
     tell_over(f"evaluation of {len(episodes)} episodes: {line}")
@@ -5418,6 +5456,7 @@ def parse_flags(argv: list[str], defaults: dict[str, Any]) -> Args:
         known = {one.name: defaults[one.name] for one in fields(group) if one.name in defaults}
         groups[title] = group(**known)
 
+    refuse_values_of_switches(argv)
     flags_class = make_dataclass("Flags", list(GROUPS.items()))
     presets = [f"  {name:<18} {preset.about}" for name, preset in PRESETS.items()]
     parsed = tyro.cli(
@@ -5433,6 +5472,18 @@ def parse_flags(argv: list[str], defaults: dict[str, Any]) -> Args:
     args = Args(**flat)
     refuse_idle_flags(args, argv)
     return args
+
+
+def refuse_values_of_switches(argv: list[str]) -> None:
+    """Raise `UsageError` for a word such as False behind a flag that is either on or off."""
+    switches = {name for name, kind in get_type_hints(Args).items() if kind is bool}
+    words = [part for word in argv for part in word.split("=", 1)]
+    for flag, value in pairwise(words):
+        name = flag.removeprefix("--").replace("-", "_")
+        if name in switches and value.lower() in ("true", "false", "0", "1"):
+            on = f"--{name.replace('_', '-')}"
+            text = f"takes no value; {on} turns it on, {on.replace('--', '--no-', 1)} off"
+            raise UsageError(f"{flag} {value}: {text}")
 
 
 def refuse_idle_flags(args: Args, argv: list[str]) -> None:
@@ -5505,7 +5556,9 @@ def require_stored_flags(args: Args, stored: Args, path: str) -> None:
     if changed:
         allowed = " ".join(f"--{name.replace('_', '-')}" for name in free.split())
         text = f"must be as in {path}; only these may differ: {allowed}"
-        remedy = "" if args.evaluate else "; to train on with others take --init-from"
+        remedy = "; to train on with others take --init-from"
+        if args.evaluate:
+            remedy = "; for another task see From Python in README"
         raise UsageError(f"{', '.join(changed)}: {text}{remedy}")
 
     least = stored.total_timesteps
@@ -5531,6 +5584,7 @@ def evaluate_stored(args: Args) -> None:
         text = f"films go to {path.parent}, which cannot be written to; copy the run elsewhere"
         raise flag_error(args, "capture_video", text)
     tell(f"{args.env_id}: {path} after {step:,} steps")
+    tell_of_edits(path.parent)
 
     env = make_eval_env(args)
     try:

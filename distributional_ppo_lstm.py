@@ -216,7 +216,8 @@ class TaskArgs:
     """Gymnasium id. `module:id` imports the module first, which registers the id. Ids with NoVel,
     as rl-baselines3-zoo has them (CartPoleNoVel-v1), hide the velocities."""
     total_timesteps: int = 100_000
-    """Steps of the run, summed over all environments and rounded down to whole rollouts."""
+    """Steps of the run, summed over all environments and rounded down to whole rollouts. A million
+    is 1000000 or 1_000_000."""
     num_envs: Count = 8
     """Parallel environments, counted over all processes."""
     num_steps: Count = 64
@@ -1466,7 +1467,12 @@ class RunningMoments(nn.Module):
         self.count = (old_count + weight).clamp(max=self.max_count)
 
     def normalize(self, x: Tensor) -> Tensor:
-        """Compute (x - mean) / std in float64, and return it in the dtype of x, a float."""
+        """Compute (x - mean) / std in float64, and return it in the dtype of x.
+
+        Raises TypeError for integers.
+        """
+        if not x.is_floating_point():  # the result would be cut to integers
+            raise TypeError(f"RunningMoments.normalize: x is {x.dtype}, not a float")
         return ((x.double() - self.mean) / self.std).to(x.dtype)
 
     def denormalize(self, z: Tensor) -> Tensor:
@@ -1498,7 +1504,8 @@ def quantile_huber_loss(quantiles: Tensor, targets: Tensor, taus: Tensor, kappa:
     The loss is divided by kappa as in IQN, so that it meets the pinball loss as kappa goes to 0. It
     is a mean over i, where QR-DQN sums, so that its size does not depend on K.
     Raises ValueError unless targets are (..., J) for the same states as the quantiles. Targets of
-    one number for each state, (...), would be taken for samples that all states share.
+    one number for each state, (...), would be taken for samples that all states share: give them as
+    (..., 1). No error tells where they are (T, N) and T equals N.
     Source: Dabney et al. 2018a (QR-DQN), eq. 8 to 10; 2018b (IQN), eq. 3.
     """
     states = quantiles.shape[-targets.dim() : -1]
@@ -1666,12 +1673,19 @@ def sr_lambda_targets(
     rewards, terminated and truncated are (T, N). next_quantiles are theta(s'_t), (T, N, K), of true
     successors. Where V is the mean of theta, the mean of X_t,i over draws and over i is the
     lambda-return of `gae`.
-    `draws` are uniform numbers in [0, 1), (T, N, K), to use in place of new ones. Raises TypeError
-    for masks that are not bool.
+    All are in the units of the rewards. `draws` are uniform numbers in [0, 1), (T, N, K), to use in
+    place of new ones. Raises ValueError for other shapes and for no steps at all, and TypeError for
+    masks that are not bool and for integer quantiles.
     Source: Nam et al. 2021 (GMAC).
     """
     if terminated.dtype != torch.bool or truncated.dtype != torch.bool:  # ~1 would be -2
         raise TypeError("sr_lambda_targets: terminated and truncated must be tensors of bool")
+    if not next_quantiles.is_floating_point():  # targets would be cut to integers
+        raise TypeError(f"sr_lambda_targets: quantiles are {next_quantiles.dtype}, not floats")
+    shapes = [tuple(x.shape) for x in (rewards, next_quantiles[..., 0], terminated, truncated)]
+    if len({*shapes}) > 1 or not len(rewards):
+        names = "rewards, next_quantiles without K, terminated and truncated"
+        raise ValueError(f"sr_lambda_targets: the shapes of {names} are {shapes}")
     if draws is None:
         draws = torch.rand(next_quantiles.shape, generator=generator, device=rewards.device)
     bootstraps = (draws >= gae_lambda) | (terminated | truncated)[..., None]
@@ -1978,8 +1992,8 @@ def unroll_lstm(
     The function makes one fused call instead of T. inputs are (T, N, F). state is (h, c), each
     (1, N, H), ahead of step 0. episode_start is (T, N) bool: the state is zero when a step opens an
     episode. Returns outputs (T, N, H) and the state after the last step. The lstm has one layer,
-    one direction, biases, no projection, and batch_first=False. Raises TypeError for another dtype
-    of episode_start.
+    one direction, biases, no projection, and batch_first=False. Raises ValueError for another lstm,
+    and TypeError for another dtype of episode_start.
 
     The trick is that a reset becomes one more time step of the LSTM. Each environment is a column
     of rows: its T steps, and one reset row before each step that opens an episode. Columns with
@@ -2001,6 +2015,9 @@ def unroll_lstm(
     """
     if episode_start.dtype != torch.bool:  # integers would pick steps by their number
         raise TypeError("unroll_lstm: episode_start must be a tensor of bool")
+    if len(lstm.all_weights) > 1 or len(lstm.all_weights[0]) != 4 or lstm.batch_first:
+        text = "one layer, one direction, biases, no projection, and batch_first=False"
+        raise ValueError(f"unroll_lstm: the lstm must have {text}")
     if not episode_start.any():
         return lstm(inputs, state)
     T, N, F = inputs.shape
@@ -2480,10 +2497,13 @@ class Agent(nn.Module):
         The policy's mode is taken if `deterministic`, otherwise a sample, drawn from `generator`.
         Without one it is torch's own. Steps with the same weights and statistics may share a
         `policy`, one of `numpy_policy`; this saves time. Raises ValueError for observations of
-        other shapes, for those that are not finite, and for a state of the wrong shape.
+        other shapes, for those that are not finite, and for a state of the wrong shape. Raises
+        TypeError for the critics' state.
         """
         rows, alone = as_rows(obs, self.observation_space)
         state = self.initial_state(len(rows)).cpu().numpy() if state is None else state
+        if not isinstance(state, np.ndarray):  # the critics' has the same shape
+            raise TypeError("act: the state must be the array that `act` returned")
         self.check_state(state, len(rows))
         policy = policy or self.numpy_policy()
         outputs, state = policy(rows.astype(self.observation_space.dtype), state)
@@ -2539,6 +2559,8 @@ class Agent(nn.Module):
         """Return the critics' outputs (N, K or K + 1), their state, and whether obs was one."""
         batch, alone = self.as_batch(obs)
         state = self.initial_state(len(batch)) if state is None else state
+        if not isinstance(state, Tensor):  # the actor's has the same shape
+            raise TypeError("the critics' state is a tensor; the array of `act` is another state")
         self.check_state(state, len(batch))
         state = torch.as_tensor(state, dtype=torch.float32, device=self.device)
         features, state = self.critic_body.step(batch, state)
@@ -3006,6 +3028,11 @@ def advice(error: Exception, args: Args) -> str:
     if module.endswith(".py") or "/" in module or "\\" in module:
         name = module.replace("\\", "/").split("/")[-1].removesuffix(".py")
         return f" Name the module alone, {name}:{task}, and run in its folder, or see PYTHONPATH"
+    root = module.split(".")[0]
+    if isinstance(error, ModuleNotFoundError) and root and not find_spec(root):
+        return f" {root} is looked for in {os.getcwd()}, beside the script and by PYTHONPATH"
+    if "required positional argument" in str(error) or "required keyword-only" in str(error):
+        return " Give arguments in gymnasium.register(..., kwargs={...})"
     if isinstance(error, gym.error.NameNotFound) and ":" not in args.env_id:
         if "NoFrameskip" in args.env_id or "Deterministic" in args.env_id:
             return f" Use {newest_atari_id(args.env_id)}, after {packages}"
@@ -3412,7 +3439,7 @@ def describe_update(
     """Average metrics over the minibatches that were evaluated, and norms over the steps taken.
 
     Four are no means: policy/kl_max, policy/ratio_first_minibatch_error, policy/epochs_done and
-    policy/stopped_early.
+    policy/stopped_early. There may be a `warning`, a text.
     """
     columns = {}
     for evaluated in (actor_metrics, critic_metrics):
@@ -3428,10 +3455,16 @@ def describe_update(
         "grad/actor": torch.tensor(actor_norms or [0.0]),
         "grad/critic": torch.tensor(critic_norms),
     }
-    return {tag: float(x.mean()) for tag, x in columns.items()} | {
+    described = {tag: float(x.mean()) for tag, x in columns.items()} | {
         "policy/epochs_done": len(actor_norms) / args.num_minibatches,
         "policy/stopped_early": float(len(actor_norms) < len(actor_metrics)),
     }
+
+    error = described["policy/ratio_first_minibatch_error"]
+    if error > 0.01:  # no step was taken yet, so the ratio is 1 in an actor without a fault
+        text = "the policy that trains is not the one that acted; edit `numpy_policy` as well"
+        described["warning"] = f"policy/ratio_first_minibatch_error {error:.2g}: {text}"
+    return described
 
 
 def empirical_cvar(returns: Tensor, alpha: float) -> float:
@@ -3873,6 +3906,11 @@ def tell(line: str, end: str = "\n", file: Any = None) -> None:
             print(escaped, end=end, file=file, flush=True)
 
 
+def figure(x: float) -> str:
+    """Return a number for people: with one decimal place, or in three digits where that is none."""
+    return f"{x:.1f}" if x == 0 or 0.1 <= abs(x) < 1e7 else f"{x:.3g}"
+
+
 def tell_over(line: str, file: Any = None) -> None:
     """Print a line that hides a status line in its place."""
     tell(f"{line:<90}", file=file)
@@ -3988,6 +4026,7 @@ class Run:
         if args.resume:
             self.take_up()
             if RANK == 0 and self.step < self.total_steps:  # a finished run keeps its origin
+                tell_of_edits(self.directory)
                 rewrite_origin(self.directory, args, self.step)
 
         place = "kept in" if self.has_nothing_to_do else "logging to"
@@ -4153,7 +4192,7 @@ class Run:
     def say_what_next(self) -> None:
         """Print the best evaluation, and the commands that show the run and continue it."""
         if self.best_step:
-            best = f"return {self.best_return:.1f} after {self.best_step:,} steps"
+            best = f"return {figure(self.best_return)} after {self.best_step:,} steps"
             self.say(f"best evaluation: {best}, {self.directory / 'best.pt'}")
         self.say(f"to watch: tensorboard --logdir {as_word(self.directory.parent)}")
 
@@ -4300,7 +4339,7 @@ class Run:
         line = f"{self.step:,} of {self.total_steps:,} steps ({share:.0%})"
         line += f"  {speed:,.0f} steps/s  {(self.total_steps - self.step) / speed:,.0f} s left"
         if self.recent_returns:
-            line += f"  return {np.mean(self.recent_returns):.1f}"
+            line += f"  return {figure(np.mean(self.recent_returns))}"
         self.status.show(line, last)
 
     def log(self, metrics: dict, step: int, histograms: bool = True) -> None:
@@ -4852,6 +4891,15 @@ def write_origin(path: Path, args: Args) -> None:
         replace_file(path / source.name, source.read_bytes())
 
 
+def tell_of_edits(folder: Path) -> None:
+    """Print a line if another script trained the run of a folder, by the copy that lies there."""
+    with contextlib.suppress(OSError, KeyError):  # a notebook has no file
+        source = Path(globals()["__file__"]).read_bytes()
+        copies = [one for one in sorted(folder.glob("*.py")) if "-until-step-" not in one.stem]
+        if copies and all(one.read_bytes() != source for one in copies):
+            tell(f"note: {copies[0]}, which trained the run, differs from this script")
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file in place of the old one, if there is one. A fault leaves the old."""
     with replacing(path) as file:
@@ -4943,9 +4991,11 @@ def read_saved(path: Path) -> dict[str, Any]:
             raise ValueError("not a dictionary")
         script = saved.get("script", SCRIPT)
         if script != SCRIPT:
-            raise ValueError(f"{script}.py wrote it")
+            raise UsageError(f"{path}: {script}.py wrote it, and it alone can read it")
         if not isinstance(saved.get("agent"), dict) or not isinstance(saved.get("args"), dict):
             raise ValueError("it has no weights, or no flags")
+    except UsageError:
+        raise
     except FileNotFoundError as error:
         text = f"no run or checkpoint of this script: {what_is_there(path)}"
         raise UsageError(f"{path}: {text}") from error
@@ -5149,7 +5199,7 @@ def summarise(episodes: list[list[float]], args: Args, step: int | None = None) 
     mean = float(returns.mean())
     std = float(returns.std(correction=0))
     tail = empirical_cvar(returns, args.cvar_alpha)
-    line = f"return {mean:.1f} +- {std:.1f}, CVaR_{args.cvar_alpha:g} {tail:.1f}"
+    line = f"return {figure(mean)} +- {figure(std)}, CVaR_{args.cvar_alpha:g} {figure(tail)}"
     if step is not None:
         line += f", after {step:,} steps"
     tell_over(f"evaluation of {len(episodes)} episodes: {line}")
@@ -5516,6 +5566,7 @@ def parse_flags(argv: list[str], defaults: dict[str, Any]) -> Args:
         known = {one.name: defaults[one.name] for one in fields(group) if one.name in defaults}
         groups[title] = group(**known)
 
+    refuse_values_of_switches(argv)
     flags_class = make_dataclass("Flags", list(GROUPS.items()))
     presets = [f"  {name:<18} {preset.about}" for name, preset in PRESETS.items()]
     parsed = tyro.cli(
@@ -5531,6 +5582,18 @@ def parse_flags(argv: list[str], defaults: dict[str, Any]) -> Args:
     args = Args(**flat)
     refuse_idle_flags(args, argv)
     return args
+
+
+def refuse_values_of_switches(argv: list[str]) -> None:
+    """Raise `UsageError` for a word such as False behind a flag that is either on or off."""
+    switches = {name for name, kind in get_type_hints(Args).items() if kind is bool}
+    words = [part for word in argv for part in word.split("=", 1)]
+    for flag, value in pairwise(words):
+        name = flag.removeprefix("--").replace("-", "_")
+        if name in switches and value.lower() in ("true", "false", "0", "1"):
+            on = f"--{name.replace('_', '-')}"
+            text = f"takes no value; {on} turns it on, {on.replace('--', '--no-', 1)} off"
+            raise UsageError(f"{flag} {value}: {text}")
 
 
 def refuse_idle_flags(args: Args, argv: list[str]) -> None:
@@ -5603,7 +5666,9 @@ def require_stored_flags(args: Args, stored: Args, path: str) -> None:
     if changed:
         allowed = " ".join(f"--{name.replace('_', '-')}" for name in free.split())
         text = f"must be as in {path}; only these may differ: {allowed}"
-        remedy = "" if args.evaluate else "; to train on with others take --init-from"
+        remedy = "; to train on with others take --init-from"
+        if args.evaluate:
+            remedy = "; for another task see From Python in README"
         raise UsageError(f"{', '.join(changed)}: {text}{remedy}")
 
     least = stored.total_timesteps
@@ -5629,6 +5694,7 @@ def evaluate_stored(args: Args) -> None:
         text = f"films go to {path.parent}, which cannot be written to; copy the run elsewhere"
         raise flag_error(args, "capture_video", text)
     tell(f"{args.env_id}: {path} after {step:,} steps")
+    tell_of_edits(path.parent)
 
     env = make_eval_env(args)
     try:

@@ -24,6 +24,10 @@ script = each_of(ONE_SCRIPT)  # but for what differs between them
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 BAD = [
+    ("--norm-obs False", "--norm-obs False", "--no-norm-obs off"),
+    ("--cuda=true", "--cuda true", "takes no value; --cuda turns it on"),
+    ("--anneal_lr 0", "--anneal_lr 0", "--no-anneal-lr off"),
+    ("--env-id nowhere:Mine-v0", "nowhere:Mine-v0", "nowhere is looked for in "),
     ("--num-envs 0", "num-envs 0", "must be finite and >=1"),
     ("--num-steps -4", "num-steps -4", "must be finite and >=1"),
     ("--torch-threads 0", "torch-threads 0", "must be finite and >=1"),

@@ -26,6 +26,8 @@ SHARED = [
     "entropy_loss",
     "linear_schedule",
     "clipped_value_loss",
+    "squared_error",
+    "clip_values",
     "RunningMoments",
 ]
 CONTRACTS = {
@@ -50,6 +52,7 @@ CONTRACTS = {
         "categorical_cross_entropy",
         "clip_categorical",
         "cvar_categorical",
+        "categorical_quantile",
         "sr_lambda_probs",
         "cvar_advantages_categorical",
     ],
@@ -105,6 +108,8 @@ CALLS = {
     "entropy_loss": lambda f: f(x.flatten(), 0.1, 2.0, 1.0),
     "linear_schedule": lambda f: f(1.0, 0.0, 0.3),
     "clipped_value_loss": lambda f: f(x[0], x[1]),
+    "squared_error": lambda f: f(x[..., None], x),
+    "clip_values": lambda f: f(x, x + 1, 0.2),
     "RunningMoments": lambda f: f().update(x),
     "quantile_midpoints": lambda f: f(K),
     "quantile_huber_loss": lambda f: f(QUANTILES, QUANTILES, torch.rand(K), 0.1),
@@ -124,6 +129,7 @@ CALLS = {
     "categorical_cross_entropy": lambda f: f(PROBS, QUANTILES),
     "clip_categorical": lambda f: f(PROBS, x[0], 0.1, ATOMS),
     "cvar_categorical": lambda f: f(PROBS, ATOMS, 0.1),
+    "categorical_quantile": lambda f: f(PROBS, ATOMS, 0.1),
     "sr_lambda_probs": lambda f: f(x, PROBS.expand(T, N, K), ATOMS, END, END, 0.9, 0.5),
     "cvar_advantages_categorical": lambda f: f(
         PROBS.expand(T, N, K), PROBS.expand(T, N, K), ATOMS, 0.1
@@ -201,6 +207,31 @@ def test_masks_of_integers_are_no_resets():
     starts = torch.tensor([[0, 1], [1, 0], [0, 0]])
     with pytest.raises(TypeError, match="unroll_lstm: episode_start must be"):
         script.unroll_lstm(lstm, torch.zeros(3, 2, 2), state, starts)
+
+
+@pytest.mark.parametrize(
+    "kind", [{"num_layers": 2}, {"bidirectional": True}, {"bias": False}, {"batch_first": True}]
+)
+def test_other_lstms_are_refused(kind):
+    """Of two layers one would be trained, in silence; ahead of the first end all would be well."""
+    import distributional_ppo_lstm as script
+
+    lstm, state = torch.nn.LSTM(2, 3, **kind), (torch.zeros(1, 2, 3), torch.zeros(1, 2, 3))
+    for started in (False, True):
+        starts = torch.full((3, 2), started)
+        with pytest.raises(ValueError, match="unroll_lstm: the lstm must have one layer"):
+            script.unroll_lstm(lstm, torch.zeros(3, 2, 2), state, starts)
+    lstm = torch.nn.LSTM(2, 3, proj_size=2)
+    with pytest.raises(ValueError, match="unroll_lstm: the lstm must have one layer"):
+        script.unroll_lstm(lstm, torch.zeros(3, 2, 2), state, starts)
+
+
+def test_integers_are_not_normalised(script):
+    """1, 2 and 4 would become -1, 0 and 1."""
+    moments = script.RunningMoments()
+    moments.update(torch.tensor([1.0, 2, 4]))
+    with pytest.raises(TypeError, match=r"x is torch\.int64, not a float"):
+        moments.normalize(torch.tensor([1, 2, 4]))
 
 
 def test_images_without_bounds_are_refused(script):

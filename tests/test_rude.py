@@ -191,6 +191,11 @@ def test_an_agent_acts_on_what_belongs_to_its_space(script):
             act(agent, np.full((2, 3, 6, 5), 7.0), agent.initial_state(1).numpy())
         with pytest.raises(ValueError, match=r"^state has the shape \(2, 1, 5\); it must have"):
             agent.value(np.full((2, 3, 6, 5), 7.0), agent.initial_state(1))
+        state = agent.initial_state(2)  # the critics' is a tensor, the actor's an array
+        with pytest.raises(TypeError, match="act: the state must be the array"):
+            act(agent, np.full((2, 3, 6, 5), 7.0), state)
+        with pytest.raises(TypeError, match="the array of `act` is another state"):
+            agent.value(np.full((2, 3, 6, 5), 7.0), state.numpy())
     assert act(agent, np.full((2, 3, 6, 5), 7.0))[0].shape == (2,)
 
 
@@ -1417,7 +1422,40 @@ def test_a_checkpoint_of_the_sibling_is_named(script, somewhere, capsys):
         code, _, err = run_main(script, capsys, [command, directory])
         assert code == 2
         assert err.count("\n") == 1
-        assert "no run or checkpoint of this script: the_other.py wrote it" in err
+        assert f"{path}: the_other.py wrote it, and it alone can read it" in err
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (0.0, "0.0"),
+        (-231.04, "-231.0"),
+        (0.1, "0.1"),
+        (0.002, "0.002"),
+        (-0.0961, "-0.0961"),
+        (9999999, "9999999.0"),
+        (1e30, "1e+30"),
+    ],
+)
+def test_numbers_of_any_size_are_told(script, number, told):
+    """0.0 would say that no reward came."""
+    assert script.figure(number) == told
+
+
+def test_another_script_than_the_one_that_trained_is_told(script, somewhere, capsys):
+    """In an evaluation and in a resume. Former sources of a run are no others."""
+    directory = Path(script.train(small_args(script, "Walk"))["run_dir"])
+    for command in (["--evaluate"], ["--resume", "--total-timesteps", "192"]):
+        first, *more = command
+        (copy,) = directory.glob("*.py")
+        copy.with_stem(f"{copy.stem}-until-step-7").write_text("a former one")
+        line = [first, str(directory), *more]
+        assert run_main(script, capsys, ["--evaluate", str(directory)])[1].count("note: ") == 0
+        copy.write_text("another one")
+        _, out, _ = run_main(script, capsys, line)
+        assert out.count(f"note: {copy}, which trained the run, differs from this script\n") == 1
+        copy.write_bytes(Path(script.__file__).read_bytes())
+        copy.with_stem(f"{copy.stem}-until-step-7").unlink()
 
 
 def test_a_run_whose_task_is_gone_is_a_run_all_the_same(script, somewhere, capsys):

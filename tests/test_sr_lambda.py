@@ -349,6 +349,25 @@ def test_rewards_that_are_integers_are_refused():
         categorical.sr_lambda_atoms(*data)
 
 
+@pytest.mark.parametrize("name", ["rewards", "predictions", "terminated", "truncated"])
+@pytest.mark.parametrize("change", [lambda x: x[:-1], lambda x: x[:, :1], lambda x: x[:0]])
+def test_other_shapes_are_refused(name, change):
+    """One step less, as beside a buffer of T + 1 values, or one environment that stands for all."""
+    theta = torch.zeros(*REWARDS.shape, 3, dtype=torch.float64)
+    for function, predictions, atoms in (
+        (lstm.sr_lambda_targets, theta, []),
+        (categorical.sr_lambda_atoms, next_probs(), [ATOMS]),
+    ):
+        data = dict(rewards=REWARDS, predictions=predictions)
+        data |= dict(terminated=TERMINATED, truncated=TRUNCATED)
+        data[name] = change(data[name])
+        first, second, *masks = data.values()
+        with pytest.raises(ValueError, match=f"^{function.__name__}: the shapes of rewards"):
+            function(first, second, *atoms, *masks, GAMMA, 0.5)
+    with pytest.raises(TypeError, match=r"quantiles are torch\.int64, not floats"):
+        lstm.sr_lambda_targets(REWARDS, theta.long(), TERMINATED, TRUNCATED, GAMMA, 0.5)
+
+
 def test_masks_of_bytes_are_refused():
     """~1 of a byte is 254, which would be a discount."""
     theta = torch.zeros(*REWARDS.shape, 3, dtype=torch.float64)

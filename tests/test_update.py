@@ -1038,6 +1038,12 @@ def test_first_minibatch_error_is_the_largest_deviation(run):
     spread = error * ((1 / n) * (1 - 1 / n)) ** 0.5  # of one entry among n
     assert metrics["policy/ratio_std"] == pytest.approx(spread, rel=1e-3)
     assert metrics["policy/kl_max"] < 1e-6
+    assert metrics["warning"].startswith("policy/ratio_first_minibatch_error 0.11: the policy that")
+
+
+def test_a_policy_that_acted_as_it_trains_is_not_warned_of(run):
+    """Rounding is no fault."""
+    assert "warning" not in run_update(run, num_minibatches=1)[0]
 
 
 def watch_losses(monkeypatch, script):
