@@ -129,6 +129,50 @@ def test_the_torch_of_the_requirements_is_named():
     assert f"install torch {pinned} from" in README
 
 
+def block_with(text: str) -> str:
+    """The Python of README that has this text."""
+    [found] = [x.split("```")[0] for x in README.split("```python\n")[1:] if text in x]
+    return found
+
+
+def test_actions_without_bounds_are_wrapped_as_the_readme_says():
+    """-1 and 1 become -10 and 10."""
+    gym = pytest.importorskip("gymnasium")
+
+    class Mine(gym.Env):
+        observation_space = action_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+        def step(self, action):
+            return action, 0.0, False, False, {}
+
+    scope = {"gymnasium": gym, "Mine": Mine}
+    exec(block_with("TransformAction"), scope)
+    env = scope["make"]()
+    env.reset()
+    assert env.step(np.float32([-1, 1]))[0].tolist() == [-10, 10]
+
+
+def test_popart_of_the_readme_survives_rollouts_without_a_reward():
+    """Returns of 0, of 0 again, then around 50: weights neither vanish nor grow, and what is
+    predicted stays as soon as returns vary."""
+    script = importlib.import_module("distributional_ppo_lstm")
+    layer, moments = torch.nn.Linear(3, 1), script.RunningMoments()
+    scope = {**vars(script), "last_layer": layer, "moments": moments}
+    batches = [torch.zeros(64), torch.zeros(64), 50 + torch.randn(64), 80 + torch.randn(64)]
+    before = layer.weight.clone()
+    for returns in batches[:3]:
+        exec(block_with("moments.update(returns)"), scope | {"returns": returns})
+        assert torch.equal(layer.weight, before)
+
+    def predicted():
+        return float(moments.denormalize(layer(torch.ones(3)).double().detach()))
+
+    told = predicted()
+    exec(block_with("moments.update(returns)"), scope | {"returns": batches[3]})
+    assert not torch.equal(layer.weight, before)
+    assert predicted() == pytest.approx(told, rel=1e-5)
+
+
 def test_python_of_the_readme_runs(monkeypatch, tmp_path):
     """Training, loading and acting, with fewer steps; the fan along an episode; the atoms."""
     pytest.importorskip("matplotlib").use("Agg")
