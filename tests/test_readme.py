@@ -650,7 +650,7 @@ def test_how_good_tuned_flags_for_calibration_are():
         "distributional_ppo_lstm": (2, 3),
         "distributional_ppo_categorical": (1, 3),
     }
-    told = "reach it on two of three tasks in the recurrent script, and on one of three in the feed-"
+    told = "reach it on two of three tasks in the recurrent script, and on one of three in the feed"
     assert told in README
     runs = [error for found in errors.values() for error in found]
     few = sum(error <= 0.05 for error in runs)
