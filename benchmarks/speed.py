@@ -899,7 +899,8 @@ the highest ratio of a repeat. The columns of the first table:
 * Ms of the floor and of ours: milliseconds of one iteration, a rollout and its update.
 * Steps per reset: the mean length of an episode while the clock ran. Episodes that end early cost
   resets, and a recurrent peer time.
-* Commit: the version of our scripts.
+* Commit: the version of our scripts, the newest that a cell was measured with. speed.csv has the
+  others.
 
 In the table of growth one size grows at a time. The exponent is log(time of an iteration) over
 log(size): 1 is linear, and 0 costs nothing.

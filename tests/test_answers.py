@@ -754,7 +754,7 @@ def test_aversion_on_robots_worked_by_hand(answers, monkeypatch):
     )
     assert answers.helped() == [hopper]
     told = f"made it measurably better on {hopper} of [two robots](#risk); a penalty on risky steps"
-    assert answers.robots_helped().endswith(f"{told} has at least as good a mean on one.")
+    assert answers.robots_helped().endswith(f"{told} lifts it at least as much on one.")
     assert answers.averse_lander().endswith(
         "is 1 with `averse` and 41 with a weight of 0.5, instead of 81 (one older run each)."
     )
@@ -854,7 +854,7 @@ def test_the_score_beside_the_best_is_worked_by_hand(answers, monkeypatch):
 
     monkeypatch.setattr(answers, "scores", scores)
     told = answers.beside_best()
-    assert re.search(r"TRPO, for which the flags were tuned, it is 0\.9[23] \(", told)
+    assert re.search(r"TRPO, the marks of our tuning, it is 0\.9[23] \(", told)
     assert told.endswith("with 1 of 8 runs below half (intervals of our seeds alone).")
     assert "**Beside the best published** its return is 0.46 (" in told
     assert "(three of these values are single runs)" in told
