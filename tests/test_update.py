@@ -1141,6 +1141,7 @@ def test_hundreds_of_updates_on_returns_that_hardly_vary(script, value_from):
         batch, _, metrics = prepare_rollout(run)
         for _ in range(5):
             metrics |= script.update(run.agent, run.optimizers, batch, run.args, 0.01)
+            metrics.pop("warning", "")  # of later updates: the policy has moved since it acted
             scalars = torch.tensor([float(x) for x in metrics.values() if np.ndim(x) == 0])
             assert scalars.isfinite().all(), i
     assert all(x.isfinite().all() for x in run.agent.state_dict().values())
