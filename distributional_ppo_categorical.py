@@ -2894,15 +2894,18 @@ def advice(error: Exception, args: Args) -> str:
         return "" if installed else f" Needed: {packages}"
     if args.is_atari and ":" not in args.env_id:
         return f" Use ale_py:{args.env_id}, after {packages}"
+
     module, _, task = args.env_id.rpartition(":")
     if module.endswith(".py") or "/" in module or "\\" in module:
         name = module.replace("\\", "/").split("/")[-1].removesuffix(".py")
         return f" Name the module alone, {name}:{task}, and run in its folder, or see PYTHONPATH"
+
     root = module.split(".")[0]
     if isinstance(error, ModuleNotFoundError) and root and not find_spec(root):
         return f" {root} is looked for in {os.getcwd()}, beside the script and by PYTHONPATH"
     if "required positional argument" in str(error) or "required keyword-only" in str(error):
         return " Give arguments in gymnasium.register(..., kwargs={...})"
+
     if isinstance(error, gym.error.NameNotFound) and ":" not in args.env_id:
         if "NoFrameskip" in args.env_id or "Deterministic" in args.env_id:
             return f" Use {newest_atari_id(args.env_id)}, after {packages}"

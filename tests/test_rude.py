@@ -1442,6 +1442,13 @@ def test_numbers_of_any_size_are_told(script, number, told):
     assert script.figure(number) == told
 
 
+def test_a_task_that_needs_arguments_gets_advice(script):
+    """Python's words for what is missing, of either kind."""
+    for lacks in ("required positional argument: 'data'", "required keyword-only argument: 'data'"):
+        error = TypeError(f"Mine.__init__() missing 1 {lacks}")
+        assert "register(..., kwargs={...})" in script.advice(error, small_args(script, "Walk"))
+
+
 def test_another_script_than_the_one_that_trained_is_told(script, somewhere, capsys):
     """In an evaluation and in a resume. Former sources of a run are no others."""
     directory = Path(script.train(small_args(script, "Walk"))["run_dir"])
