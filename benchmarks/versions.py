@@ -129,8 +129,8 @@ VARIANTS = {
         ),
     ],
 }
-OF_ATOMS = {"own_value"}  # variants of the feed-forward script
-OF_EARLIER = {"soft_rate", "gradient_scaled"}  # variants of versions up to 7cffc2f, not of today's
+# variants of versions up to 7cffc2f, or up to 327ef8b, and not of today's
+OF_EARLIER = {"soft_rate", "gradient_scaled", "own_value"}
 COLUMNS = (
     "version",  # commit, then the name of a variant and further flags
     "task",
@@ -271,7 +271,7 @@ def report(first: str, second: str, words: Iterable[str]) -> list[str]:
     return lines
 
 
-VARIANT_HELP = "exchange a text in the last version; two of them fit versions up to 7cffc2f"
+VARIANT_HELP = "exchange a text in the last version; three of them fit earlier versions alone"
 
 
 def main() -> None:

@@ -29,6 +29,7 @@ SHARED = [
     "squared_error",
     "clip_values",
     "RunningMoments",
+    "rescale_head",
 ]
 CONTRACTS = {
     LSTM: [
@@ -39,7 +40,6 @@ CONTRACTS = {
         "cvar_weights",
         "cvar",
         "value_at_risk",
-        "rescale_head",
         "sr_lambda_targets",
         "cvar_advantages",
         "unroll_lstm",
