@@ -68,7 +68,7 @@ class Family(NamedTuple):
     low: dict[str, float]  # return that counts as 0; 0 if a task is not named
     critics: dict[str, Critic]
     reference: str  # the row whose mean counts as 1
-    seeds: range
+    seeds: range  # of older runs, or as many of today's
 
 
 def feed_forward() -> dict[str, Critic]:
@@ -125,7 +125,7 @@ FAMILIES = {
             "scalar, single": Critic(QUANTILE, "value_single", f"{ALONE} --num-critics 1", ""),
         },
         reference="scalar, single",
-        seeds=learning.NEW_FIVE,
+        seeds=learning.anew(QUANTILE, 5),
     ),
     "MinAtar": Family(
         tasks={f"envs:MinAtar/{game}-v1": learning.MINATAR for game in learning.GAMES},
@@ -152,7 +152,9 @@ FAMILIES = {
 def cell_of(family: Family, critic: Critic, task: str) -> Cell:
     """The runs of one row on one task."""
     flags = family.tasks[task] + critic.flags
-    return Cell(task, critic.script, critic.variant, flags, family.seeds)
+    today = family.seeds.start >= common.RENEWED
+    seeds = learning.anew(critic.script, len(family.seeds)) if today else family.seeds
+    return Cell(task, critic.script, critic.variant, flags, seeds)
 
 
 def cells_of(family: Family) -> list[Cell]:
