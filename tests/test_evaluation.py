@@ -18,7 +18,7 @@ import pytest
 import torch
 from command import fill_the_disk, run_main, undisturbed, words
 from conftest import ONE_SCRIPT, each_of, with_both_scripts
-from helpers import make_agent, make_run, small_args
+from helpers import is_recurrent, make_agent, make_run, small_args
 from probes import ActionReward, Filmed, Walk
 from test_resume import (
     assert_same,
@@ -481,6 +481,27 @@ def test_flags_of_another_version_are_named(script, tmp_path, capsys):
         assert err.count("\n") == 1
         assert "another version of the script wrote it; use the copy in the run's directory" in err
         assert "(it lacks critic_learning_rate; unknown here is vf_coef)" in err
+
+
+@with_both_scripts
+def test_weights_of_another_meaning_are_not_taken(script, tmp_path, capsys):
+    """Flags and shapes may stay when the meaning of an output changes. A checkpoint that tells no
+    format is of the first one. So V of earlier feed-forward runs is not misread."""
+    args = flags_for(script, tmp_path, 1, env_id="probes:Walk-v0")
+    path = Path(script.train(args)["run_dir"]) / "checkpoint.pt"
+    saved = torch.load(path, weights_only=True)
+    assert saved.pop("format") == script.FORMAT == (1 if is_recurrent(script) else 2)
+    torch.save(saved, path)
+    code = 0 if is_recurrent(script) else 2
+    assert run_main(script, capsys, ["--evaluate", str(path)])[0] == code
+
+    torch.save(saved | {"format": 3}, path)
+    for command in ("--resume", "--evaluate", "--init-from"):
+        code, _, err = run_main(script, capsys, [command, str(path.parent)])
+        assert code == 2
+        assert err.count("\n") == 1
+        assert "another version of the script wrote it; use the copy in the run's directory" in err
+        assert f"(it has format 3, and this version has {script.FORMAT})" in err
 
 
 # -------------------------------------------------------------------------------- earlier weights

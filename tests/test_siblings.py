@@ -22,6 +22,7 @@ LSTM, CATEGORICAL = "distributional_ppo_lstm.py", "distributional_ppo_categorica
 SEAMS = {  # defined in both, different on purpose
     "SCRIPT": "its name",
     "CALIBRATED": "flags of quantiles or of atoms",
+    "FORMAT": "V beside atoms has changed its meaning once",
     "TaskArgs": "the default task",
     "NetworkArgs": "the width of the LSTM",
     "PPOArgs": "the length of training sequences, other defaults",
