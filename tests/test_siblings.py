@@ -57,7 +57,6 @@ OF_ONE = {
     LSTM: set(),
     CATEGORICAL: {
         "describe_statistics",
-        "normalized_mean",
         "outside_support",
         "probs",
         "task_atoms",
