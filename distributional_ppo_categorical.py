@@ -1738,9 +1738,9 @@ class ValueDistribution(nn.Module):
     """The critics predict this value distribution: probabilities of the K atoms `support`.
 
     A critic's outputs are K logits and, with `value_from` mean_head, the mean output, which is V:
-    (..., K or K + 1). The mean output is normalised by `moments`. So are `support`, the arguments
-    `returns` and `old` of `loss`, and the predictions of `move_statistics`. All else is in the
-    task's units.
+    (..., K or K + 1). The mean output is normalised by `moments`. So are `support`,
+    `normalized_mean`, the arguments `returns` and `old` of `loss`, and the predictions of
+    `move_statistics`. All else is in the task's units.
     """
 
     def __init__(self, args: Args) -> None:
@@ -1776,10 +1776,14 @@ class ValueDistribution(nn.Module):
         """
         return self.moments.denormalize(x.double())
 
+    def normalized_mean(self, outputs: Tensor) -> Tensor:
+        """Return the mean of the distribution, (...), normalised."""
+        probs = self.probs(outputs)
+        return probs @ self.support.to(probs)
+
     def mean(self, outputs: Tensor) -> Tensor:
         """Return the mean of the distribution, (...)."""
-        probs = self.probs(outputs)
-        return self.decode(probs @ self.support.to(probs))
+        return self.decode(self.normalized_mean(outputs))
 
     def value(self, outputs: Tensor) -> Tensor:
         """Return V, (...), the mean of the distribution or the mean output, by `value_from`."""

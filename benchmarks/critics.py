@@ -68,7 +68,7 @@ class Family(NamedTuple):
     low: dict[str, float]  # return that counts as 0; 0 if a task is not named
     critics: dict[str, Critic]
     reference: str  # the row whose mean counts as 1
-    seeds: range  # of older runs, or as many of today's
+    seeds: range
 
 
 def feed_forward() -> dict[str, Critic]:
@@ -125,7 +125,7 @@ FAMILIES = {
             "scalar, single": Critic(QUANTILE, "value_single", f"{ALONE} --num-critics 1", ""),
         },
         reference="scalar, single",
-        seeds=learning.anew(QUANTILE, 5),
+        seeds=learning.NEW_FIVE,
     ),
     "MinAtar": Family(
         tasks={f"envs:MinAtar/{game}-v1": learning.MINATAR for game in learning.GAMES},
@@ -152,9 +152,7 @@ FAMILIES = {
 def cell_of(family: Family, critic: Critic, task: str) -> Cell:
     """The runs of one row on one task."""
     flags = family.tasks[task] + critic.flags
-    today = family.seeds.start >= common.RENEWED
-    seeds = learning.anew(critic.script, len(family.seeds)) if today else family.seeds
-    return Cell(task, critic.script, critic.variant, flags, seeds)
+    return Cell(task, critic.script, critic.variant, flags, family.seeds)
 
 
 def cells_of(family: Family) -> list[Cell]:

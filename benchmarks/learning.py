@@ -2,17 +2,17 @@
 
     python benchmarks/learning.py             # run the missing seeds, two at a time, and report
     python benchmarks/learning.py --report    # tables and figure from the committed files alone
-    python benchmarks/learning.py --only Acrobot-v1 --seeds 8101 8102
-    python benchmarks/learning.py --again --only Acrobot-v1 default --seeds 8101   # writes nothing
+    python benchmarks/learning.py --only Acrobot-v1 --seeds 8001 8002
+    python benchmarks/learning.py --again --only Acrobot-v1 default --seeds 8001   # writes nothing
     python benchmarks/learning.py --merge FOLDER        # take in the runs of another results/
 
 A run leaves a row in results/runs.csv (final evaluation, what the training returns came to, flags,
 versions, commit, wall time) and a hundred bins of its training returns in results/curves.csv.gz.
 What a row says of the training returns is computed from every episode, ahead of the binning.
 Interrupted at any point, the next call continues. Reported seeds are 1 and up for peers and older
-versions of our scripts, and 8001 and up for others (see `common.RENEWED`). Flags were tuned on 1000
-to 7999, but for thirteen choices that README.md tells. The runs of ABLATIONS, in which one thing is
-changed, are of an earlier version.
+versions of our scripts, and 8001 and up for today's. Flags were tuned on 1000 to 7999, but for
+twelve choices that README.md tells. The runs of ABLATIONS, in which one thing is changed, are of an
+earlier version.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ RETURNS_OVER_100 = " --norm-returns-memory 100"
 PENDULUM_NOVEL, MOUNTAIN = "--preset pendulum_novel", "--preset mountaincar_novel"
 PENDULUM, ACROBOT, LUNAR = "--preset pendulum", "--preset acrobot", "--preset lunarlander"
 MUJOCO = "--preset mujoco --compile"  # compiled: the same but for rounding, 1.4 times as fast
-SWIMMER = MUJOCO + " --gamma 0.9999 --gae-lambda 0.98"  # seeds 8001 to 8005 had the preset's lambda
+SWIMMER = MUJOCO + " --gamma 0.9999 --gae-lambda 0.98"  # 8001 to 8005 had the preset's lambda
 MINATAR = "--preset minatar"
 GAMES = ("Breakout", "Asterix", "Freeway", "Seaquest", "SpaceInvaders")
 # Also trained as long as others have, with these seeds: 40 minutes a run, and 155 on a slow machine
-LONG_GAMES = dict.fromkeys(("Breakout", "Asterix", "SpaceInvaders"), range(8101, 8103))
+LONG_GAMES = dict.fromkeys(("Breakout", "Asterix", "SpaceInvaders"), range(8001, 8003))
 TEN_MILLION = MINATAR + " --total-timesteps 10000000"
 # rl-baselines3-zoo, hyperparams/ppo_lstm.yml at 22e3ff2; all with VecNormalize
 NET = {
@@ -150,41 +150,38 @@ CALIBRATED = {
     "Hopper-v5": (CATEGORICAL, "--preset mujoco calibrated --compile"),
     "LunarLander-v3": (CATEGORICAL, "--preset lunarlander calibrated"),
 }
-# seeds of peers and of older runs
+# seeds of peers and of older runs, and of runs of today's scripts
 THREE, FIVE, TEN, TWENTY = (range(1, seeds + 1) for seeds in (3, 5, 10, 20))
-
-
-def anew(script: str, seeds: int) -> range:
-    """Seeds of runs of today's scripts, and of a peer that has our wall time."""
-    first = common.first_seed(script)
-    return range(first, first + seeds)
+NEW_THREE, NEW_FIVE, NEW_TEN, NEW_TWENTY = (
+    range(common.RENEWED, common.RENEWED + seeds) for seeds in (3, 5, 10, 20)
+)
 
 
 # flags: beyond --env-id and --seed
 GRID = [
-    Cell("CartPoleNoVel-v1", LSTM, "default", "", anew(LSTM, 20)),
-    Cell("CartPoleNoVel-v1", LSTM, "no_memory", "", anew(LSTM, 3)),
-    Cell("PendulumNoVel-v1", LSTM, "default", PENDULUM_NOVEL, anew(LSTM, 20)),
+    Cell("CartPoleNoVel-v1", LSTM, "default", "", NEW_TWENTY),
+    Cell("CartPoleNoVel-v1", LSTM, "no_memory", "", NEW_THREE),
+    Cell("PendulumNoVel-v1", LSTM, "default", PENDULUM_NOVEL, NEW_TWENTY),
     Cell("PendulumNoVel-v1", LSTM, "memory_100", PENDULUM_NOVEL + RETURNS_OVER_100, TWENTY),
-    Cell("MountainCarContinuousNoVel-v0", LSTM, "default", MOUNTAIN, anew(LSTM, 20)),
-    *[Cell(f"popgym:popgym-{name}-v0", LSTM, "default", MEMORY, anew(LSTM, 3)) for name in POPGYM],
+    Cell("MountainCarContinuousNoVel-v0", LSTM, "default", MOUNTAIN, NEW_TWENTY),
+    *[Cell(f"popgym:popgym-{name}-v0", LSTM, "default", MEMORY, NEW_THREE) for name in POPGYM],
     Cell(
         "envs:MiniGrid-MemoryS7-OneHot-v0", LSTM, "default", "--preset minigrid", range(8004, 8007)
     ),
-    *[Cell(task, LSTM, "default", MUJOCO_NOVEL, anew(LSTM, 5)) for task in BLIND],
-    *[Cell(task, CATEGORICAL, "feed_forward", MUJOCO, anew(CATEGORICAL, 5)) for task in BLIND],
-    *[Cell(task, LSTM, "short", SHORT, anew(LSTM, 3)) for task in SHORT_ROBOTS],
-    Cell("CartPole-v1", CATEGORICAL, "default", "", anew(CATEGORICAL, 20)),
-    Cell("Pendulum-v1", CATEGORICAL, "default", PENDULUM, anew(CATEGORICAL, 20)),
-    Cell("Acrobot-v1", CATEGORICAL, "default", ACROBOT, anew(CATEGORICAL, 20)),
-    Cell("LunarLander-v3", CATEGORICAL, "default", LUNAR, anew(CATEGORICAL, 20)),
-    *[Cell(task, CATEGORICAL, "default", MUJOCO, anew(CATEGORICAL, 10)) for task in ROBOTS[:4]],
-    Cell("Humanoid-v5", CATEGORICAL, "default", MUJOCO, anew(CATEGORICAL, 5)),
+    *[Cell(task, LSTM, "default", MUJOCO_NOVEL, NEW_FIVE) for task in BLIND],
+    *[Cell(task, CATEGORICAL, "feed_forward", MUJOCO, NEW_FIVE) for task in BLIND],
+    *[Cell(task, LSTM, "short", SHORT, NEW_THREE) for task in SHORT_ROBOTS],
+    Cell("CartPole-v1", CATEGORICAL, "default", "", NEW_TWENTY),
+    Cell("Pendulum-v1", CATEGORICAL, "default", PENDULUM, NEW_TWENTY),
+    Cell("Acrobot-v1", CATEGORICAL, "default", ACROBOT, NEW_TWENTY),
+    Cell("LunarLander-v3", CATEGORICAL, "default", LUNAR, NEW_TWENTY),
+    *[Cell(task, CATEGORICAL, "default", MUJOCO, NEW_TEN) for task in ROBOTS[:4]],
+    Cell("Humanoid-v5", CATEGORICAL, "default", MUJOCO, NEW_FIVE),
     Cell("HalfCheetah-v5", CATEGORICAL, "memory_100", MUJOCO + RETURNS_OVER_100, FIVE),
     *[Cell(task, QUANTILE, "quantiles_single", MUJOCO + SINGLE, TEN) for task in ROBOTS[:4]],
-    Cell("Swimmer-v5", CATEGORICAL, "default", SWIMMER, range(8106, 8111)),
+    Cell("Swimmer-v5", CATEGORICAL, "default", SWIMMER, range(8006, 8011)),
     *[
-        Cell(f"envs:MinAtar/{game}-v1", CATEGORICAL, "default", MINATAR, anew(CATEGORICAL, 3))
+        Cell(f"envs:MinAtar/{game}-v1", CATEGORICAL, "default", MINATAR, NEW_THREE)
         for game in GAMES
     ],
     *[
@@ -192,7 +189,7 @@ GRID = [
         for game, seeds in LONG_GAMES.items()
     ],
     *[
-        Cell(task, script, "calibrated", flags, anew(script, 3))
+        Cell(task, script, "calibrated", flags, NEW_THREE)
         for task, (script, flags) in CALIBRATED.items()
     ],
     Cell("CartPoleNoVel-v1", CONTRIB, "zoo", "--total-timesteps 100000", FIVE),
@@ -200,7 +197,7 @@ GRID = [
     Cell("MountainCarContinuousNoVel-v0", CONTRIB, "zoo", "--total-timesteps 300000", FIVE),
     *[
         # It has the wall time of ours, so that both have new rows, or neither: see `settled`.
-        Cell(f"popgym:popgym-{name}-v0", CONTRIB, "equal_time", MEMORY, anew(CONTRIB, 3))
+        Cell(f"popgym:popgym-{name}-v0", CONTRIB, "equal_time", MEMORY, NEW_THREE)
         for name in POPGYM
     ],
     *[Cell(task, CONTRIB, "short", SHORT, THREE) for task in SHORT_ROBOTS],
@@ -515,8 +512,7 @@ def missing(cells: list[Cell], only: list[str], seeds: list[int]) -> list[Run]:
     runs = [
         run
         for run in ARCHIVE.table.without_row(common.runs_of(cells, only))
-        if run.cell.script not in common.OWN_SCRIPTS
-        or run.seed >= common.first_seed(run.cell.script)
+        if run.cell.script not in common.OWN_SCRIPTS or run.seed >= common.RENEWED
     ]
     if seeds:
         runs = [run for run in runs if run.seed in seeds]
@@ -554,10 +550,7 @@ def train_again(only: list[str], seeds: list[int], processes: int) -> None:
         run
         for run in common.runs_of(GRID, only, seeds)
         if run not in lacking
-        and (
-            run.cell.script not in common.OWN_SCRIPTS
-            or run.seed >= common.first_seed(run.cell.script)
-        )
+        and (run.cell.script not in common.OWN_SCRIPTS or run.seed >= common.RENEWED)
     ]
     if not runs:
         raise ValueError(f"no row of today's scripts matches {' '.join(only)}, with these seeds")
@@ -612,20 +605,9 @@ def last_returns_of(cell: Cell) -> list[float]:
     return numbers(rows_of(cell), "last_returns")
 
 
-def replaced(cell: Cell) -> list[Cell]:
-    """The cells whose rows this one's have replaced, the newest first."""
-    if not cell.seeds or min(cell.seeds) < common.RENEWED:
-        return []
-    older = [dataclasses.replace(cell, seeds=TWENTY)]
-    if cell.script == CATEGORICAL:
-        older.insert(0, common.before_renewed_again(cell))
-    known = [rows_of(cell), []]
-    found = []
-    for one in older:
-        if ARCHIVE.rows_of(one) not in known:
-            known.append(ARCHIVE.rows_of(one))
-            found.append(one)
-    return found
+def older_rows_of(cell: Cell) -> list[Row]:
+    """The rows of a cell that are of older versions of our scripts, in the order of their seeds."""
+    return ARCHIVE.rows_of(dataclasses.replace(cell, seeds=TWENTY))
 
 
 def cell_of(script: str, task: str, variant: str) -> Cell:
@@ -722,7 +704,8 @@ def version_of(cell: Cell) -> str:
     """Whether rows of our scripts are of today's or of an older one."""
     if cell.script not in common.OWN_SCRIPTS:
         return "-"
-    return "older" if any(map(common.is_older, rows_of(cell))) else "today's"
+    today = all(int(row["seed"]) >= common.RENEWED for row in rows_of(cell))
+    return "today's" if today else "older"
 
 
 def steps_told(runs: list[Row]) -> str:
@@ -770,7 +753,7 @@ def table(cells: list[Cell]) -> list[str]:
 EVERY_RUN_HEAD = """\
 "Final evaluations" has one number for each run: the mean return over its evaluation episodes.
 "Last training returns" is the mean of the last twenty training episodes, over the runs of a line.
-Lines with one task and variant are of today's scripts and of older ones.
+Two lines with one task and variant are of today's scripts and of older ones.
 """
 
 
@@ -1163,7 +1146,11 @@ def report() -> None:
     ]
     panels = sorted([*base, *ABLATIONS], key=panel_of)
     common.publish(RESULTS / "ablations.md", table(panels))
-    older = [one for cell in GRID for one in replaced(cell)]
+    older = [  # of cells that have been trained anew
+        dataclasses.replace(cell, seeds=TWENTY)
+        for cell in GRID
+        if version_of(cell) == "today's" and older_rows_of(cell)
+    ]
     every = every_run([*GRID, *older, *ABLATIONS])
     common.publish(RESULTS / "every_run.md", [EVERY_RUN_HEAD, *every])
 

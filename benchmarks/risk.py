@@ -96,6 +96,7 @@ for name, spec in (
 
 # ----------------------------------------------------------------------------------------- the grid
 COMMON = "--preset averse --eval-episodes 500 --checkpoint-every 0 "
+SEEDS = range(common.RENEWED + 5, common.RENEWED + 10)
 TASKS = {
     "lottery": "--cvar-alpha 0.2 --total-timesteps 30000 --num-steps 64 --learning-rate 3e-3",
     "road": (
@@ -123,16 +124,8 @@ def cells() -> list[Cell]:
             width = "--seq-len 32 " if script == LSTM and task != "lottery" else ""
             for variant, own in VARIANTS.items():
                 line = f"{COMMON}{width}{flags} {own}"
-                first = common.first_seed(script) + 5
-                grid.append(Cell(task, script, variant, line, range(first, first + 5)))
+                grid.append(Cell(task, script, variant, line, SEEDS))
     return grid
-
-
-def earlier(cell: Cell, rows: list[Row]) -> list[Row]:
-    """Of a cell's rows those that count as long as others of its task and script lack new ones."""
-    if cell.script == CATEGORICAL:
-        return common.standing(common.before_renewed_again(cell), rows)
-    return [row for row in rows if int(row["seed"]) < common.RENEWED]
 
 
 def groups() -> dict[Setting, list[Row]]:
@@ -146,11 +139,12 @@ def groups() -> dict[Setting, list[Row]]:
     older = {
         (setting.task, setting.script)
         for setting, rows in found.items()
-        if not rows or any(map(common.is_older, rows))
+        if not rows or any(int(row["seed"]) < common.RENEWED for row in rows)
     }
-    for cell in cells():
-        if (cell.setting.task, cell.setting.script) in older:
-            found[cell.setting] = earlier(cell, known.get(cell.setting, []))
+    for setting in found:
+        if (setting.task, setting.script) in older:
+            rows = known.get(setting, [])
+            found[setting] = [row for row in rows if int(row["seed"]) < common.RENEWED]
     return {setting: rows for setting, rows in found.items() if rows}
 
 
@@ -299,7 +293,7 @@ def line(setting: Setting, rows: list[Row]) -> str:
     risky = [float(row["risky"]) for row in rows if row["risky"]]
     told = f"{min(risky):.3f} to {max(risky):.3f}" if risky else ""
     names = (setting.task, setting.kind, setting.variant)
-    version = "older" if common.is_older(rows[0]) else "today's"
+    version = "today's" if int(rows[0]["seed"]) >= common.RENEWED else "older"
     return common.markdown_row([*names, version, len(rows), *figures, seeds, told])
 
 
@@ -358,7 +352,7 @@ def draw(groups: dict[Setting, list[Row]], optimum: Optimum) -> None:
         older = {
             setting.task
             for setting, rows in groups.items()
-            if setting.script == script and any(map(common.is_older, rows))
+            if setting.script == script and any(int(row["seed"]) < common.RENEWED for row in rows)
         }
         panels = ", ".join(f"({chr(97 + i)})" for i, task in enumerate(TITLES) if task in older)
         if panels:

@@ -6,7 +6,6 @@ import contextlib
 import gzip
 import importlib
 import io
-import itertools
 import json
 import os
 import pickle
@@ -531,7 +530,7 @@ def test_rows_of_runs_come_in_the_order_of_their_seeds(tmp_path, monkeypatch):
 
 def test_runs_made_anew_replace_older_ones_when_all_have_ended(tmp_path, monkeypatch):
     """They have seeds from 8001 up. Until then all older ones count. A cell of older seeds has the
-    rows of its own seeds alone. Seeds from 8101 up replace those from 8001 up."""
+    rows of its own seeds alone."""
     archive = keep_scores(tmp_path, monkeypatch, {1: 1.0, 2: 2.0, 8001: 3.0})
     new, old = made_up_cell([8001, 8002]), made_up_cell([1])
 
@@ -546,14 +545,6 @@ def test_runs_made_anew_replace_older_ones_when_all_have_ended(tmp_path, monkeyp
     assert known(new) == ["8001", "8002"]
     assert known(old) == ["1"]
     assert known(made_up_cell([8002])) == ["8002"]  # 8001 had other flags, say
-
-    again = made_up_cell([8101, 8102])  # of the feed-forward script
-    keep_scores(tmp_path, monkeypatch, {8101: 5.0})
-    assert known(again) == ["8001", "8002"]
-    assert known(made_up_cell([8102, 8103])) == ["1", "2"]  # 8003 has no run
-    keep_scores(tmp_path, monkeypatch, {8102: 6.0})
-    assert known(again) == ["8101", "8102"]
-    assert known(new) == ["8001", "8002"]
 
 
 def test_a_run_replaces_the_same_run_and_archives_are_merged(tmp_path, monkeypatch):
@@ -846,9 +837,8 @@ TINY = (
 def tiny_run(program, task, script, variant="tiny", flags=""):
     """One seed of two iterations, as the program's functions take it."""
     common = importlib.import_module("common")
-    seed = common.first_seed(script)
-    cell = common.Cell(task, script, variant, f"{TINY} {flags}".strip(), [seed])
-    return importlib.import_module(program), common.Run(cell, seed)
+    cell = common.Cell(task, script, variant, f"{TINY} {flags}".strip(), [common.RENEWED])
+    return importlib.import_module(program), common.Run(cell, common.RENEWED)
 
 
 def keep_as_it_is(monkeypatch, owner, *names):
@@ -1041,27 +1031,18 @@ def test_risk_of_a_policy_is_measured(script, task):
 
 def test_older_rows_of_risk_stand_until_all_variants_have_run(monkeypatch):
     """Five older ones of each variant beside all but one of today's, then beside all. Settings
-    without rows are left out. The feed-forward script has had new rows once more."""
+    without rows are left out."""
     risk = importlib.import_module("risk")
-    table: list[dict[str, str]] = []
-    monkeypatch.setattr(risk.Table, "rows", lambda _: table)
-    for script, kinds in ((risk.LSTM, (1, 8006)), (risk.CATEGORICAL, (8006, 8106))):
-        found = []
-        for first in kinds:
-            found.append([])
-            for variant in risk.VARIANTS:
-                setting = {"task": "road", "script": script, "variant": variant}
-                seeds = range(first, first + 5)
-                commit = "new" if first > 1 else min(risk.common.OLDER)
-                rows = [setting | {"seed": str(seed), "commit": commit} for seed in seeds]
-                found[-1].append(rows)
-        table[:] = itertools.chain(*found[0])
-        for before, after in itertools.pairwise(found):
-            rows = [*itertools.chain(*after)]
-            table += rows[:-1]
-            assert list(risk.groups().values()) == before
-            table.append(rows[-1])
-            assert list(risk.groups().values()) == after
+    older = []
+    newer = []
+    for variant in risk.VARIANTS:
+        setting = {"task": "road", "script": risk.LSTM, "variant": variant}
+        older.append([setting | {"seed": str(seed)} for seed in range(1, 6)])
+        newer.append([setting | {"seed": str(seed)} for seed in risk.SEEDS])
+    rows = [row for found in (*older, *newer) for row in found]
+    for known, standing in ((rows[:-1], older), (rows, newer)):
+        monkeypatch.setattr(risk.Table, "rows", lambda table, known=known: known)
+        assert list(risk.groups().values()) == standing
 
 
 def test_risk_is_that_of_the_preset():

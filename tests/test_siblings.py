@@ -57,6 +57,7 @@ OF_ONE = {
     LSTM: set(),
     CATEGORICAL: {
         "describe_statistics",
+        "normalized_mean",
         "outside_support",
         "probs",
         "task_atoms",
