@@ -22,9 +22,9 @@ These things differ most from other PPO scripts:
     Distributions        Each critic predicts probabilities of returns. By default it learns one
                          lambda-return for each state, blurred by HL-Gauss. The presets `calibrated`
                          and `averse` learn the distribution of the return itself. By default V,
-                         the value that advantages use, is not its mean but one more output of the
-                         same head, the mean output (`--value-from`). With `--cvar-weight` the
-                         policy learns from the tail of the distribution.
+                         the value that advantages use, is the mean of the predicted distribution
+                         plus a correction (`--value-from`). With `--cvar-weight` the policy learns
+                         from the tail of the distribution.
     Two critics          Two value heads predict the return, and each has a V. By default the V
                          that advantages use is the smaller one of the two.
     Normalised returns   Critics predict (return - running mean) / running std.
@@ -52,7 +52,7 @@ Shapes are written with these letters:
     P   parts of a discrete action
     H   width of the hidden layers
     C   critics
-    K   atoms of a predicted distribution; with the mean output a critic has K + 1 outputs
+    K   atoms of a predicted distribution; with the correction a critic has K + 1 outputs
     J   weighted returns of a target distribution: 1 by default, K with SR(lambda)
 
 Rewards, values and returns are in the task's units, but rewards of Atari games are clipped.
@@ -296,9 +296,9 @@ class CriticArgs:
     num_critics: Literal[1, 2] = 2
     """Value heads, each with a hidden layer of its own. They share the layers before it."""
     value_from: Literal["distribution", "mean_head"] = "mean_head"
-    """Where V comes from. distribution: the mean of the predicted distribution. mean_head: the mean
-    output, one more output, which squared error fits to lambda-returns. It learns rare large
-    rewards, which the mean of the distribution misses."""
+    """Where V comes from. distribution: the mean of the predicted distribution. mean_head: that
+    mean plus a correction, one more output, which squared error fits to lambda-returns. Targets
+    beyond the atoms are clamped to them, so the mean alone misses rare large rewards."""
     twin_reduce: Annotated[Literal["min", "mean"], IdleWhile("num_critics", 1)] = "min"
     """How two critics give one prediction. min: that of the critic with the smaller V. mean: an
     equal mixture of both, whose V is the mean of theirs."""
@@ -348,7 +348,7 @@ class ValueDistributionArgs:
 
 
 CALIBRATED = {"target_encoding": "two_hot", "num_atoms": 201}  # of the presets calibrated, averse
-FORMAT = 2  # of checkpoints. In the first one the last output of a critic was not V.
+FORMAT = 1  # of checkpoints. It grows when a weight gets another meaning.
 
 
 # ---- end of value distribution -------------------------------------------------------------------
@@ -500,7 +500,7 @@ class Batch(NamedTuple):
     log_probs: Tensor  # (B,) of the actions under that policy, nats
     advantages: Tensor  # (B,) float64 in the task's units, until `update` normalises them
     targets: Tensor  # (B, K) what the value distributions learn
-    returns: Tensor  # (B,) lambda-returns, normalised: what the mean output learns
+    returns: Tensor  # (B,) lambda-returns, normalised: what V's correction learns
     old_predictions: Tensor  # (B, C, 1 or 2) mean, and V, before the update, for value clipping
 
     def for_actor(self) -> Batch:
@@ -688,8 +688,8 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     The order matters (van Hasselt et al. 2016). The return statistics of earlier rollouts,
     `dist.moments`, turn this one's values into the task's units: std * value + mean. These values
     give advantages and targets. Then the statistics take in the targets' mean and a variance: that
-    of the targets, or the mean of (V - mean)^2 if that is larger. The mean outputs are rescaled at
-    the same time. (Probabilities of atoms cannot be, see `move_statistics`.)
+    of the targets, or the mean of (V - mean)^2 if that is larger.
+    Corrections of V keep their size in the task's units. (Atoms cannot, see `move_statistics`.)
 
     The new statistics normalise targets and old values for the update, and decode the next rollout.
     So a rollout is decoded on the scale that its critics were last trained on. Only the first one
@@ -719,7 +719,7 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     # This comes ahead of step 3, since it decodes by the old statistics.
     metrics = describe_critics(dist, rollout, outputs, reduced, next_reduced, returns)
 
-    # 3. The targets move the return statistics, and the mean outputs are rescaled.
+    # 3. The targets move the return statistics, and the corrections are rescaled.
     old_predictions, moments_metrics = dist.move_statistics(agent.critic_heads, outputs, targets)
     metrics |= moments_metrics
 
@@ -1681,32 +1681,6 @@ def cvar_advantages_categorical(
     return (target_probs * utility).sum(-1) - cvar_categorical(probs, atoms, alpha)
 
 
-def rescale_head(
-    linear: nn.Linear,
-    old_mean: Tensor,
-    old_std: Tensor,
-    new_mean: Tensor,
-    new_std: Tensor,
-    first: int = 0,
-) -> None:
-    """Change a linear layer in place so that std * output + mean stays what it was (PopArt).
-
-        w' = w s / s',    b' = b s / s' + (mu - mu') / s'
-
-    Means and stds have no axes: one mean and one std for all outputs of the layer. Outputs ahead of
-    the one numbered `first` stay as they are. Before the call the others are normalised by the old
-    ones, and after it by the new ones. If old_std is almost 0, the new weights are almost 0 too. So
-    leave the layer alone as long as no return has varied. The bias is computed in float64, since mu
-    may be 100,000 times s. Adam's moments are not rescaled.
-    Source: van Hasselt et al. 2016, eq. 5.
-    """
-    ratio = old_std / new_std
-    weight = linear.weight.data[first:]
-    bias = linear.bias.data[first:]
-    weight.copy_(weight.double() * ratio)
-    bias.copy_(bias.double() * ratio + (old_mean - new_mean) / new_std)
-
-
 class WeightedReturns(NamedTuple):
     """The targets of a rollout: each step has J returns, with probabilities.
 
@@ -1737,11 +1711,19 @@ class WeightedReturns(NamedTuple):
 class ValueDistribution(nn.Module):
     """The critics predict this value distribution: probabilities of the K atoms `support`.
 
-    A critic's outputs are K logits and, with `value_from` mean_head, the mean output, which is V:
-    (..., K or K + 1). The mean output is normalised by `moments`. So are `support`,
-    `normalized_mean`, the arguments `returns` and `old` of `loss`, and the predictions of
-    `move_statistics`. All else is in the task's units.
+    A critic's outputs are K logits and, with `value_from` mean_head, a correction of the mean of
+    the distribution: (..., K or K + 1). With atoms z and p = softmax(logits)
+
+        V = sum_k p_k z_k + gain * correction
+
+    In this formula atoms and V are normalised by `moments`. So are `support`, `normalized_mean`,
+    the arguments `returns` and `old` of `loss`, and the predictions of `move_statistics`. All else
+    is in the task's units.
     """
+
+    # Steps of Adam do not depend on the size of a gradient. So with a gain of 0.1 the correction
+    # moves V ten times more slowly, and averages rare rewards over many rollouts.
+    gain = 0.1
 
     def __init__(self, args: Args) -> None:
         super().__init__()
@@ -1757,7 +1739,12 @@ class ValueDistribution(nn.Module):
         self.num_outputs = args.num_atoms + (args.value_from == "mean_head")
 
     def split(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits (..., K) and the mean output (..., 0 or 1)."""
+        """Return the logits (..., K) and the correction (..., 0 or 1).
+
+        Without a correction the second part has a width of 0, and no caller needs a branch: scaling
+        an empty tensor changes nothing, (..., 1) + (..., 0) broadcasts to an empty (..., 0), and
+        `squared_error` of that is 0.
+        """
         K = len(self.support)
         return outputs.split([K, outputs.shape[-1] - K], -1)
 
@@ -1786,10 +1773,11 @@ class ValueDistribution(nn.Module):
         return self.decode(self.normalized_mean(outputs))
 
     def value(self, outputs: Tensor) -> Tensor:
-        """Return V, (...), the mean of the distribution or the mean output, by `value_from`."""
-        if self.args.value_from == "distribution":
-            return self.mean(outputs)
-        return self.decode(outputs[..., -1])
+        """Return V, (...), in the task's units: the mean, and by default its correction."""
+        value = self.normalized_mean(outputs)
+        if self.args.value_from == "mean_head":
+            value = value + self.gain * outputs[..., -1]
+        return self.decode(value)
 
     def quantile(self, outputs: Tensor, level: float) -> Tensor:
         """Return the quantile of the distribution at a level, (...), in the task's units."""
@@ -1800,7 +1788,7 @@ class ValueDistribution(nn.Module):
 
         min:   the critic with the smaller V (Fujimoto et al. 2018). PPO has no maximum over
                actions that would overestimate, so V is a little too small.
-        mean:  the mean of the probabilities, as logits, and of the mean outputs
+        mean:  the mean of the probabilities, as logits, and of the corrections
 
         Raises ValueError for another number of critics.
         """
@@ -1812,8 +1800,8 @@ class ValueDistribution(nn.Module):
             values = self.value(outputs)
             return torch.where((values[0] <= values[1])[..., None], outputs[0], outputs[1])
         logits = self.probs(outputs).mean(0).clamp(min=1e-30).log()
-        mean_outputs = self.split(outputs)[1]
-        return torch.cat((logits, mean_outputs.mean(0)), -1)
+        corrections = self.split(outputs)[1]
+        return torch.cat((logits, corrections.mean(0)), -1)
 
     def point_targets(self, returns: Tensor) -> WeightedReturns:
         """Make targets that are one number for each step, from lambda-returns (T, N)."""
@@ -1852,19 +1840,19 @@ class ValueDistribution(nn.Module):
     def move_statistics(
         self, heads: nn.ModuleList, outputs: Tensor, targets: WeightedReturns
     ) -> tuple[Tensor, dict]:
-        """Take the targets into the return statistics, and rescale V at the same time.
+        """Take the targets into the return statistics.
 
         The running moments take in a mean and a variance. The mean is that of the targets. The
         variance is that of the targets or the mean of (V - mean)^2, over steps and critics,
         whichever is larger. Where all returns are equal, that of the targets would go to 0, and a
         small error of V would be divided by almost nothing.
 
-        The mean output, and so V, stays what it was in the task's units (PopArt, van Hasselt et al.
-        2016): the last row of each head's last layer is rescaled in place. Probabilities of fixed
-        atoms cannot be rescaled. Their decoded mean jumps, and the coming update repairs it.
+        Probabilities of fixed atoms cannot be rescaled as PopArt would (van Hasselt et al. 2016):
+        their decoded mean jumps, and the coming update repairs it. The correction keeps its size:
+        the last row of each head's last layer is rescaled in place.
 
         There is one exception. Where the std before this call was within 100 times its floor,
-        returns have hardly varied, as where all rewards were 0. A mean output rescaled from there
+        returns have hardly varied, as where all rewards were 0. A correction rescaled from there
         would vanish, so it stays as it is.
 
         Returns old predictions, (C, T, N, 1 or 2), and metrics. Old predictions are the mean and V
@@ -1878,30 +1866,30 @@ class ValueDistribution(nn.Module):
         # 1. The old statistics decode what the critics predicted, (C, T, N).
         means = self.mean(outputs)
         values = self.value(outputs)
-        old_mean = self.moments.mean
         old_std = self.moments.std
         rescales = not self.moments.at_floor
 
-        # 2. The statistics take in the targets.
+        # 2. The statistics take in the targets, and the correction is rescaled.
         if self.args.norm_returns:
             self.merge_targets(targets, values)
-        jumps = self.mean(outputs) - means
+        ratio = old_std / self.moments.std if rescales else 1.0
+        for head in heads:
+            head[-1].weight.data[len(self.support) :] *= ratio
+            head[-1].bias.data[len(self.support) :] *= ratio
+        logits, correction = self.split(outputs)
+        new_outputs = torch.cat((logits, correction * ratio), -1)
+        new_values = self.value(new_outputs)
+        metrics = self.describe_statistics(targets, new_values - values)
 
-        # 3. The mean outputs are converted to the new units. At the floor they stay, and clipping
-        #    is not to hold on to what was predicted while nothing varied.
-        if rescales:
-            K = len(self.support)
-            for head in heads:
-                rescale_head(head[-1], old_mean, old_std, self.moments.mean, self.moments.std, K)
-        else:
-            means = self.mean(outputs)
-            values = self.value(outputs)
+        # 3. Give the old predictions in the new units; at the floor, what the heads predict now.
+        if not rescales:  # clipping is not to hold on to what was predicted while nothing varied
+            means = self.mean(new_outputs)
+            values = new_values
         predicted = self.moments.normalize(torch.stack((means, values), -1)).to(outputs)
-        num_clipped = 1 + (self.args.value_from == "mean_head")  # the mean, and V if it is another
-        return predicted[..., :num_clipped], self.describe_statistics(targets, jumps)
+        return predicted[..., : 1 + correction.shape[-1]], metrics  # V where it has a correction
 
     def describe_statistics(self, targets: WeightedReturns, jumps: Tensor) -> dict:
-        """Describe the return statistics, given how far they made the atoms' means jump.
+        """Describe the return statistics, given how far they made values jump.
 
         There may be a `warning`, as `move_statistics` tells.
         """
@@ -1955,15 +1943,18 @@ class ValueDistribution(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return losses of C critics, (C, ...), and 1 where value clipping moves the prediction.
 
-            cross-entropy of targets (..., K)  +  0.5 (V - returns)^2 with a mean output
+            cross-entropy of targets (..., K)  +  0.5 (V - returns)^2 with a correction
 
-        returns are lambda-returns whatever the targets are. returns and old are normalised. outputs
-        are (C, ..., K or K + 1). old are (C, ..., 1 or 2), from `move_statistics`. The
-        cross-entropy does not fall to 0 but to the entropy of the targets.
+        returns and old are normalised. outputs are (C, ..., K or K + 1). old are (C, ..., 1 or 2),
+        from `move_statistics`. The cross-entropy does not fall to 0 but to the entropy of the
+        targets.
 
         With value clipping each of the two terms is the larger one of two: the plain one, and one
         whose mean (cross-entropy) or V (squared error) is first clamped to within `vf_clip_coef` of
         what this critic predicted before the update.
+
+        The squared error gives no gradient to the logits, or it would pull them off their targets
+        to fit the mean. It reaches the layers that they share with the correction.
 
         To clip a distribution by a shift, the loss shifts the target the other way, and the
         gradient flows through the shift. Apart from rounding to atoms and from the ends of the
@@ -1971,22 +1962,27 @@ class ValueDistribution(nn.Module):
         logs of projected shares, whose gradient is unbounded.
         """
         args = self.args
-        logits, mean_outputs = self.split(outputs)
-        dist_loss = categorical_cross_entropy(targets, logits)
-        v_loss = squared_error(mean_outputs, returns)
+        logits, correction = self.split(outputs)
+        log_probs = logits.log_softmax(-1)
+        # `categorical_cross_entropy` would compute the log_probs again, which takes time.
+        dist_loss = -(targets * log_probs).sum(-1)
+        probs = log_probs.detach().exp()
+        detached_mean = probs @ self.support.to(probs)
+        values = detached_mean[..., None] + self.gain * correction  # (C, ..., 0 or 1)
+        v_loss = squared_error(values, returns)
         if args.vf_clip == "none":
             return dist_loss + v_loss, torch.zeros_like(dist_loss)
 
         old_mean = old[..., 0]
-        old_mean_outputs = old[..., 1:]
-        mean = (logits.softmax(-1) * self.support).sum(-1)
+        old_values = old[..., 1:]
+        mean = (logits.softmax(-1) * self.support).sum(-1)  # again, now with its gradient
         shift = clip_values(mean, old_mean, args.vf_clip_coef) - mean
         source = self.support - shift[..., None]
         moved_targets = project_categorical(targets.expand_as(source), source, self.support)
         dist_loss = clipped_value_loss(dist_loss, categorical_cross_entropy(moved_targets, logits))
-        clipped_means = clip_values(mean_outputs, old_mean_outputs, args.vf_clip_coef)
-        v_loss = clipped_value_loss(v_loss, squared_error(clipped_means, returns))
-        changes = torch.cat((shift[..., None], clipped_means - mean_outputs), -1)
+        clipped_values = clip_values(values, old_values, args.vf_clip_coef)
+        v_loss = clipped_value_loss(v_loss, squared_error(clipped_values, returns))
+        changes = torch.cat((shift[..., None], clipped_values - values), -1)
         rounding = 1e-6 * (1 + old.abs().amax(-1, keepdim=True))  # of float32, a few digits
         return dist_loss + v_loss, (changes.abs() > rounding).any(-1).float()
 
@@ -3386,8 +3382,8 @@ DESCRIPTIONS = {
     "losses/value_loss": "Mean loss of the critics.",
     "norm/return_mean": "Mean by which returns are normalised.",
     "norm/return_std": "Scale by which returns are normalised.",
-    "norm/value_shift": "How far the distribution's mean jumped when the return statistics moved. "
-    "With quantiles it is rounding once rewards have varied. Atoms cannot be rescaled.",
+    "norm/value_shift": "How far V jumped when the return statistics moved. With quantiles it is "
+    "rounding once rewards have varied. With atoms V jumps, since they cannot be rescaled.",
     "policy/entropy_coef": "Weight of the entropy bonus.",
     "policy/epochs_done": "Epochs of the actor's steps. Less than update_epochs after a KL stop, "
     "1 if the actor is not trained.",

@@ -305,9 +305,8 @@ class CriticArgs:
     num_critics: Literal[1, 2] = 2
     """Value heads, each with a hidden layer of its own. They share the layers before it."""
     value_from: Literal["distribution", "mean_head"] = "mean_head"
-    """Where V comes from. distribution: the mean of the predicted distribution. mean_head: the mean
-    output, one more output, which squared error fits to lambda-returns. It learns rare large
-    rewards, which the mean of the distribution misses."""
+    """Where V comes from. distribution: its mean. mean_head: the mean output, one more output.
+    Squared error fits it, so V learns rare rewards, too."""
     twin_reduce: Annotated[Literal["min", "mean"], IdleWhile("num_critics", 1)] = "min"
     """How two critics give one prediction. min: that of the critic with the smaller V. mean: an
     equal mixture of both, whose V is the mean of theirs."""
@@ -1731,29 +1730,24 @@ def cvar_advantages(targets: Tensor, quantiles: Tensor, alpha: float) -> Tensor:
 
 
 def rescale_head(
-    linear: nn.Linear,
-    old_mean: Tensor,
-    old_std: Tensor,
-    new_mean: Tensor,
-    new_std: Tensor,
-    first: int = 0,
+    linear: nn.Linear, old_mean: Tensor, old_std: Tensor, new_mean: Tensor, new_std: Tensor
 ) -> None:
     """Change a linear layer in place so that std * output + mean stays what it was (PopArt).
 
         w' = w s / s',    b' = b s / s' + (mu - mu') / s'
 
-    Means and stds have no axes: one mean and one std for all outputs of the layer. Outputs ahead of
-    the one numbered `first` stay as they are. Before the call the others are normalised by the old
-    ones, and after it by the new ones. If old_std is almost 0, the new weights are almost 0 too. So
-    leave the layer alone as long as no return has varied. The bias is computed in float64, since mu
-    may be 100,000 times s. Adam's moments are not rescaled.
+    Means and stds have no axes: one mean and one std for all outputs of the layer. Before the call
+    its outputs are normalised by the old ones, and after it by the new ones. If old_std is almost
+    0, the new weights are almost 0 too. So leave the layer alone as long as no return has varied.
+    The bias is computed in float64, since mu may be 100,000 times s. Adam's moments are not
+    rescaled.
     Source: van Hasselt et al. 2016, eq. 5.
     """
     ratio = old_std / new_std
-    weight = linear.weight.data[first:]
-    bias = linear.bias.data[first:]
-    weight.copy_(weight.double() * ratio)
-    bias.copy_(bias.double() * ratio + (old_mean - new_mean) / new_std)
+    bias = linear.bias.double() * ratio + (old_mean - new_mean) / new_std
+    with torch.no_grad():
+        linear.weight.copy_(linear.weight.double() * ratio)
+        linear.bias.copy_(bias)
 
 
 # A value distribution is a module with these members. An iteration uses them in this order:
@@ -1887,8 +1881,7 @@ class ValueDistribution(nn.Module):
         the new units, and metrics.
         """
         # 1. The old statistics decode what the critics predicted.
-        means = self.mean(outputs)  # (C, T, N)
-        values = self.value(outputs)
+        values = self.value(outputs)  # (C, T, N)
         decoded = self.decode(outputs)
         old_mean = self.moments.mean
         old_std = self.moments.std
@@ -1907,13 +1900,13 @@ class ValueDistribution(nn.Module):
                 rescale_head(head[-1], old_mean, old_std, self.moments.mean, self.moments.std)
 
         crossing = self.split(new_outputs)[0].diff(dim=-1) < 0
-        jumps = self.mean(new_outputs) - means
+        shift = self.value(new_outputs) - values
         return new_outputs, {
             "value/crossing_fraction": crossing.float().mean().nan_to_num(),  # 0 for K = 1
             "norm/return_mean": self.moments.mean,
             "norm/return_std": self.moments.std,
             # It is rounding alone where outputs were converted. It does not test `rescale_head`.
-            "norm/value_shift": jumps.abs().mean(),
+            "norm/value_shift": shift.abs().mean(),
         }
 
     def merge_targets(self, targets: Tensor, values: Tensor) -> None:
@@ -3521,8 +3514,8 @@ DESCRIPTIONS = {
     "losses/value_loss": "Mean loss of the critics.",
     "norm/return_mean": "Mean by which returns are normalised.",
     "norm/return_std": "Scale by which returns are normalised.",
-    "norm/value_shift": "How far the distribution's mean jumped when the return statistics moved. "
-    "With quantiles it is rounding once rewards have varied. Atoms cannot be rescaled.",
+    "norm/value_shift": "How far V jumped when the return statistics moved. With quantiles it is "
+    "rounding once rewards have varied. With atoms V jumps, since they cannot be rescaled.",
     "policy/entropy_coef": "Weight of the entropy bonus.",
     "policy/epochs_done": "Epochs of the actor's steps. Less than update_epochs after a KL stop, "
     "1 if the actor is not trained.",

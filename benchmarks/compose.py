@@ -30,10 +30,14 @@ QUANTILES = {  # sentences of the kind, by what they are about
                          mean but one more output of the same head, the mean output
                          (`--value-from`). With `--cvar-weight` the policy learns from the tail of
                          the distribution.""",
+    "value": """mean_head: the mean output, one more output.
+    Squared error fits it, so V learns rare rewards, too.""",
     "K": "K   quantiles of a predicted distribution",
+    "further": "; with the mean output a critic has K + 1 outputs",
     "J": "J   samples of a target distribution: 1 by default, K with SR(lambda)",
     "normalised": '"""Critics predict (return - running mean) / running std (PopArt)."""',
     "targets": "J) what the value distributions learn, normalised returns",
+    "returns": "normalised: what the mean output learns",
     "old": "K or K + 1) before the update, for value clipping",
     "moving": "# 3. The targets move the return statistics, and the value heads are rescaled.",
     "moved": "The value heads are rescaled at the same time.",
@@ -43,17 +47,24 @@ ATOMS = {
     "learnt": """predicts probabilities of returns. By default it learns one
                          lambda-return for each state, blurred by HL-Gauss. The presets `calibrated`
                          and `averse` learn the distribution of the return itself. By default V,
-                         the value that advantages use, is not its mean but one more output of the
-                         same head, the mean output (`--value-from`). With `--cvar-weight` the
-                         policy learns from the tail of the distribution.""",
+                         the value that advantages use, is the mean of the predicted distribution
+                         plus a correction (`--value-from`). With `--cvar-weight` the policy learns
+                         from the tail of the distribution.""",
+    "value": """mean_head: that
+    mean plus a correction, one more output, which squared error fits to lambda-returns. Targets
+    beyond the atoms are clamped to them, so the mean alone misses rare large rewards.""",
     "K": "K   atoms of a predicted distribution",
+    "further": "; with the correction a critic has K + 1 outputs",
     "J": "J   weighted returns of a target distribution: 1 by default, K with SR(lambda)",
     "normalised": '"""Critics predict (return - running mean) / running std."""',
     "targets": "K) what the value distributions learn",
+    "returns": "normalised: what V's correction learns",
     "old": "1 or 2) mean, and V, before the update, for value clipping",
-    "moving": "# 3. The targets move the return statistics, and the mean outputs are rescaled.",
-    "moved": """The mean outputs are rescaled at
-    the same time. (Probabilities of atoms cannot be, see `move_statistics`.)""",
+    "moving": "# 3. The targets move the return statistics, and the corrections are rescaled.",
+    "moved": (
+        "Corrections of V keep their size in the task's units. "
+        "(Atoms cannot, see `move_statistics`.)"
+    ),
 }
 
 

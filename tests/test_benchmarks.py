@@ -1995,7 +1995,7 @@ def test_texts_of_variants_are_in_the_scripts(versions):
     todays = versions.VARIANTS.keys() - versions.OF_EARLIER
     assert len(todays) == len(versions.VARIANTS) - len(versions.OF_EARLIER) > 0
     for variant in todays:
-        for name in NAMES:
+        for name in NAMES[1:] if variant in versions.OF_ATOMS else NAMES:
             text = (ROOT / f"{name}.py").read_text()
             for before, after in versions.VARIANTS[variant]:
                 assert text.count(before) == 1

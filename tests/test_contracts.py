@@ -29,7 +29,6 @@ SHARED = [
     "squared_error",
     "clip_values",
     "RunningMoments",
-    "rescale_head",
 ]
 CONTRACTS = {
     LSTM: [
@@ -40,6 +39,7 @@ CONTRACTS = {
         "cvar_weights",
         "cvar",
         "value_at_risk",
+        "rescale_head",
         "sr_lambda_targets",
         "cvar_advantages",
         "unroll_lstm",

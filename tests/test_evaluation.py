@@ -18,7 +18,7 @@ import pytest
 import torch
 from command import fill_the_disk, run_main, undisturbed, words
 from conftest import ONE_SCRIPT, each_of, with_both_scripts
-from helpers import is_recurrent, make_agent, make_run, small_args
+from helpers import make_agent, make_run, small_args
 from probes import ActionReward, Filmed, Walk
 from test_resume import (
     assert_same,
@@ -486,13 +486,13 @@ def test_flags_of_another_version_are_named(script, tmp_path, capsys):
 @with_both_scripts
 def test_weights_of_another_meaning_are_not_taken(script, tmp_path, capsys):
     """Flags and shapes may stay when the meaning of an output changes. A checkpoint that tells no
-    format is of the first one. So V of earlier feed-forward runs is not misread."""
+    format is of the first one."""
     args = flags_for(script, tmp_path, 1, env_id="probes:Walk-v0")
     path = Path(script.train(args)["run_dir"]) / "checkpoint.pt"
     saved = torch.load(path, weights_only=True)
-    assert saved.pop("format") == script.FORMAT == (1 if is_recurrent(script) else 2)
+    assert saved.pop("format") == script.FORMAT
     torch.save(saved, path)
-    code = 0 if is_recurrent(script) else 2
+    code = 0 if script.FORMAT == 1 else 2
     assert run_main(script, capsys, ["--evaluate", str(path)])[0] == code
 
     torch.save(saved | {"format": 3}, path)

