@@ -2221,6 +2221,44 @@ def sections() -> dict[str, list[str]]:
 
 
 # -------------------------------------------------------------------------------------- other pages
+WAYS_TO_V = {  # versions of the feed-forward script, and what V is in them
+    "327ef8b": "the atoms' mean plus a tenth of a further output (default)",
+    "327ef8b gain_one": "the atoms' mean plus a further output",
+    "327ef8b own_value": "a further output alone",
+}
+
+
+def values_table() -> list[str]:
+    """What V is beside atoms: a line for each way that has all runs on robots."""
+    lines = common.markdown_head(
+        f"V is | runs | {' | '.join(FOUR)} | score ± standard error | score minus the first one's "
+        f"± standard error | CartPole-v1: below 475"
+    )
+    scores = []
+    for version, told in WAYS_TO_V.items():
+        runs = {
+            cell.task: versions.evaluations(version, cell.task, set(map(str, cell.seeds)))
+            for cell in versions.TODAY
+        }
+        if any(len(runs[cell.task]) < len(cell.seeds) for cell in versions.TODAY):
+            continue
+        scores.append(screen.score_of({task: runs[task] / screen.BEST[task] for task in FOUR}))
+        means = [f"{runs[task].mean():.0f}" for task in FOUR]
+        error = math.hypot(scores[-1].error, scores[0].error)
+        gain = f"{scores[-1].mean - scores[0].mean:+.2f} ± {error:.2f}"
+        score = f"{scores[-1].mean:.2f} ± {scores[-1].error:.2f}"
+        columns = [told, sum(map(len, runs.values())), *means, score]
+        columns += [gain if len(scores) > 1 else "-", poles_lost(version)]
+        lines.append(common.markdown_row(columns))
+    return lines
+
+
+def poles_lost(version: str) -> str:
+    """How many evaluations of CartPole-v1 are below 475, and of how many seeds."""
+    ended = versions.evaluations(version, "CartPole-v1", versions.seeds_of(version, "CartPole-v1"))
+    return f"{(ended < versions.LOST['CartPole-v1']).sum()} of {len(ended)}" if len(ended) else "-"
+
+
 def kind_of(script: str) -> str:
     """The networks of a script in a word."""
     return "recurrent" if script == LSTM else "feed-forward"
@@ -2343,6 +2381,7 @@ def pages() -> dict[str, dict[str, list[str]]]:
         "tuning.md": {
             "Robots without velocities": blind_lines(),
             "Screenings": screenings(),
+            "V beside atoms": values_table(),
             "Chosen flags": preset_table(),
             "Calibration": calibrated_table(),
         },
