@@ -317,9 +317,9 @@ class CriticArgs:
 
 # ---- value distribution: categorical (flags) -----------------------------------------------------
 # To use another kind of value distribution, replace this block and the block "(functions)" below.
-# Of this block the rest of the file uses `ValueDistributionArgs`, with a flag `vf_clip`,
-# `CALIBRATED` and `FORMAT`. Of the other one it uses `ValueDistribution` alone, whose members the
-# list above it names.
+# Of this block the rest of the file uses `ValueDistributionArgs`, with a flag `vf_clip`, and
+# `CALIBRATED`. Of the other one it uses `ValueDistribution` alone, whose members the list above it
+# names.
 # --init-from refuses weights whose `support` has other ends.
 AtomCount = bounded(int, 2)
 BinWidths = bounded(float, 0.1, 100)
@@ -348,7 +348,6 @@ class ValueDistributionArgs:
 
 
 CALIBRATED = {"target_encoding": "two_hot", "num_atoms": 201}  # of the presets calibrated, averse
-FORMAT = 1  # of checkpoints. It grows when a weight gets another meaning.
 
 
 # ---- end of value distribution -------------------------------------------------------------------
@@ -4316,7 +4315,6 @@ class Run:
         """
         content = {
             "script": SCRIPT,
-            "format": FORMAT,
             "args": {**asdict(self.args), "resume": ""},
             "agent": self.agent.state_dict(),
             "global_step": self.step,
@@ -4905,7 +4903,7 @@ def read_saved(path: Path) -> dict[str, Any]:
     except Exception as error:  # torch raises half a dozen kinds
         raise not_of_this_script(path, error) from error
 
-    check_version(saved, path)
+    check_version(saved["args"], path)
     return saved
 
 
@@ -4965,16 +4963,13 @@ def not_of_this_script(path: str | Path, error: Exception) -> UsageError:
     return UsageError(f"{path}: {text}: {reason:.200}")
 
 
-def check_version(saved: dict[str, Any], path: Path) -> None:
-    """Raise `UsageError` unless a checkpoint has the flags and the format of this version."""
-    flags = saved["args"].keys()
+def check_version(flags: dict[str, Any], path: Path) -> None:
+    """Raise `UsageError` unless the flags of a checkpoint are those of this version."""
     known = {one.name for one in fields(Args)}
-    lacking = ", ".join(sorted(known - flags))
-    unknown = ", ".join(sorted(flags - known))
+    lacking = ", ".join(sorted(known - flags.keys()))
+    unknown = ", ".join(sorted(flags.keys() - known))
     found = [f"it lacks {lacking}"] if lacking else []
     found += [f"unknown here is {unknown}"] if unknown else []
-    if (held := saved.get("format", 1)) != FORMAT:
-        found.append(f"it has format {held}, and this version has {FORMAT}")
     if found:
         text = "another version of the script wrote it; use the copy in the run's directory"
         raise UsageError(f"{path}: {text} ({'; '.join(found):.200})")

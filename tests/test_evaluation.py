@@ -483,27 +483,6 @@ def test_flags_of_another_version_are_named(script, tmp_path, capsys):
         assert "(it lacks critic_learning_rate; unknown here is vf_coef)" in err
 
 
-@with_both_scripts
-def test_weights_of_another_meaning_are_not_taken(script, tmp_path, capsys):
-    """Flags and shapes may stay when the meaning of an output changes. A checkpoint that tells no
-    format is of the first one."""
-    args = flags_for(script, tmp_path, 1, env_id="probes:Walk-v0")
-    path = Path(script.train(args)["run_dir"]) / "checkpoint.pt"
-    saved = torch.load(path, weights_only=True)
-    assert saved.pop("format") == script.FORMAT
-    torch.save(saved, path)
-    code = 0 if script.FORMAT == 1 else 2
-    assert run_main(script, capsys, ["--evaluate", str(path)])[0] == code
-
-    torch.save(saved | {"format": 3}, path)
-    for command in ("--resume", "--evaluate", "--init-from"):
-        code, _, err = run_main(script, capsys, [command, str(path.parent)])
-        assert code == 2
-        assert err.count("\n") == 1
-        assert "another version of the script wrote it; use the copy in the run's directory" in err
-        assert f"(it has format 3, and this version has {script.FORMAT})" in err
-
-
 # -------------------------------------------------------------------------------- earlier weights
 @with_both_scripts
 def test_a_run_starts_from_earlier_weights(script, tmp_path, monkeypatch):
