@@ -52,7 +52,7 @@ Shapes are written with these letters:
     P   parts of a discrete action
     H   width of the hidden layers
     C   critics
-    K   atoms of a predicted distribution; with the correction a critic has K + 1 outputs
+    K   atoms of a predicted distribution; with the mean output a critic has K + 1 outputs
     J   weighted returns of a target distribution: 1 by default, K with SR(lambda)
 
 Rewards, values and returns are in the task's units, but rewards of Atari games are clipped.
@@ -317,9 +317,9 @@ class CriticArgs:
 
 # ---- value distribution: categorical (flags) -----------------------------------------------------
 # To use another kind of value distribution, replace this block and the block "(functions)" below.
-# Of this block the rest of the file uses `ValueDistributionArgs`, with a flag `vf_clip`, and
-# `CALIBRATED`. Of the other one it uses `ValueDistribution` alone, whose members the list above it
-# names.
+# Of this block the rest of the file uses `ValueDistributionArgs`, with a flag `vf_clip`,
+# `CALIBRATED` and `ROBOTS`. Of the other one it uses `ValueDistribution` alone, whose members the
+# list above it names.
 # --init-from refuses weights whose `support` has other ends.
 AtomCount = bounded(int, 2)
 BinWidths = bounded(float, 0.1, 100)
@@ -342,12 +342,19 @@ class ValueDistributionArgs:
     hl_gauss_sigma: Annotated[BinWidths, IdleWhile("target_encoding", "two_hot")] = 0.75
     """Standard deviation of that Gaussian, in distances of neighbouring atoms. Below 0.5 its mean
     is pulled to the nearest atom, which biases V with --value-from distribution."""
+    mean_output: Annotated[
+        Literal["correction", "value"], IdleWhile("value_from", "distribution")
+    ] = "correction"
+    """What the further output of --value-from mean_head is. correction: V is the mean plus a tenth
+    of it, which is precise where returns hardly vary. value: V is this output alone, so it does not
+    jump with the atoms when the return statistics move."""
     vf_clip: Literal["none", "mean_only"] = "none"
     """none: no value clipping. mean_only: the loss rewards no move of the mean, or of V, beyond
     --vf-clip-coef from what was predicted before the update."""
 
 
 CALIBRATED = {"target_encoding": "two_hot", "num_atoms": 201}  # of the presets calibrated, averse
+ROBOTS: dict[str, Any] = {"mean_output": "value"}  # of the preset for robots
 
 
 # ---- end of value distribution -------------------------------------------------------------------
@@ -499,7 +506,7 @@ class Batch(NamedTuple):
     log_probs: Tensor  # (B,) of the actions under that policy, nats
     advantages: Tensor  # (B,) float64 in the task's units, until `update` normalises them
     targets: Tensor  # (B, K) what the value distributions learn
-    returns: Tensor  # (B,) lambda-returns, normalised: what V's correction learns
+    returns: Tensor  # (B,) lambda-returns, normalised: what V learns
     old_predictions: Tensor  # (B, C, 1 or 2) mean, and V, before the update, for value clipping
 
     def for_actor(self) -> Batch:
@@ -688,7 +695,7 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     `dist.moments`, turn this one's values into the task's units: std * value + mean. These values
     give advantages and targets. Then the statistics take in the targets' mean and a variance: that
     of the targets, or the mean of (V - mean)^2 if that is larger.
-    Corrections of V keep their size in the task's units. (Atoms cannot, see `move_statistics`.)
+    The mean outputs are rescaled at the same time. (Atoms cannot be, see `move_statistics`.)
 
     The new statistics normalise targets and old values for the update, and decode the next rollout.
     So a rollout is decoded on the scale that its critics were last trained on. Only the first one
@@ -718,7 +725,7 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     # This comes ahead of step 3, since it decodes by the old statistics.
     metrics = describe_critics(dist, rollout, outputs, reduced, next_reduced, returns)
 
-    # 3. The targets move the return statistics, and the corrections are rescaled.
+    # 3. The targets move the return statistics, and the mean outputs are rescaled.
     old_predictions, moments_metrics = dist.move_statistics(agent.critic_heads, outputs, targets)
     metrics |= moments_metrics
 
@@ -1181,6 +1188,7 @@ PRESETS = {
             "norm_adv_memory": 0,
             "target_kl": 0.02,
             "norm_returns_memory": 10,
+            **ROBOTS,
         },
     ),
     "minatar": Preset(
@@ -1710,19 +1718,15 @@ class WeightedReturns(NamedTuple):
 class ValueDistribution(nn.Module):
     """The critics predict this value distribution: probabilities of the K atoms `support`.
 
-    A critic's outputs are K logits and, with `value_from` mean_head, a correction of the mean of
-    the distribution: (..., K or K + 1). With atoms z and p = softmax(logits)
+    A critic's outputs are K logits and, with `value_from` mean_head, the mean output: (..., K or
+    K + 1). With atoms z and p = softmax(logits)
 
-        V = sum_k p_k z_k + gain * correction
+        V = sum_k p_k z_k + 0.1 y     or     V = y,     by `mean_output`, the flag
 
-    In this formula atoms and V are normalised by `moments`. So are `support`, `normalized_mean`,
-    the arguments `returns` and `old` of `loss`, and the predictions of `move_statistics`. All else
-    is in the task's units.
+    In this formula atoms, the mean output y and V are normalised by `moments`. So are `support`,
+    `normalized_mean`, the arguments `returns` and `old` of `loss`, and the predictions of
+    `move_statistics`. All else is in the task's units.
     """
-
-    # Steps of Adam do not depend on the size of a gradient. So with a gain of 0.1 the correction
-    # moves V ten times more slowly, and averages rare rewards over many rollouts.
-    gain = 0.1
 
     def __init__(self, args: Args) -> None:
         super().__init__()
@@ -1738,11 +1742,11 @@ class ValueDistribution(nn.Module):
         self.num_outputs = args.num_atoms + (args.value_from == "mean_head")
 
     def split(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits (..., K) and the correction (..., 0 or 1).
+        """Return the logits (..., K) and the mean output (..., 0 or 1).
 
-        Without a correction the second part has a width of 0, and no caller needs a branch: scaling
-        an empty tensor changes nothing, (..., 1) + (..., 0) broadcasts to an empty (..., 0), and
-        `squared_error` of that is 0.
+        Without a mean output the second part has a width of 0, and no caller needs a branch:
+        scaling an empty tensor changes nothing, (..., 1) + (..., 0) broadcasts to an empty
+        (..., 0), and `squared_error` of that is 0.
         """
         K = len(self.support)
         return outputs.split([K, outputs.shape[-1] - K], -1)
@@ -1772,11 +1776,19 @@ class ValueDistribution(nn.Module):
         return self.decode(self.normalized_mean(outputs))
 
     def value(self, outputs: Tensor) -> Tensor:
-        """Return V, (...), in the task's units: the mean, and by default its correction."""
+        """Return V, (...), in the task's units, by `value_from` and `mean_output`."""
         value = self.normalized_mean(outputs)
         if self.args.value_from == "mean_head":
-            value = value + self.gain * outputs[..., -1]
+            value = self.normalized_value(value, outputs[..., -1])
         return self.decode(value)
+
+    def normalized_value(self, mean: Tensor, mean_output: Tensor) -> Tensor:
+        """Return V, normalised, from the mean of the distribution and from the mean output.
+
+        Steps of Adam do not depend on the size of a gradient. So with a factor of 0.1 a correction
+        moves V ten times more slowly, and averages rare rewards over many rollouts.
+        """
+        return mean_output if self.args.mean_output == "value" else mean + 0.1 * mean_output
 
     def quantile(self, outputs: Tensor, level: float) -> Tensor:
         """Return the quantile of the distribution at a level, (...), in the task's units."""
@@ -1787,7 +1799,7 @@ class ValueDistribution(nn.Module):
 
         min:   the critic with the smaller V (Fujimoto et al. 2018). PPO has no maximum over
                actions that would overestimate, so V is a little too small.
-        mean:  the mean of the probabilities, as logits, and of the corrections
+        mean:  the mean of the probabilities, as logits, and of the mean outputs
 
         Raises ValueError for another number of critics.
         """
@@ -1799,8 +1811,8 @@ class ValueDistribution(nn.Module):
             values = self.value(outputs)
             return torch.where((values[0] <= values[1])[..., None], outputs[0], outputs[1])
         logits = self.probs(outputs).mean(0).clamp(min=1e-30).log()
-        corrections = self.split(outputs)[1]
-        return torch.cat((logits, corrections.mean(0)), -1)
+        mean_outputs = self.split(outputs)[1]
+        return torch.cat((logits, mean_outputs.mean(0)), -1)
 
     def point_targets(self, returns: Tensor) -> WeightedReturns:
         """Make targets that are one number for each step, from lambda-returns (T, N)."""
@@ -1846,12 +1858,13 @@ class ValueDistribution(nn.Module):
         whichever is larger. Where all returns are equal, that of the targets would go to 0, and a
         small error of V would be divided by almost nothing.
 
-        Probabilities of fixed atoms cannot be rescaled as PopArt would (van Hasselt et al. 2016):
-        their decoded mean jumps, and the coming update repairs it. The correction keeps its size:
-        the last row of each head's last layer is rescaled in place.
+        The mean output stays what it was in the task's units (PopArt, van Hasselt et al. 2016): the
+        last row of each head's last layer is rescaled in place. A correction has a size alone, and
+        no mean. Probabilities of fixed atoms cannot be rescaled: their decoded mean jumps, and the
+        coming update repairs it.
 
         There is one exception. Where the std before this call was within 100 times its floor,
-        returns have hardly varied, as where all rewards were 0. A correction rescaled from there
+        returns have hardly varied, as where all rewards were 0. A mean output rescaled from there
         would vanish, so it stays as it is.
 
         Returns old predictions, (C, T, N, 1 or 2), and metrics. Old predictions are the mean and V
@@ -1865,18 +1878,22 @@ class ValueDistribution(nn.Module):
         # 1. The old statistics decode what the critics predicted, (C, T, N).
         means = self.mean(outputs)
         values = self.value(outputs)
+        old_mean = self.moments.mean
         old_std = self.moments.std
         rescales = not self.moments.at_floor
 
-        # 2. The statistics take in the targets, and the correction is rescaled.
+        # 2. The statistics take in the targets, and the mean output is rescaled.
         if self.args.norm_returns:
             self.merge_targets(targets, values)
         ratio = old_std / self.moments.std if rescales else 1.0
+        has_mean = rescales and self.args.mean_output == "value"
+        shift = (old_mean - self.moments.mean) / self.moments.std if has_mean else 0.0
         for head in heads:
             head[-1].weight.data[len(self.support) :] *= ratio
             head[-1].bias.data[len(self.support) :] *= ratio
-        logits, correction = self.split(outputs)
-        new_outputs = torch.cat((logits, correction * ratio), -1)
+            head[-1].bias.data[len(self.support) :] += shift
+        logits, mean_output = self.split(outputs)
+        new_outputs = torch.cat((logits, mean_output * ratio + shift), -1)
         new_values = self.value(new_outputs)
         metrics = self.describe_statistics(targets, new_values - values)
 
@@ -1885,7 +1902,7 @@ class ValueDistribution(nn.Module):
             means = self.mean(new_outputs)
             values = new_values
         predicted = self.moments.normalize(torch.stack((means, values), -1)).to(outputs)
-        return predicted[..., : 1 + correction.shape[-1]], metrics  # V where it has a correction
+        return predicted[..., : 1 + mean_output.shape[-1]], metrics  # V where it has an output
 
     def describe_statistics(self, targets: WeightedReturns, jumps: Tensor) -> dict:
         """Describe the return statistics, given how far they made values jump.
@@ -1942,7 +1959,7 @@ class ValueDistribution(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return losses of C critics, (C, ...), and 1 where value clipping moves the prediction.
 
-            cross-entropy of targets (..., K)  +  0.5 (V - returns)^2 with a correction
+            cross-entropy of targets (..., K)  +  0.5 (V - returns)^2 with a mean output
 
         returns and old are normalised. outputs are (C, ..., K or K + 1). old are (C, ..., 1 or 2),
         from `move_statistics`. The cross-entropy does not fall to 0 but to the entropy of the
@@ -1953,7 +1970,7 @@ class ValueDistribution(nn.Module):
         what this critic predicted before the update.
 
         The squared error gives no gradient to the logits, or it would pull them off their targets
-        to fit the mean. It reaches the layers that they share with the correction.
+        to fit the mean. It reaches the layers that they share with the mean output.
 
         To clip a distribution by a shift, the loss shifts the target the other way, and the
         gradient flows through the shift. Apart from rounding to atoms and from the ends of the
@@ -1961,13 +1978,13 @@ class ValueDistribution(nn.Module):
         logs of projected shares, whose gradient is unbounded.
         """
         args = self.args
-        logits, correction = self.split(outputs)
+        logits, mean_output = self.split(outputs)
         log_probs = logits.log_softmax(-1)
         # `categorical_cross_entropy` would compute the log_probs again, which takes time.
         dist_loss = -(targets * log_probs).sum(-1)
         probs = log_probs.detach().exp()
         detached_mean = probs @ self.support.to(probs)
-        values = detached_mean[..., None] + self.gain * correction  # (C, ..., 0 or 1)
+        values = self.normalized_value(detached_mean[..., None], mean_output)  # (C, ..., 0 or 1)
         v_loss = squared_error(values, returns)
         if args.vf_clip == "none":
             return dist_loss + v_loss, torch.zeros_like(dist_loss)
@@ -3381,8 +3398,8 @@ DESCRIPTIONS = {
     "losses/value_loss": "Mean loss of the critics.",
     "norm/return_mean": "Mean by which returns are normalised.",
     "norm/return_std": "Scale by which returns are normalised.",
-    "norm/value_shift": "How far V jumped when the return statistics moved. With quantiles it is "
-    "rounding once rewards have varied. With atoms V jumps, since they cannot be rescaled.",
+    "norm/value_shift": "How far V jumped when the return statistics moved. Once rewards have "
+    "varied this is rounding, but where V holds the mean of atoms: they cannot be rescaled.",
     "policy/entropy_coef": "Weight of the entropy bonus.",
     "policy/epochs_done": "Epochs of the actor's steps. Less than update_epochs after a KL stop, "
     "1 if the actor is not trained.",

@@ -325,9 +325,9 @@ class CriticArgs:
 
 # ---- value distribution: quantiles (flags) -------------------------------------------------------
 # To use another kind of value distribution, replace this block and the block "(functions)" below.
-# Of this block the rest of the file uses `ValueDistributionArgs`, with a flag `vf_clip`, and
-# `CALIBRATED`. Of the other one it uses `ValueDistribution` alone, whose members the list above it
-# names.
+# Of this block the rest of the file uses `ValueDistributionArgs`, with a flag `vf_clip`,
+# `CALIBRATED` and `ROBOTS`. Of the other one it uses `ValueDistribution` alone, whose members the
+# list above it names.
 # --init-from refuses weights whose `support` has other ends.
 @dataclass
 class ValueDistributionArgs:
@@ -345,6 +345,7 @@ class ValueDistributionArgs:
 
 
 CALIBRATED = {"kappa": 0.0, "num_quantiles": 51}  # the presets calibrated and averse set these
+ROBOTS: dict[str, Any] = {}  # the preset for robots sets nothing of quantiles
 
 
 # ---- end of value distribution -------------------------------------------------------------------
@@ -512,7 +513,7 @@ class Batch(NamedTuple):
     log_probs: Tensor  # (L, M) of the actions under that policy, nats
     advantages: Tensor  # (L, M) in the task's units, which `update` normalises
     targets: Tensor  # (L, M, J) what the value distributions learn, normalised returns
-    returns: Tensor  # (L, M) lambda-returns, normalised: what the mean output learns
+    returns: Tensor  # (L, M) lambda-returns, normalised: what V learns
     old_predictions: Tensor  # (L, M, C, K or K + 1) before the update, for value clipping
 
     def for_actor(self) -> Batch:
@@ -1252,6 +1253,7 @@ PRESETS = {
             "update_epochs": 10,
             "norm_adv_memory": 0,
             "target_kl": 0.02,
+            **ROBOTS,
         },
     ),
     "memory": Preset(
@@ -3513,8 +3515,8 @@ DESCRIPTIONS = {
     "losses/value_loss": "Mean loss of the critics.",
     "norm/return_mean": "Mean by which returns are normalised.",
     "norm/return_std": "Scale by which returns are normalised.",
-    "norm/value_shift": "How far V jumped when the return statistics moved. With quantiles it is "
-    "rounding once rewards have varied. With atoms V jumps, since they cannot be rescaled.",
+    "norm/value_shift": "How far V jumped when the return statistics moved. Once rewards have "
+    "varied this is rounding, but where V holds the mean of atoms: they cannot be rescaled.",
     "policy/entropy_coef": "Weight of the entropy bonus.",
     "policy/epochs_done": "Epochs of the actor's steps. Less than update_epochs after a KL stop, "
     "1 if the actor is not trained.",

@@ -67,6 +67,7 @@ LINKS = {
     "pgx": "https://github.com/sotetsuk/pgx/tree/main/examples/minatar-ppo",
 }
 FOUR = learning.ROBOTS[:4]
+PLAIN_SWIMMER = range(8001, 8006)  # seeds with the preset's own lambda
 FRESH = critics.FAMILIES["MuJoCo, fresh seeds"].seeds  # they did not choose the single critic
 SCALED_GRADIENT = "7cffc2f gradient_scaled"  # the version that was kept
 # Versions that scaled the actor's rate by the advantages' std, which --norm-adv-memory 0 prevents
@@ -251,7 +252,7 @@ def fresh_gap(task: str) -> Difference:
 def newer(cell: common.Cell) -> str:
     """A star where all rows are of today's update."""
     rows = learning.rows_of(cell)
-    return "*" if rows and not any(row["commit"] in common.OLDER for row in rows) else ""
+    return "*" if rows and not any(map(common.is_older, rows)) else ""
 
 
 def task_row(line: Line) -> dict[str, str]:
@@ -307,8 +308,14 @@ def long_table() -> list[str]:
             name = learning.name_of(cell)
             mean, *runs = (figure(score, own.max()) for score in (own.mean(), *own))
             theirs = [known(published(name, source, steps), steps) for source in sources]
-            lines.append(common.markdown_row([f"{name}*", mean, joined(runs), *theirs]))
+            columns = [f"{name}{newer(cell)}", mean, joined(runs), *theirs]
+            lines.append(common.markdown_row(columns))
     return [*lines, ""] if len(lines) > heads else []
+
+
+def feed_forward_of(task: str) -> common.Cell:
+    """The runs of the feed-forward script on a robot without velocities."""
+    return learning.cell_of(CATEGORICAL, task, "feed_forward")
 
 
 def blind_table() -> list[str]:
@@ -321,11 +328,12 @@ def blind_table() -> list[str]:
     heads = len(lines)
     for task in learning.BLIND:
         own, control = scores(LSTM, task), scores(CATEGORICAL, task, "feed_forward")
+        both = (learning.cell_of(LSTM, task, "default"), feed_forward_of(task))
         if len(own) and len(control):
             lines.append(
                 common.markdown_row(
                     [
-                        f"{task}*",
+                        f"{task}{'*' if all(map(newer, both)) else ''}",
                         with_interval(own),
                         figure(own.min(), abs(own).max()),
                         with_interval(control),
@@ -641,11 +649,11 @@ def gain_told(verdicts: dict[Contest, Verdict]) -> str:
 
 
 def ages(contest: Contest) -> set[bool]:
-    """Whether its rows are from before separate updates; both where some are and others are not."""
+    """Whether its rows are of older scripts; both where some are and others are not."""
     family = critics.FAMILIES[contest.family]
     mine = family.critics[contest.name]
     return {
-        row["commit"] in common.OLDER
+        common.is_older(row)
         for critic in (mine, family.critics[mine.rival])
         for task in family.tasks
         for row in critics.rows_of(critics.cell_of(family, critic, task))
@@ -818,11 +826,16 @@ def mujoco_lines() -> list[str]:
     seeds = {len(second_stage(setting, task)) for setting in ("BDFG", "") for task in FOUR}
     assert len(seeds) == 1
     lines = common.markdown_head(f"preset, seeds | {' | '.join(FOUR)}")
-    for name, setting in (("today's", "BDFG"), ("the one before it", "")):
+    for name, setting in (
+        ("today's but for `--mean-output`", "BDFG"),
+        ("the one before it", ""),
+    ):
         means = [f"{second_stage(setting, task).mean():.0f}" for task in FOUR]
-        told = f"{name}, {count_of(*seeds)} tuning seeds, which chose today's"
+        told = f"{name}, {count_of(*seeds)} tuning seeds of the choice"
         lines.append(common.markdown_row([told, *means]))
-    reported = {"today's": [], "older": []}
+    same = all(newer(learning.cell_of(CATEGORICAL, task, "default")) for task in FOUR)
+    known = "today's" if same else "today's but for `--mean-output`"
+    reported = {known: [], "older": []}
     for task in FOUR:
         rows = learning.groups_of_task(task)
         for name, own in zip(reported, rows):
@@ -1135,14 +1148,13 @@ def risk_table() -> list[str]:
 
 def is_older(task: str, script: str) -> bool:
     """Tell whether these rows of risk are of older scripts; all of a task and script are alike."""
-    groups = risk.groups()
-    seeds = [
-        int(row["seed"])
-        for setting, rows in groups.items()
+    found = [
+        row
+        for setting, rows in risk.groups().items()
         if (setting.task, setting.script) == (task, script)
         for row in rows
     ]
-    return min(seeds) < common.RENEWED
+    return any(common.is_older(row) for row in found)
 
 
 def cliff(script: str, column: str) -> Difference:
@@ -1212,10 +1224,14 @@ def changed_tails(variant: str, column: str = "cvar_10") -> dict[str, Difference
 
 def robots_table() -> list[str]:
     """Mean and tail of robots that pay for risky states, and what each way adds to the tail."""
+    robots = judged_robots()
+    of_all = [row for ways in robots.values() for rows in ways.values() for row in rows]
+    older = " (older preset)" * any(int(row["seed"]) < common.RENEWED_AGAIN for row in of_all)
     lines = common.markdown_head(
-        "robot | policy | mean | worst tenth | risky steps | worst tenth minus the neutral one's"
+        f"robot{older} | policy | mean | worst tenth | risky steps | worst tenth minus "
+        f"the neutral one's"
     )
-    for task, ways in judged_robots().items():
+    for task, ways in robots.items():
         for variant, rows in ways.items():
             told = [
                 f"{x.mean():.0f} ± {common.half_width(x):.0f}"
@@ -1344,6 +1360,7 @@ def presets_table() -> list[str]:
         name = task.split(":")[-1].removeprefix("popgym-")
         default = told(task, script, "default")
         columns = [within(before), within(after)]
+        name += if_older(settings[Setting(task, script, "critics")])
         if calibration.SAMPLES in flags:
             bonus = f"{name} with `{calibration.SAMPLES}`"
             lines.append(common.markdown_row([bonus, kind, "-", *columns, "-"]))
@@ -1364,8 +1381,8 @@ def chains(variant: str = "recommended") -> list[Row]:
 
 
 def if_older(rows: list[Row], words: str = " (older)") -> str:
-    """The words where some of the rows are from before separate updates."""
-    return words if any(row["commit"] in common.OLDER for row in rows) else ""
+    """The words where some of the rows are of older scripts."""
+    return words if any(map(common.is_older, rows)) else ""
 
 
 def disasters() -> str:
@@ -1478,7 +1495,7 @@ def truth_notes() -> list[str]:
 
 # ------------------------------------------------------------------------------------------- method
 def older_rows() -> dict[str, tuple[int, int]]:
-    """Rows of our scripts that are older than the change, and rows, by file. Of risk.csv and of
+    """Rows of our scripts that are older than today's, and rows, by file. Of risk.csv and of
     calibration.csv those count that stand in their tables."""
     counts = {}
     for name in ("risk", "calibration", "truth"):
@@ -1488,7 +1505,7 @@ def older_rows() -> dict[str, tuple[int, int]]:
         if name == "calibration":
             rows = calibration.counted()
         rows = [row for row in rows if row["script"] not in (SB3, CONTRIB)]
-        counts[name] = (sum(row["commit"] in common.OLDER for row in rows), len(rows))
+        counts[name] = (sum(map(common.is_older, rows)), len(rows))
     return counts
 
 
@@ -1562,14 +1579,13 @@ def shown_cells() -> list[common.Cell]:
     return [cell for cell in cells if cell.variant in shown_there and learning.rows_of(cell)]
 
 
-PARTS = {"calibration": "the first table of calibration"}  # what is older of a section
-
-
 def current() -> str:
     """Which numbers are of today's scripts, and how much the others may be off."""
     cells = shown_cells()
     older = [cell for cell in cells if not newer(cell)]
-    told = families(older)
+    told = families(cell for cell in older if cell.script == LSTM)
+    if any(cell.script == CATEGORICAL for cell in older):
+        told.append("feed-forward ones without a *")
     if True in set().union(*(ages(contest) for contest in contests())):
         but = " but on MuJoCo" if is_current() else ""
         told.append(f"the [critics](#what-the-distribution-buys){but}")
@@ -1578,7 +1594,7 @@ def current() -> str:
     for name, (old, made) in older_rows().items():
         if old:
             part = "all" if old == made else "most" if 2 * old > made else "some"
-            told.append(PARTS.get(name, f"{part} of {name}"))
+            told.append(f"{part} of {name}")
     if not told:
         return "**All numbers are of today's scripts.**"
     moved = [one for one in changes() if one.before.std() or one.after.std()]
@@ -1590,12 +1606,14 @@ def current() -> str:
     more = flags if any("--norm-adv-memory" in one.version for one in changes()) else ""
     effect = (
         f"On [tuning seeds](#how-to-read-the-numbers) of {count_of(len(changes()))} tasks{more} "
-        f"the change moved {f'the mean of {joined(clear)}' if clear else 'no mean'} measurably, "
-        f"but a loss of up to {100 * losses[most]:.0f} % (on {most}) is not excluded."
+        f"the first change moved {f'the mean of {joined(clear)}' if clear else 'no mean'} "
+        f"measurably, but a loss of up to {100 * losses[most]:.0f} % (on {most}) is not excluded. "
+        f"The second one [raised](tuning.md#v-beside-atoms) the mean score of robots."
     )
     return (
-        f"**Some numbers are of an older version,** which trained actor and critics with one loss "
-        f"and one optimizer. {len(cells) - len(older)} of {len(cells)} results of ours in the "
+        f"**Some numbers are older.** Since then actor and critics have got losses and optimizers "
+        f"of their own, and `--preset mujoco` another V. "
+        f"{len(cells) - len(older)} of {len(cells)} results of ours in the "
         f"tables of tasks (*) are of today's scripts. Older are {joined(told)}. {effect}"
     )
 
@@ -1759,9 +1777,14 @@ def price(task: str) -> str:
         return "-"
     script, _ = learning.CALIBRATED[task]
     own = scores(script, task, "calibrated")
-    if len(own) < len(learning.NEW_THREE):
+    if len(own) < 3:
         return "-"
-    gap = welch(own, scores(script, task))
+    calibrated, plain = (
+        learning.cell_of(script, task, variant) for variant in ("calibrated", "default")
+    )
+    mixed = newer(plain) and not newer(calibrated)
+    seeds = common.before_renewed_again(plain).seeds if mixed else None
+    gap = welch(own, scores(script, task, "default", seeds))
     return gap.told(0 if gap.high >= 1000 else 1)
 
 
@@ -2042,10 +2065,10 @@ def how_tuned() -> str:
     return (
         f"By hand, by small searches and by screenings, on seeds 1000 to 7999, with up to "
         f"{tuning_runs(script_of(most), most)} runs a preset (`{most}`). Reported are seeds from 1 "
-        f"in older rows and from {common.RENEWED} in today's, but for [Truth](#truth), whose seeds "
+        f"and from {common.RENEWED}, but for [Truth](#truth), whose seeds "
         f"lie among those of tuning. `memory` was not tuned, of `averse` the weight; some tries "
         f"for `acrobot` and `minigrid` left no row. Reported seeds influenced "
-        f"[twelve choices](#choices-that-reported-seeds-influenced), and we broke [five "
+        f"[thirteen choices](#choices-that-reported-seeds-influenced), and we broke [five "
         f"rules](#what-failed)."
     )
 
@@ -2157,7 +2180,7 @@ def swimmer() -> str:
     """What the preset's own lambda comes to on Swimmer-v5, whose row has another one."""
     cell = learning.cell_of(CATEGORICAL, "Swimmer-v5", "default")
     rows = common.groups_of_file(learning.ARCHIVE.table.path)[cell.setting]
-    plain = evaluations_of([row for row in rows if int(row["seed"]) in learning.NEW_FIVE])
+    plain = evaluations_of([row for row in rows if int(row["seed"]) in PLAIN_SWIMMER])
     return (
         f"With `--gamma 0.9999` and the preset's lambda Swimmer-v5 has {plain.mean():.1f}, so its "
         f"row has another. "
@@ -2194,7 +2217,8 @@ def failed() -> list[str]:
         "no more CartPoleNoVel-v1 runs ended below 475 than before, but "
         f"{after} of {len(seeds)} did, and {before} before. In four steps of "
         "[screenings](tuning.md#screenings), marked there, we stopped early or chose otherwise. "
-        "Two more rules were bent, both in favour of today's `mujoco`.",
+        "Two more were bent and one [changed](tuning.md#v-beside-atoms), all in favour of today's "
+        "`mujoco`.",
     ]
 
 
@@ -2329,6 +2353,12 @@ def preset_table() -> list[str]:
     return lines
 
 
+def return_then(task: str) -> float:
+    """The mean of the feed-forward script when the lines below were compared."""
+    cell = learning.cell_of(CATEGORICAL, task, "default")
+    return np.mean(learning.scores_of(common.before_renewed_again(cell)))
+
+
 def blind_lines() -> list[str]:
     """The two lines of flags that were tried on robots without velocities: means over their tuning
     seeds, and scores, which are over the feed-forward script's return with velocities."""
@@ -2345,7 +2375,7 @@ def blind_lines() -> list[str]:
                 and ("--activation tanh" in row["flags"]) == has_tanh
             ]
             means.append(f"{np.mean(own):.0f}")
-            ratios += (own / scores(CATEGORICAL, task.replace("NoVel", "")).mean()).tolist()
+            ratios += (own / return_then(task.replace("NoVel", ""))).tolist()
         score = f"{np.mean(ratios):.2f}"
         lines.append(common.markdown_row([name, len(ratios), *means, score]))
     return lines

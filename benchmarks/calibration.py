@@ -235,7 +235,6 @@ DEFAULTS = {  # the same without `calibrated`, as the task is usually trained
     "Hopper-v5": "--preset mujoco --compile",
     "LunarLander-v3": "--preset lunarlander",
 }
-CLOSING = range(8004, 8007)  # seeds of runs with presets
 LONG = "--gae-lambda 1 --num-steps 1000 --num-minibatches 20 --update-epochs 6"
 CRITICS = {  # flags that are tried behind the preset `critics`
     LSTM: ("", "--gae-lambda 1", f"{LONG} --seq-len 100"),
@@ -312,18 +311,26 @@ def real_cells() -> list[Cell]:
     return cells
 
 
+def closing(script: str, task: str) -> range:
+    """Seeds of runs with presets."""
+    first = common.first_seed(script, task) + 3
+    return range(first, first + 3)
+
+
 def preset_cells() -> list[Cell]:
     """Real tasks with nothing but presets. A run is told before and after its critics are trained
     alone."""
     return [
-        Cell(task, script, "critics", flags, CLOSING) for task, (script, flags) in PRESETS.items()
+        Cell(task, script, "critics", flags, closing(script, task))
+        for task, (script, flags) in PRESETS.items()
     ]
 
 
 def default_cells() -> list[Cell]:
     """The same tasks without `calibrated`."""
     return [
-        Cell(task, PRESETS[task][0], "default", flags, CLOSING) for task, flags in DEFAULTS.items()
+        Cell(task, script, "default", DEFAULTS[task], closing(script, task))
+        for task, (script, _) in PRESETS.items()
     ]
 
 
@@ -333,9 +340,13 @@ def cells() -> list[Cell]:
 
 
 def counted() -> list[Row]:
-    """The rows that count: of a process those of its fresh seeds, as soon as all have run."""
+    """The rows that count: of processes, and of MuJoCo with presets, those of the newest seeds, as
+    soon as all have run."""
     groups = common.by_setting(TABLE.rows())
-    for cell in chain_cells():
+    renewed = [cell for cell in preset_cells() if min(cell.seeds) >= common.RENEWED_AGAIN]
+    renewed += [replace(cell, variant="presets") for cell in renewed]
+    renewed += [cell for cell in default_cells() if min(cell.seeds) >= common.RENEWED_AGAIN]
+    for cell in (*chain_cells(), *renewed):
         groups[cell.setting] = common.standing(cell, groups.get(cell.setting, []))
     return [row for own in groups.values() for row in own]
 

@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -464,8 +464,9 @@ def by_setting(rows: Iterable[Row]) -> dict[Setting, list[Row]]:
 def standing(cell: Cell, rows: list[Row]) -> list[Row]:
     """The rows of a cell's runs that count.
 
-    Seeds from RENEWED up are of runs that were made anew with today's scripts. A cell that wants
-    them has the rows of its own seeds as soon as all of these have run, and until then all older
+    Runs that were made anew with newer scripts have newer seeds, see RENEWED. A cell that wants
+    them has the rows of its own seeds as soon as all of these have run. Until then it has the rows
+    that it had before: those of the seeds from RENEWED up if there were such, or else all older
     rows, whatever their seeds are. So has a cell without seeds. One of older seeds has the rows of
     its seeds.
     """
@@ -473,7 +474,27 @@ def standing(cell: Cell, rows: list[Row]) -> list[Row]:
     complete = {int(row["seed"]) for row in own} >= {*cell.seeds}
     if cell.seeds and (complete or min(cell.seeds) < RENEWED):
         return own
+    if cell.seeds and min(cell.seeds) >= RENEWED_AGAIN:
+        return standing(before_renewed_again(cell), rows)
     return [row for row in rows if int(row["seed"]) < RENEWED]
+
+
+def before_renewed_again(cell: Cell) -> Cell:
+    """A cell of seeds from RENEWED_AGAIN up, with those that it had before."""
+    seeds = [seed - (RENEWED_AGAIN - RENEWED) for seed in cell.seeds]
+    return replace(cell, seeds=seeds)
+
+
+def first_seed(script: str, task: str) -> int:
+    """The first of the seeds whose runs are of today's scripts and presets."""
+    of_preset_mujoco = script == CATEGORICAL and task.endswith("-v5")
+    return RENEWED_AGAIN if of_preset_mujoco else RENEWED
+
+
+def is_older(row: Row) -> bool:
+    """Tell whether the row of a reported run of ours is of an older script or preset."""
+    first = first_seed(row["script"], row["task"])
+    return row["commit"] in OLDER or int(row["seed"]) < first == RENEWED_AGAIN
 
 
 # --------------------------------------------------------------------------- runs and their curves
@@ -516,7 +537,10 @@ OLDER = set(
     "b3e6820 b471efa bd9c57f d5b195a e4b91c8 eb6e91e fcee966 ff5f4c3".split()
 )
 JOINT = "4359cde"  # the last version of that kind
-RENEWED = 8001  # the first seed of runs that replace older ones, see `standing`
+# First seeds of reported runs that replace older ones, see `standing`. From 8001 on actor and
+# critics train apart. From 8101 on the preset `mujoco` has --mean-output value.
+RENEWED = 8001
+RENEWED_AGAIN = 8101
 OF_A_RUN = ("script", "task", "variant", "seed")  # what tells runs apart
 CURVE_COLUMNS = (*OF_A_RUN, "step", "return", "episodes", "last_20")  # the fields of Bin
 

@@ -33,11 +33,9 @@ QUANTILES = {  # sentences of the kind, by what they are about
     "value": """mean_head: the mean output, one more output.
     Squared error fits it, so V learns rare rewards, too.""",
     "K": "K   quantiles of a predicted distribution",
-    "further": "; with the mean output a critic has K + 1 outputs",
     "J": "J   samples of a target distribution: 1 by default, K with SR(lambda)",
     "normalised": '"""Critics predict (return - running mean) / running std (PopArt)."""',
     "targets": "J) what the value distributions learn, normalised returns",
-    "returns": "normalised: what the mean output learns",
     "old": "K or K + 1) before the update, for value clipping",
     "moving": "# 3. The targets move the return statistics, and the value heads are rescaled.",
     "moved": "The value heads are rescaled at the same time.",
@@ -54,16 +52,13 @@ ATOMS = {
     mean plus a correction, one more output, which squared error fits to lambda-returns. Targets
     beyond the atoms are clamped to them, so the mean alone misses rare large rewards.""",
     "K": "K   atoms of a predicted distribution",
-    "further": "; with the correction a critic has K + 1 outputs",
     "J": "J   weighted returns of a target distribution: 1 by default, K with SR(lambda)",
     "normalised": '"""Critics predict (return - running mean) / running std."""',
     "targets": "K) what the value distributions learn",
-    "returns": "normalised: what V's correction learns",
     "old": "1 or 2) mean, and V, before the update, for value clipping",
-    "moving": "# 3. The targets move the return statistics, and the corrections are rescaled.",
+    "moving": "# 3. The targets move the return statistics, and the mean outputs are rescaled.",
     "moved": (
-        "Corrections of V keep their size in the task's units. "
-        "(Atoms cannot, see `move_statistics`.)"
+        "The mean outputs are rescaled at the same time. (Atoms cannot be, see `move_statistics`.)"
     ),
 }
 

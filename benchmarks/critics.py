@@ -68,7 +68,7 @@ class Family(NamedTuple):
     low: dict[str, float]  # return that counts as 0; 0 if a task is not named
     critics: dict[str, Critic]
     reference: str  # the row whose mean counts as 1
-    seeds: range
+    seeds: range  # of older runs, or as many of today's
 
 
 def feed_forward() -> dict[str, Critic]:
@@ -152,7 +152,11 @@ FAMILIES = {
 def cell_of(family: Family, critic: Critic, task: str) -> Cell:
     """The runs of one row on one task."""
     flags = family.tasks[task] + critic.flags
-    return Cell(task, critic.script, critic.variant, flags, family.seeds)
+    seeds = family.seeds
+    if seeds.start == common.RENEWED:
+        first = common.first_seed(critic.script, task)
+        seeds = range(first, first + len(seeds))
+    return Cell(task, critic.script, critic.variant, flags, seeds)
 
 
 def cells_of(family: Family) -> list[Cell]:

@@ -10,9 +10,9 @@ A run leaves a row in results/runs.csv (final evaluation, what the training retu
 versions, commit, wall time) and a hundred bins of its training returns in results/curves.csv.gz.
 What a row says of the training returns is computed from every episode, ahead of the binning.
 Interrupted at any point, the next call continues. Reported seeds are 1 and up for peers and older
-versions of our scripts, and 8001 and up for today's. Flags were tuned on 1000 to 7999, but for
-twelve choices that README.md tells. The runs of ABLATIONS, in which one thing is changed, are of an
-earlier version.
+versions of our scripts, and 8001 and up for others. Flags were tuned on 1000 to 7999, but for
+thirteen choices that README.md tells. The runs of ABLATIONS, in which one thing is changed, are of
+an earlier version.
 """
 
 from __future__ import annotations
@@ -155,6 +155,9 @@ THREE, FIVE, TEN, TWENTY = (range(1, seeds + 1) for seeds in (3, 5, 10, 20))
 NEW_THREE, NEW_FIVE, NEW_TEN, NEW_TWENTY = (
     range(common.RENEWED, common.RENEWED + seeds) for seeds in (3, 5, 10, 20)
 )
+AGAIN_THREE, AGAIN_FIVE, AGAIN_TEN = (
+    range(common.RENEWED_AGAIN, common.RENEWED_AGAIN + seeds) for seeds in (3, 5, 10)
+)
 
 
 # flags: beyond --env-id and --seed
@@ -169,17 +172,17 @@ GRID = [
         "envs:MiniGrid-MemoryS7-OneHot-v0", LSTM, "default", "--preset minigrid", range(8004, 8007)
     ),
     *[Cell(task, LSTM, "default", MUJOCO_NOVEL, NEW_FIVE) for task in BLIND],
-    *[Cell(task, CATEGORICAL, "feed_forward", MUJOCO, NEW_FIVE) for task in BLIND],
+    *[Cell(task, CATEGORICAL, "feed_forward", MUJOCO, AGAIN_FIVE) for task in BLIND],
     *[Cell(task, LSTM, "short", SHORT, NEW_THREE) for task in SHORT_ROBOTS],
     Cell("CartPole-v1", CATEGORICAL, "default", "", NEW_TWENTY),
     Cell("Pendulum-v1", CATEGORICAL, "default", PENDULUM, NEW_TWENTY),
     Cell("Acrobot-v1", CATEGORICAL, "default", ACROBOT, NEW_TWENTY),
     Cell("LunarLander-v3", CATEGORICAL, "default", LUNAR, NEW_TWENTY),
-    *[Cell(task, CATEGORICAL, "default", MUJOCO, NEW_TEN) for task in ROBOTS[:4]],
-    Cell("Humanoid-v5", CATEGORICAL, "default", MUJOCO, NEW_FIVE),
+    *[Cell(task, CATEGORICAL, "default", MUJOCO, AGAIN_TEN) for task in ROBOTS[:4]],
+    Cell("Humanoid-v5", CATEGORICAL, "default", MUJOCO, AGAIN_FIVE),
     Cell("HalfCheetah-v5", CATEGORICAL, "memory_100", MUJOCO + RETURNS_OVER_100, FIVE),
     *[Cell(task, QUANTILE, "quantiles_single", MUJOCO + SINGLE, TEN) for task in ROBOTS[:4]],
-    Cell("Swimmer-v5", CATEGORICAL, "default", SWIMMER, range(8006, 8011)),
+    Cell("Swimmer-v5", CATEGORICAL, "default", SWIMMER, range(8106, 8111)),
     *[
         Cell(f"envs:MinAtar/{game}-v1", CATEGORICAL, "default", MINATAR, NEW_THREE)
         for game in GAMES
@@ -189,7 +192,7 @@ GRID = [
         for game, seeds in LONG_GAMES.items()
     ],
     *[
-        Cell(task, script, "calibrated", flags, NEW_THREE)
+        Cell(task, script, "calibrated", flags, AGAIN_THREE if "mujoco" in flags else NEW_THREE)
         for task, (script, flags) in CALIBRATED.items()
     ],
     Cell("CartPoleNoVel-v1", CONTRIB, "zoo", "--total-timesteps 100000", FIVE),
@@ -512,11 +515,16 @@ def missing(cells: list[Cell], only: list[str], seeds: list[int]) -> list[Run]:
     runs = [
         run
         for run in ARCHIVE.table.without_row(common.runs_of(cells, only))
-        if run.cell.script not in common.OWN_SCRIPTS or run.seed >= common.RENEWED
+        if run.cell.script not in common.OWN_SCRIPTS or is_current(run)
     ]
     if seeds:
         runs = [run for run in runs if run.seed in seeds]
     return sorted(runs, key=lambda run: (run.cell.variant == "equal_time", run.seed))
+
+
+def is_current(run: Run) -> bool:
+    """Tell whether a run of ours is one of today's scripts and presets."""
+    return run.seed >= common.first_seed(run.cell.script, run.cell.task)
 
 
 def refuse_other_flags(cells: list[Cell]) -> None:
@@ -549,8 +557,7 @@ def train_again(only: list[str], seeds: list[int], processes: int) -> None:
     runs = [
         run
         for run in common.runs_of(GRID, only, seeds)
-        if run not in lacking
-        and (run.cell.script not in common.OWN_SCRIPTS or run.seed >= common.RENEWED)
+        if run not in lacking and (run.cell.script not in common.OWN_SCRIPTS or is_current(run))
     ]
     if not runs:
         raise ValueError(f"no row of today's scripts matches {' '.join(only)}, with these seeds")
@@ -605,9 +612,20 @@ def last_returns_of(cell: Cell) -> list[float]:
     return numbers(rows_of(cell), "last_returns")
 
 
-def older_rows_of(cell: Cell) -> list[Row]:
-    """The rows of a cell that are of older versions of our scripts, in the order of their seeds."""
-    return ARCHIVE.rows_of(dataclasses.replace(cell, seeds=TWENTY))
+def replaced(cell: Cell) -> list[Cell]:
+    """The cells whose rows this one's have replaced, the newest first."""
+    if not cell.seeds or min(cell.seeds) < common.RENEWED:
+        return []
+    older = [dataclasses.replace(cell, seeds=TWENTY)]
+    if min(cell.seeds) >= common.RENEWED_AGAIN:
+        older.insert(0, common.before_renewed_again(cell))
+    known = [rows_of(cell), []]
+    found = []
+    for one in older:
+        if ARCHIVE.rows_of(one) not in known:
+            known.append(ARCHIVE.rows_of(one))
+            found.append(one)
+    return found
 
 
 def cell_of(script: str, task: str, variant: str) -> Cell:
@@ -701,11 +719,10 @@ def steps_needed(cell: Cell) -> str:
 
 
 def version_of(cell: Cell) -> str:
-    """Whether rows of our scripts are of today's or of an older one."""
+    """Whether rows of our scripts are of today's or of an older script or preset."""
     if cell.script not in common.OWN_SCRIPTS:
         return "-"
-    today = all(int(row["seed"]) >= common.RENEWED for row in rows_of(cell))
-    return "today's" if today else "older"
+    return "older" if any(map(common.is_older, rows_of(cell))) else "today's"
 
 
 def steps_told(runs: list[Row]) -> str:
@@ -753,7 +770,7 @@ def table(cells: list[Cell]) -> list[str]:
 EVERY_RUN_HEAD = """\
 "Final evaluations" has one number for each run: the mean return over its evaluation episodes.
 "Last training returns" is the mean of the last twenty training episodes, over the runs of a line.
-Two lines with one task and variant are of today's scripts and of older ones.
+Lines with one task and variant are of today's scripts and of older ones.
 """
 
 
@@ -1146,11 +1163,7 @@ def report() -> None:
     ]
     panels = sorted([*base, *ABLATIONS], key=panel_of)
     common.publish(RESULTS / "ablations.md", table(panels))
-    older = [  # of cells that have been trained anew
-        dataclasses.replace(cell, seeds=TWENTY)
-        for cell in GRID
-        if version_of(cell) == "today's" and older_rows_of(cell)
-    ]
+    older = [one for cell in GRID for one in replaced(cell)]
     every = every_run([*GRID, *older, *ABLATIONS])
     common.publish(RESULTS / "every_run.md", [EVERY_RUN_HEAD, *every])
 

@@ -139,8 +139,8 @@ VARIANTS = {
         ),
     ],
 }
-OF_ATOMS = {"own_value", "gain_one"}  # variants of the feed-forward script
-OF_EARLIER = {"soft_rate", "gradient_scaled"}  # variants of versions up to 7cffc2f, not of today's
+# variants of versions up to 7cffc2f, or up to 327ef8b, and not of today's
+OF_EARLIER = {"soft_rate", "gradient_scaled", "own_value", "gain_one"}
 COLUMNS = (
     "version",  # commit, then the name of a variant and further flags
     "task",
@@ -281,7 +281,7 @@ def report(first: str, second: str, words: Iterable[str]) -> list[str]:
     return lines
 
 
-VARIANT_HELP = "exchange a text in the last version; two of them fit versions up to 7cffc2f"
+VARIANT_HELP = "exchange a text in the last version; four of them fit earlier versions alone"
 
 
 def main() -> None:

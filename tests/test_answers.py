@@ -250,13 +250,17 @@ def test_age_is_told_from_the_rows(answers, monkeypatch):
         common.Cell(task, answers.LSTM, "default", "", range(1))
         for task in ("popgym:popgym-A-v0", "popgym:popgym-B-v0", "envs:MinAtar/C-v1", "D", "E")
     ]
+    game = cells[2]
     commits = dict(zip((cell.task for cell in cells), (old, old, old, "new", old)))
     monkeypatch.setattr(answers.learning, "GRID", cells)
     monkeypatch.setattr(answers.learning, "ABLATIONS", [])
     monkeypatch.setattr(
         answers.learning,
         "rows_of",
-        lambda cell: [{"commit": commits[cell.task], "steps": "2000000"}],
+        lambda cell: [
+            {"commit": commits[cell.task], "seed": "8001", "script": cell.script}
+            | {"steps": "2000000", "task": cell.task}
+        ],
     )
     monkeypatch.setattr(answers, "contests", lambda: [answers.ROBOTS])
     monkeypatch.setattr(answers, "is_current", lambda: False)
@@ -268,16 +272,19 @@ def test_age_is_told_from_the_rows(answers, monkeypatch):
     monkeypatch.setattr(answers, "welch", lambda *_: common.Difference(-1, -3, 1))
     told = answers.current()
     assert " 1 of 5 results of ours in the tables of tasks (*) are of today's scripts." in told
+    assert "are POPGym, MinAtar at 2M steps, E, some of truth and all of calibration." in told
     assert (
-        "are POPGym, MinAtar at 2M steps, E, some of truth and the first table of calibration."
-        in told
+        "tasks the first change moved no mean measurably, but a loss of up to 30 % (on F)" in told
     )
-    assert "tasks the change moved no mean measurably, but a loss of up to 30 % (on F)" in told
     monkeypatch.setattr(answers, "ages", lambda contest: {True})
     assert ", E, the [critics](#what-the-distribution-buys), some of truth" in answers.current()
     commits.update(dict.fromkeys(commits, "new"))
     counts.update(dict.fromkeys(counts, (0, 9)))
     monkeypatch.setattr(answers, "ages", lambda contest: {False})
+    cells[2] = common.Cell("Hopper-v5", answers.CATEGORICAL, "default", "", range(1))
+    commits["Hopper-v5"] = "new"  # but its seed is below 8101
+    assert "Older are feed-forward ones without a *. " in answers.current()
+    cells[2] = game
     assert answers.current() == "**All numbers are of today's scripts.**"
 
 
@@ -397,7 +404,7 @@ def test_rows_of_peers_are_not_ours(answers, monkeypatch):
     """Whether they have a commit or none."""
     old = min(answers.common.OLDER)
     made = [
-        {"script": script, "commit": commit}
+        {"script": script, "commit": commit, "seed": "1", "task": "rare"}
         for script, commit in (
             (answers.LSTM, old),
             (answers.QUANTILE, "new"),
@@ -469,7 +476,8 @@ def test_disasters_are_those_of_the_preset(answers, monkeypatch):
 
 
 def test_runs_without_calibrated_stand_beside_the_same_tasks(answers, monkeypatch):
-    """CartPoleNoVel's run with a bonus of entropy is no match of the one without."""
+    """CartPoleNoVel's run with a bonus of entropy is no match of the one without. Runs of Hopper
+    count by their seeds."""
     novel, hopper = "CartPoleNoVel-v1", "Hopper-v5"
     made = [
         {"task": task, "script": script, "variant": variant, "coverage": error}
@@ -477,15 +485,17 @@ def test_runs_without_calibrated_stand_beside_the_same_tasks(answers, monkeypatc
             (novel, answers.LSTM, "default", "0.3"),
             (novel, answers.LSTM, "presets", "0.01"),
             (novel, answers.LSTM, "presets, no bonus", "0.2"),
-            (hopper, answers.CATEGORICAL, "presets", "0.02"),
         )
     ]
+    made = [row | {"seed": "8004"} for row in made]
+    robot = {"task": hopper, "script": answers.CATEGORICAL, "variant": "presets"}
+    made += [robot | {"seed": str(seed), "coverage": "0.02"} for seed in range(8104, 8107)]
     monkeypatch.setattr(answers.calibration, "TABLE", Made(made))
     alone, beside = answers.without_calibrated()
     assert (alone.tolist(), beside.tolist()) == ([0.3], [0.2])
-    made.append(made[3] | {"variant": "default", "coverage": "0.4"})
+    made += [row | {"variant": "default", "coverage": "0.4"} for row in made[3:]]
     alone, beside = answers.without_calibrated()
-    assert (alone.tolist(), beside.tolist()) == ([0.3, 0.4], [0.2, 0.02])
+    assert (alone.tolist(), beside.tolist()) == ([0.3, *3 * [0.4]], [0.2, *3 * [0.02]])
 
 
 def test_every_critic_whose_value_is_the_mean_counts_on_the_arms(answers, monkeypatch):
@@ -630,12 +640,16 @@ def test_what_memory_buys_worked_by_hand(answers, monkeypatch):
         "scores",
         lambda script, task, variant="default": np.array(runs.get((task, variant), ())),
     )
+    stars = {"HalfCheetahNoVel-v5": "*", "HopperNoVel-v5": ""}  # of the feed-forward runs
+    monkeypatch.setattr(
+        answers, "newer", lambda cell: "*" if cell.script == answers.LSTM else stars[cell.task]
+    )
     cheetah, hopper = answers.blind_table()[2:-1]
     first = "| HalfCheetahNoVel-v5* | 3000 ± 25 (3) | 2990 | 1000 ± 25 (3) | +20"
     assert cheetah.startswith(first)
     assert cheetah.endswith(" | 4500 ± 6353 (2) |")
     assert hopper.startswith(
-        "| HopperNoVel-v5* | 1000 ± 12706 (2) | 0 | 550.0 ± 635.3 (2) | +450 (-"
+        "| HopperNoVel-v5 | 1000 ± 12706 (2) | 0 | 550.0 ± 635.3 (2) | +450 (-"
     )
     runs.clear()
     assert answers.blind_table() == []
@@ -724,6 +738,7 @@ def test_aversion_on_robots_worked_by_hand(answers, monkeypatch):
         return [
             {"task": task, "variant": variant, "seed": str(seed), "mean": str(2 * (start + place))}
             | {"cvar_10": str(start + place), "risky_share": "0.25"}
+            | {"script": answers.CATEGORICAL, "commit": "new"}
             for place, seed in enumerate(seeds)
         ]
 
@@ -740,7 +755,8 @@ def test_aversion_on_robots_worked_by_hand(answers, monkeypatch):
         *runs(tails.LANDER, "averse 0.5", 41, tails.OLDER),
     ]
     monkeypatch.setattr(answers.Table, "rows", lambda self: rows)
-    table = answers.robots_table()[2:]
+    head, _, *table = answers.robots_table()
+    assert head.startswith("| robot (older preset) | policy")
     assert table[:3] == [
         f"| {hopper} | neutral | 204 ± 4 | 102 ± 2 | 25.0% | - |",
         f"| {hopper} | `--cvar-weight 0.5` | 224 ± 4 | 112 ± 2 | 25.0% | +10 (+8 to +12) |",
@@ -794,22 +810,33 @@ def test_critics_behind_their_scalar_rival_are_told(answers):
 
 
 def test_the_price_of_calibration_worked_by_hand(answers, monkeypatch):
-    """Means of 2 and 5: +3; of 20 and 10: -10. A task with two runs of three is not told."""
+    """Means of 2 and 5: +3; of 20 and 10: -10. A task with two runs of three is not told.
+
+    If runs without the preset are newer than those with it, the older ones beside them count.
+    """
     runs = {
         ("CartPoleNoVel-v1", "calibrated"): (4, 5, 6),
         ("CartPoleNoVel-v1", "default"): (1, 2, 3),
         ("PendulumNoVel-v1", "calibrated"): (9, 10, 11),
         ("PendulumNoVel-v1", "default"): (19, 20, 21),
-        ("Hopper-v5", "calibrated"): (1, 2),
+        ("LunarLander-v3", "calibrated"): (1, 2),
+        ("Hopper-v5", "calibrated"): (4, 5, 6),
+        ("Hopper-v5", "default"): (7, 8, 9),
+        ("Hopper-v5", 8001): (1, 2, 3),
     }
+
+    def scores(script, task, variant="default", seeds=None):
+        return np.array(runs.get((task, seeds[0] if seeds else variant), ()), float)
+
+    stars = {"default": "*", "calibrated": ""}
+    monkeypatch.setattr(answers, "scores", scores)
     monkeypatch.setattr(
-        answers,
-        "scores",
-        lambda script, task, variant="default": np.array(runs.get((task, variant), ()), float),
+        answers, "newer", lambda cell: stars[cell.variant] if cell.task[0] == "H" else "*"
     )
     assert answers.price("CartPoleNoVel-v1") == "+3.0 (+0.7 to +5.3)"
     assert answers.price("PendulumNoVel-v1").startswith("-10.0 (")
-    assert answers.price("Hopper-v5") == "-"  # two runs of three
+    assert answers.price("Hopper-v5") == "+3.0 (+0.7 to +5.3)"
+    assert answers.price("LunarLander-v3") == "-"  # two runs of three
     assert answers.price("Ant-v5") == "-"  # not planned
 
 

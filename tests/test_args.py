@@ -434,7 +434,7 @@ def test_the_defaults_are_those_that_were_tuned(script):
         expected |= {"lstm_hidden_size": 64, "seq_len": 0, "num_quantiles": 32, "kappa": 0.05}
     else:
         expected |= {"num_atoms": 51, "v_min": -5.0, "v_max": 5.0, "hl_gauss_sigma": 0.75}
-        expected |= {"target_encoding": "hl_gauss"}
+        expected |= {"target_encoding": "hl_gauss", "mean_output": "correction"}
     assert {name: getattr(script.Args(), name) for name in expected} == expected
 
 
@@ -468,6 +468,7 @@ NEEDED = {  # what stands beside a flag: without effect by the first, with one b
     "cvar_weight": ("--cvar-alpha 1", "--cvar-alpha 0.5"),
     "torch_deterministic": ("--no-cuda", "--cuda"),
     "hl_gauss_sigma": ("--target-encoding two_hot", "--target-encoding hl_gauss"),
+    "mean_output": ("--value-from distribution", "--value-from mean_head"),
     "eval_every": ("--eval-episodes 0", "--eval-episodes 5"),
     "eval_sampled": ("--eval-episodes 0", "--eval-episodes 5"),
     "capture_video": ("--eval-episodes 0", "--eval-episodes 5"),
@@ -481,6 +482,7 @@ OTHERS = {  # a value that is not the default
     "cvar_weight": 0.5,
     "torch_deterministic": False,
     "hl_gauss_sigma": 1.0,
+    "mean_output": "value",
     "eval_every": 2,
     "eval_sampled": True,
     "capture_video": True,
@@ -523,8 +525,9 @@ def extras_of(script, kind):
 def test_flags_that_need_another_one(script):
     """Each of them is typed in these tests; the flag it needs is one of the script's."""
     needs = extras_of(script, script.IdleWhile)
-    own = {"hl_gauss_sigma"} & script.Args.__dataclass_fields__.keys()
-    assert needs.keys() == (NEEDED.keys() - {"hl_gauss_sigma"}) | own
+    of_atoms = {"hl_gauss_sigma", "mean_output"}
+    own = of_atoms & script.Args.__dataclass_fields__.keys()
+    assert needs.keys() == (NEEDED.keys() - of_atoms) | own
     for name, need in needs.items():
         idle = script.Args(**{need.flag: need.value})
         assert getattr(idle, need.flag) == need.value, name  # a value that the flag can have

@@ -84,6 +84,23 @@ def test_a_second_look_gives_ratio_one_and_the_old_values(script, value_from, en
     assert (old[0] - old[1]).abs().mean() > 1e-3  # of two critics, each its own
 
 
+def test_a_second_look_gives_the_old_v_of_an_output_alone(monkeypatch):
+    """The same of the feed-forward script, where PopArt rescales V with `mean_output` value.
+    Targets and advantages are by that V."""
+    script = distributional_ppo_categorical
+    run = make_run(script, "VectorBox", mean_output="value")
+    prepare(run)
+    moments = copy.deepcopy(run.agent.value_dist.moments)
+    values = spy(monkeypatch, script, "gae")
+    batch = prepare(run)
+    outputs, old = value_outputs(run.agent, batch), old_of_critics(batch)
+    assert_close(outputs[..., -1], old[..., 1], rtol=1e-5, atol=1e-5)
+    assert not torch.equal(moments.mean, run.agent.value_dist.moments.mean)
+    now = run.agent.value_dist.moments.denormalize(outputs[..., -1].double())
+    used = values[0][1]  # of the steps, (T, N), the smaller one of the twins'
+    assert_close(now.amin(0).flatten(), used.flatten(), rtol=1e-4, atol=1e-4)
+
+
 def features_by_steps(body, obs, next_obs, start, state):
     """Features of s_t and s'_t and the final state, by single steps."""
     here, after = [], []

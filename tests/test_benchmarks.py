@@ -530,7 +530,7 @@ def test_rows_of_runs_come_in_the_order_of_their_seeds(tmp_path, monkeypatch):
 
 def test_runs_made_anew_replace_older_ones_when_all_have_ended(tmp_path, monkeypatch):
     """They have seeds from 8001 up. Until then all older ones count. A cell of older seeds has the
-    rows of its own seeds alone."""
+    rows of its own seeds alone. Seeds from 8101 up replace those from 8001 up."""
     archive = keep_scores(tmp_path, monkeypatch, {1: 1.0, 2: 2.0, 8001: 3.0})
     new, old = made_up_cell([8001, 8002]), made_up_cell([1])
 
@@ -545,6 +545,14 @@ def test_runs_made_anew_replace_older_ones_when_all_have_ended(tmp_path, monkeyp
     assert known(new) == ["8001", "8002"]
     assert known(old) == ["1"]
     assert known(made_up_cell([8002])) == ["8002"]  # 8001 had other flags, say
+
+    again = made_up_cell([8101, 8102])  # of the preset for robots
+    keep_scores(tmp_path, monkeypatch, {8101: 5.0})
+    assert known(again) == ["8001", "8002"]
+    assert known(made_up_cell([8102, 8103])) == ["1", "2"]  # 8003 has no run
+    keep_scores(tmp_path, monkeypatch, {8102: 6.0})
+    assert known(again) == ["8101", "8102"]
+    assert known(new) == ["8001", "8002"]
 
 
 def test_a_run_replaces_the_same_run_and_archives_are_merged(tmp_path, monkeypatch):
@@ -837,8 +845,9 @@ TINY = (
 def tiny_run(program, task, script, variant="tiny", flags=""):
     """One seed of two iterations, as the program's functions take it."""
     common = importlib.import_module("common")
-    cell = common.Cell(task, script, variant, f"{TINY} {flags}".strip(), [common.RENEWED])
-    return importlib.import_module(program), common.Run(cell, common.RENEWED)
+    seed = common.first_seed(script, task)
+    cell = common.Cell(task, script, variant, f"{TINY} {flags}".strip(), [seed])
+    return importlib.import_module(program), common.Run(cell, seed)
 
 
 def keep_as_it_is(monkeypatch, owner, *names):
@@ -1995,7 +2004,7 @@ def test_texts_of_variants_are_in_the_scripts(versions):
     todays = versions.VARIANTS.keys() - versions.OF_EARLIER
     assert len(todays) == len(versions.VARIANTS) - len(versions.OF_EARLIER) > 0
     for variant in todays:
-        for name in NAMES[1:] if variant in versions.OF_ATOMS else NAMES:
+        for name in NAMES:
             text = (ROOT / f"{name}.py").read_text()
             for before, after in versions.VARIANTS[variant]:
                 assert text.count(before) == 1

@@ -61,6 +61,7 @@ OWN = {
         "--v-max": ("0.5", "20"),
         "--target-encoding": ("two_hot", "hl_gauss"),
         "--hl-gauss-sigma": ("0.1", "0.75", "100"),
+        "--mean-output": ("correction", "value"),
         "--vf-clip": ("none", "mean_only"),
     },
 }
@@ -73,6 +74,7 @@ NEEDS = {  # flag: the one it needs, the value without effect, one with an effec
     "--cvar-weight": ("--cvar-alpha", "1", "0.5"),
     "--torch-deterministic": ("--cuda", None, ""),
     "--hl-gauss-sigma": ("--target-encoding", "two_hot", "hl_gauss"),
+    "--mean-output": ("--value-from", "distribution", "mean_head"),
 }
 IDLE_BY_DEFAULT = {"--min-entropy-penalty", "--vf-clip", "--cuda"}
 TASKS = [f"probes:{obs}{action}-v0" for obs in OBSERVATIONS for action in ACTIONS]

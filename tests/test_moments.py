@@ -260,7 +260,7 @@ def statistics_of(
         outputs[..., -1] = values
         targets = samples.repeat_interleave(copies, -1)
     else:  # atoms are as far below 0 as above
-        outputs[..., -1] = values / dist.gain
+        outputs[..., -1] = values / 0.1
         probs = (copies / copies.sum(dtype=torch.float64)).expand(samples.shape)
         targets = script.WeightedReturns(samples, probs)
     outputs = outputs if values.dim() == 3 else outputs[None]

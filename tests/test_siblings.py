@@ -22,6 +22,7 @@ LSTM, CATEGORICAL = "distributional_ppo_lstm.py", "distributional_ppo_categorica
 SEAMS = {  # defined in both, different on purpose
     "SCRIPT": "its name",
     "CALIBRATED": "flags of quantiles or of atoms",
+    "ROBOTS": "a flag of atoms, or nothing",
     "TaskArgs": "the default task",
     "NetworkArgs": "the width of the LSTM",
     "PPOArgs": "the length of training sequences, other defaults",
@@ -57,6 +58,7 @@ OF_ONE = {
     CATEGORICAL: {
         "describe_statistics",
         "normalized_mean",
+        "normalized_value",
         "outside_support",
         "probs",
         "task_atoms",

@@ -223,7 +223,9 @@ def value_losses(agent, mb, args):
     parts = [terms(outputs[..., :K], mb.targets.double(), old_part, args)]
     if args.value_from == "mean_head":  # PPO's value loss, Schulman et al. 2017, eq. 9
         value, old_value, d = outputs[..., K], old[..., -1], args.vf_clip_coef
-        if not quantiles:  # the mean of atoms, which this loss does not train, and what is beyond
+        if (
+            not quantiles and args.mean_output == "correction"
+        ):  # the mean of atoms, which this loss does not train, and what is beyond
             atoms = torch.linspace(args.v_min, args.v_max, K, dtype=torch.float64)
             value = 0.1 * value + outputs[..., :K].detach().softmax(-1) @ atoms
         near = old_value + (value - old_value).clamp(-d, d)
@@ -269,8 +271,12 @@ def reference(script, agent, mb, args, ent_coef):
 @pytest.fixture
 def run(script, request):
     """A prepared rollout with old values that differ from what the heads predict."""
-    value_from = getattr(request, "param", "mean_head")
-    run = make_run(script, "VectorMultiDiscrete", learning_rate=1e-2, value_from=value_from)
+    flags = {"value_from": getattr(request, "param", "mean_head")}
+    if flags["value_from"] == "mean_output":
+        if is_recurrent(script):
+            pytest.skip("a flag of atoms")
+        flags = {"value_from": "mean_head", "mean_output": "value"}
+    run = make_run(script, "VectorMultiDiscrete", learning_rate=1e-2, **flags)
     prepare(run)
     prepare(run)
     old = run.batch.old_predictions
@@ -280,7 +286,9 @@ def run(script, request):
 
 # V may come from the distribution as well. Tests of the actor, of Adam and of threads do not
 # depend on that.
-with_either_value = pytest.mark.parametrize("run", ["distribution", "mean_head"], indirect=True)
+with_either_value = pytest.mark.parametrize(
+    "run", ["distribution", "mean_head", "mean_output"], indirect=True
+)
 
 
 # ---- minibatches

@@ -1073,3 +1073,78 @@ def test_a_tail_of_one_quantile_is_enough():
         lstm.ValueDistribution(lstm.Args(cvar_alpha=0.049, **flags))
     frozen = {"learning_rate": 0.0, "critic_learning_rate": 1e-3}
     lstm.ValueDistribution(lstm.Args(cvar_alpha=0.01, **flags, **frozen))
+
+
+# ----------------------------------------------------------------- atoms: V is an output of its own
+ALONE = {"value_from": "mean_head", "mean_output": "value"}
+
+
+@pytest.mark.parametrize("mode", REDUCTIONS)
+def test_v_is_the_mean_output_alone(mode):
+    """Returns of mean 100 and std 2, where five equal atoms from -1 to 3 have the mean 102. Outputs
+    of 6 and -1 are V's of 112 and 98 (van Hasselt et al. 2016), of twins 98 or 105."""
+    dist = atoms(**ALONE, twin_reduce=mode)
+    set_units(dist, 100, 2)
+    outputs = with_v(torch.zeros(2, 5), [6.0, -1.0])
+    assert dist.value(outputs).tolist() == pytest.approx([112, 98])
+    assert_close(dist.mean(outputs), torch.tensor([102.0, 102]).double())
+    value = float(dist.value(dist.reduce_twins(outputs)))
+    assert value == pytest.approx({"min": 98, "mean": 105}[mode])
+
+
+def test_an_output_alone_stays_when_statistics_move():
+    """Van Hasselt et al. 2016: V in the task's units, and what clipping measures from, is what it
+    was. Logits are not touched."""
+    dist = atoms(**ALONE)
+    heads, features = twin_heads(dist.num_outputs)
+    set_units(dist, 10, 4)
+    outputs = outputs_of(heads, features)
+    before = 10 + 4 * outputs[..., 5].double()
+    old, metrics = move_to(dist, heads, outputs, 300 * torch.randn(7, 4) - 50)
+    carried = outputs_of(heads, features)
+    assert torch.equal(carried[..., :5], outputs[..., :5])
+    assert_close(dist.value(carried), before, rtol=0, atol=3e-3)
+    assert_close(old[..., 1], carried[..., 5], rtol=1e-4, atol=1e-5)
+    assert float(dist.moments.std) > 100
+    assert metrics["norm/value_shift"] < 1e-3  # of V, by rounding; the atoms' mean jumps by far
+
+
+def test_an_output_alone_stays_at_the_floor():
+    """Ours: rescaled from a std of almost 0 the weights would vanish. They stay, and old values are
+    what the heads say now."""
+    dist = atoms(**ALONE)
+    heads, features = twin_heads(dist.num_outputs)
+    set_units(dist, 0, 0)
+    weights = [head[-1].weight.detach().clone() for head in heads]
+    outputs = outputs_of(heads, features)
+    old, _ = move_to(dist, heads, outputs, 300 * torch.randn(7, 4) - 50)
+    assert all(torch.equal(head[-1].weight, weight) for head, weight in zip(heads, weights))
+    assert_close(old[..., 1], outputs[..., 5], rtol=1e-4, atol=1e-5)
+
+
+def test_an_output_alone_is_fitted_to_returns():
+    """Schulman et al. 2017, eq. 9: the output y gets (y - R)^2 / 2, whose gradient is y - R. The
+    logits get nothing of it."""
+    dist = atoms(**ALONE)
+    gradients = []
+    for returns in (1.0, 3.0):
+        outputs = with_v(torch.tensor([[[0.1, 0.2, 0.0, -0.3, 0.5]]]), [[0.25]]).requires_grad_()
+        loss, _ = dist.loss(outputs, torch.full((1, 5), 0.2), torch.tensor([returns]), None)
+        gradients.append(torch.autograd.grad(loss.sum(), outputs)[0].flatten())
+    assert [float(x[5]) for x in gradients] == pytest.approx([-0.75, -2.75])
+    assert torch.equal(gradients[0][:5], gradients[1][:5])
+
+
+@pytest.mark.parametrize(("move", "clipped"), [(0.1, 0), (0.3, 1)])
+def test_an_output_alone_is_clipped_by_itself(move, clipped):
+    """Beyond 0.2 from the old output the larger one of two losses counts: R = 1 and y = 0.3 give
+    0.7^2 / 2, clipped to 0.2 they give 0.8^2 / 2. The atoms have not moved."""
+    dist = atoms(**ALONE, vf_clip="mean_only", vf_clip_coef=0.2)
+    logits = torch.zeros(1, 1, 5)
+    old = torch.tensor([[[1.0, 0.0]]])  # the mean of five equal atoms, and y
+    targets = torch.full((1, 5), 0.2)
+    plain, _ = atoms().loss(logits, targets, torch.full((1,), torch.nan), old)
+    loss, acted = dist.loss(with_v(logits, [[move]]), targets, torch.ones(1), old)
+    assert float(acted) == clipped
+    error = {0.1: 0.9, 0.3: 0.8}[move]
+    assert float(loss - plain) == pytest.approx(error**2 / 2, rel=1e-5)
