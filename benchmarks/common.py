@@ -465,13 +465,13 @@ def standing(cell: Cell, rows: list[Row]) -> list[Row]:
     """The rows of a cell's runs that count.
 
     Runs that were made anew with newer scripts have newer seeds, see RENEWED. A cell that wants
-    them has the rows of its own seeds as soon as all of these have run. Until then it has the rows
-    that it had before: those of the seeds from RENEWED up if there were such, or else all older
-    rows, whatever their seeds are. So has a cell without seeds. One of older seeds has the rows of
-    its seeds.
+    them has the rows of its own seeds as soon as the first five of these have run, or all if it has
+    fewer. Until then it has the rows that it had before: those of the seeds from RENEWED up if
+    there were such, or else all older rows, whatever their seeds are. So has a cell without seeds.
+    One of older seeds has the rows of its seeds.
     """
     own = [row for row in rows if int(row["seed"]) in cell.seeds]
-    complete = {int(row["seed"]) for row in own} >= {*cell.seeds}
+    complete = {int(row["seed"]) for row in own} >= {*cell.seeds[:5]}
     if cell.seeds and (complete or min(cell.seeds) < RENEWED):
         return own
     if cell.seeds and min(cell.seeds) >= RENEWED_AGAIN:

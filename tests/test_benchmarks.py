@@ -528,7 +528,7 @@ def test_rows_of_runs_come_in_the_order_of_their_seeds(tmp_path, monkeypatch):
     assert [[one.step for one in bins] for bins in archive.curves_of(cell)] == [[10, 1000]] * 3
 
 
-def test_runs_made_anew_replace_older_ones_when_all_have_ended(tmp_path, monkeypatch):
+def test_runs_made_anew_replace_older_ones_when_all_or_five_have_ended(tmp_path, monkeypatch):
     """They have seeds from 8001 up. Until then all older ones count. A cell of older seeds has the
     rows of its own seeds alone. Seeds from 8101 up replace those from 8001 up."""
     archive = keep_scores(tmp_path, monkeypatch, {1: 1.0, 2: 2.0, 8001: 3.0})
@@ -553,6 +553,13 @@ def test_runs_made_anew_replace_older_ones_when_all_have_ended(tmp_path, monkeyp
     keep_scores(tmp_path, monkeypatch, {8102: 6.0})
     assert known(again) == ["8101", "8102"]
     assert known(new) == ["8001", "8002"]
+
+    ten = made_up_cell(range(8101, 8111))  # of which five are enough, and more are welcome
+    keep_scores(tmp_path, monkeypatch, {8103: 5.0, 8104: 5.0})
+    assert known(ten) == ["1", "2"]
+    for last in (8105, 8106):
+        keep_scores(tmp_path, monkeypatch, {last: 5.0})
+        assert known(ten) == [*map(str, range(8101, last + 1))]
 
 
 def test_a_run_replaces_the_same_run_and_archives_are_merged(tmp_path, monkeypatch):
