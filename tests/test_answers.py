@@ -965,3 +965,13 @@ def test_what_both_changes_of_presets_bring(answers):
         f"{counts[0]} runs are within 0.05; {counts[1]} were with both presets as before, on seeds"
     )
     assert told in (FOLDER / "tuning.md").read_text()
+
+
+def test_v_in_the_preset_for_robots_is_by_the_rule(answers):
+    """Both ways beat the default, and the one alone the added one, by more than the error."""
+    default, added, alone = map(answers.score_of_robots, answers.WAYS_TO_V)
+    for better, other in ((added, default), (alone, default), (alone, added)):
+        assert better.mean - other.mean > np.hypot(better.error, other.error)
+    script = common.load_script(common.CATEGORICAL)
+    assert script.PRESETS["mujoco"].flags["mean_output"] == "value"
+    assert script.parse_args([]).mean_output == "correction"
