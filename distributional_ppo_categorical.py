@@ -23,14 +23,16 @@ These things differ most from other PPO scripts:
                          lambda-return for each state, blurred by HL-Gauss. The presets `calibrated`
                          and `averse` learn the distribution of the return itself. By default V,
                          the value that advantages use, is the mean of the predicted distribution
-                         plus a correction (`--value-from`). With `--cvar-weight` the policy learns
+                         plus a tenth of one more output of the same head, the mean output
+                         (`--value-from`, `--mean-output`). With `--cvar-weight` the policy learns
                          from the tail of the distribution.
     Two critics          Two value heads predict the return, and each has a V. By default the V
                          that advantages use is the smaller one of the two.
     Normalised returns   Critics predict (return - running mean) / running std.
                          Advantages are normalised once for a rollout, not for each minibatch.
     Separate networks    The actor shares no parameter with the critics. It has a loss and an Adam,
-                         and the two critics together have one of each.
+                         and the two critics together have one of each. So there is no
+                         `vf_coef`.
     Stop before a step   With `--target-kl` the KL divergence from the policy that acted is measured
                          ahead of each step. The actor stops before its step on the first
                          minibatch whose divergence is larger than that. The critics stop after
@@ -53,7 +55,7 @@ Shapes are written with these letters:
     H   width of the hidden layers
     C   critics
     K   atoms of a predicted distribution; with the mean output a critic has K + 1 outputs
-    J   weighted returns of a target distribution: 1 by default, K with SR(lambda)
+    J   weighted returns of a target distribution: 1 by default, K with `sr_lambda`
 
 Rewards, values and returns are in the task's units, but rewards of Atari games are clipped.
 Networks see normalised observations (images as they are) and predict normalised returns. A `Batch`
@@ -240,7 +242,7 @@ class NetworkArgs:
     run that starts from nothing is only clipped."""
 
 
-# Such a flag has no effect while the actor is not trained: only its update reads it.
+# For flags that only the actor's update reads: they have no effect while it is not trained.
 ACTOR_ONLY = IdleWhile("learning_rate", 0.0)
 
 
@@ -296,9 +298,9 @@ class CriticArgs:
     num_critics: Literal[1, 2] = 2
     """Value heads, each with a hidden layer of its own. They share the layers before it."""
     value_from: Literal["distribution", "mean_head"] = "mean_head"
-    """Where V comes from. distribution: the mean of the predicted distribution. mean_head: that
-    mean plus a correction, one more output, which squared error fits to lambda-returns. Targets
-    beyond the atoms are clamped to them, so the mean alone misses rare large rewards."""
+    """Where V comes from. distribution: the mean of the predicted distribution. mean_head: V
+    uses one more output, the mean output (--mean-output), and squared error fits V. Targets beyond
+    the atoms are clamped to them, so the mean alone misses rare large rewards."""
     twin_reduce: Annotated[Literal["min", "mean"], IdleWhile("num_critics", 1)] = "min"
     """How two critics give one prediction. min: that of the critic with the smaller V. mean: an
     equal mixture of both, whose V is the mean of theirs."""
@@ -320,7 +322,6 @@ class CriticArgs:
 # Of this block the rest of the file uses `ValueDistributionArgs`, with a flag `vf_clip`,
 # `CALIBRATED` and `ROBOTS`. Of the other one it uses `ValueDistribution` alone, whose members the
 # list above it names.
-# --init-from refuses weights whose `support` has other ends.
 AtomCount = bounded(int, 2)
 BinWidths = bounded(float, 0.1, 100)
 
@@ -345,9 +346,9 @@ class ValueDistributionArgs:
     mean_output: Annotated[
         Literal["correction", "value"], IdleWhile("value_from", "distribution")
     ] = "correction"
-    """What the further output of --value-from mean_head is. correction: V is the mean plus a tenth
-    of it, which is precise where returns hardly vary. value: V is this output alone, so it does not
-    jump with the atoms when the return statistics move."""
+    """How V uses the mean output. correction: V is the mean of the atoms plus a tenth of it. value:
+    V is the mean output alone, which does not jump with the atoms when the return statistics move.
+    Robots scored higher with value, and CartPole lost runs."""
     vf_clip: Literal["none", "mean_only"] = "none"
     """none: no value clipping. mean_only: the loss rewards no move of the mean, or of V, beyond
     --vf-clip-coef from what was predicted before the update."""
@@ -521,6 +522,9 @@ class Batch(NamedTuple):
 # --------------------------------------------------------------------------------------- algorithm
 def train(args: Args) -> dict[str, Any]:
     """Train, evaluate and save.
+
+    `run.end_iteration` evaluates and saves where that is due, and `run.iterations` evaluates after
+    the last iteration.
 
     Returns the last value of every metric that is a number, and `run_dir`. A fault while it trains
     is raised with a note that names the last checkpoint.
@@ -839,7 +843,7 @@ def normalize_advantages(
     are for other programs; `scale_advantages` passes both.)
     """
     shifted = advantages
-    for _ in range(2):  # over processes the mean of equal numbers is that number but for rounding
+    for _ in range(2):  # twice, since a mean over processes of equal numbers is rounded
         shifted = shifted - across(shifted.flatten()[0])
     centered = shifted - across(shifted.mean())
     return centered / (across(centered.square().mean()).sqrt() + eps)
@@ -914,8 +918,7 @@ def value_loss(agent: Agent, mb: Batch, args: Args) -> tuple[Tensor, dict]:
     actor's loop may run beside it in another thread. A loss that needs draws, such as that of IQN,
     gets them as a part of its targets, from `encode_targets`.
 
-    `args` is not read: the flags are those of `agent.value_dist`. It is passed so that a loss of
-    your own can read flags.
+    `args` is for a loss of your own that reads flags. Those of this one are in `agent.value_dist`.
     """
     outputs = agent.value_outputs(mb.obs)  # (C, B, K or K + 1)
     old_predictions = mb.old_predictions.movedim(1, 0)
@@ -952,10 +955,11 @@ def update(
             loss, _ = value_loss(agent, mb, args)
             take a clipped step of the critics
 
-    Where it is faster, both loops run at the same time (`run_both`). The result is the same, since
-    neither draws random numbers, and neither writes what the other reads. The critics do not know
-    when the actor will stop, so they wait for a ticket before each step. The actor puts one into a
-    queue for each minibatch that it is done with, and `run_both` puts None when its loop is over.
+    With images, on a CPU with cores for both, the loops run at the same time (`run_both`). The
+    result is the same, since neither draws random numbers, and neither writes what the other reads.
+    The critics do not know when the actor will stop, so they wait for a ticket before each step.
+    The actor puts one into a queue for each minibatch that it is done with, and `run_both` puts
+    None when its loop is over.
 
     Returns the metrics of `describe_advantages` and `describe_update`, and what `schedules` gave.
     Raises RuntimeError for a loss or a gradient that is not finite.
@@ -1103,8 +1107,8 @@ def make_optimizers(agent: Agent, args: Args) -> Optimizers:
     parameters that `agent.parts()` lacks.
     """
     trained = {id(x) for part in agent.parts() for x in part}
-    others = [name for name, x in agent.named_parameters() if x.requires_grad]
-    if lacking := [name for name in others if id(agent.get_parameter(name)) not in trained]:
+    named = agent.named_parameters()
+    if lacking := [name for name, x in named if x.requires_grad and id(x) not in trained]:
         raise ValueError(f"Agent.parts: {', '.join(lacking)} would never be trained; add them")
     adams = []
     learning_rates = schedules(args, 0.0)[:2]
@@ -1454,10 +1458,9 @@ def hl_gauss(targets: Tensor, atoms: Tensor, sigma: float) -> Tensor:
 
     Atoms, two or more, ascend in equal steps and are the centres of the bins. sigma > 0 is in the
     atoms' units, while the flag `hl_gauss_sigma` counts bins. Masses are divided by the mass inside
-    all bins. Targets are clamped to [atoms[0], atoms[-1]] first: far
-    outside, no bin holds any mass in floating point. The mean is kept to 0.003 bins if sigma is
-    half a bin or more. Near the ends of the support it is pulled inwards, since no mass goes beyond
-    the bins.
+    all bins. Targets are clamped to [atoms[0], atoms[-1]] first: far outside, no bin holds any mass
+    in floating point. The mean is kept to 0.003 bins if sigma is half a bin or more. Near the ends
+    of the support it is pulled inwards, since no mass goes beyond the bins.
     Source: Imani & White 2018; Farebrother et al. 2024.
     """
     half = (atoms[-1] - atoms[0]) / (len(atoms) - 1) / 2
@@ -1541,9 +1544,9 @@ def cvar_categorical(probs: Tensor, atoms: Tensor, alpha: float) -> Tensor:
         CVaR_alpha = (1 / alpha) * sum_k z_k min(p_k, max(0, alpha - sum_{i<k} p_i))
 
     The atom at which the mass reaches alpha counts in part. This is exact for masses at points.
-    `categorical_quantile` spreads each over its bin, so the
-    mean of its quantiles below alpha may differ by up to half a bin. Atoms ascend, and the sum of
-    the probabilities is 1. Raises ValueError for alpha outside [1e-3, 1].
+    `categorical_quantile` spreads each over its bin, so the mean of its quantiles below alpha may
+    differ by up to half a bin. Atoms ascend, and the sum of the probabilities is 1. Raises
+    ValueError for alpha outside [1e-3, 1].
     Source: Rockafellar & Uryasev 2000, who have losses, -z, and the level 1 - alpha.
     """
     if not 1e-3 <= alpha <= 1:
@@ -1639,7 +1642,7 @@ def sr_lambda_atoms(
     episode_end = torch.where(ended, step, T).flip(0).cummin(0).values.flip(0)  # (T, N) steps
 
     # A geometric n by inversion: P(n - 1 >= i) = lambda^i. With lambda 1 the quotient log u / 0 is
-    # -inf, which becomes T. With lambda 0 it is log u / -inf, which is 0, so that n is 1.
+    # -inf, whose size is cut to T. With lambda 0 it is log u / -inf, which is 0, so that n is 1.
     if draws is None:
         draws = torch.rand(rewards.shape, generator=generator, device=rewards.device)
     more_steps = (draws.clamp(min=1e-30).log() / draws.new_tensor(gae_lambda).log()).abs()
@@ -1701,7 +1704,8 @@ class WeightedReturns(NamedTuple):
 # A value distribution is a module with these members. An iteration uses them in this order:
 #
 #     args, support             its flags, and the levels or the atoms
-#     num_outputs, moments      the number of a critic's outputs, and the statistics of returns
+#     meaning                   names of flags that --init-from compares besides the shapes
+#     num_outputs, moments      the number O of a critic's outputs, and the statistics of returns
 #     reduce_twins(outputs)     one set of outputs, (..., O), from those of C critics, (C, ..., O)
 #     value(outputs)            V, (...), float64
 #     point_targets(returns)    targets, of a type of its own, from lambda-returns (T, N)
@@ -1712,7 +1716,8 @@ class WeightedReturns(NamedTuple):
 #                               old predictions, (C, T, N, any), for `loss`, and metrics. A head
 #                               may be rescaled: its last layer is linear.
 #     encode_targets(targets)   one tensor, (T, N, any), by the statistics from then on
-#     loss(...)                 losses, (C, ...), and where value clipping acted, (C, ...)
+#     loss(outputs, targets, returns, old)
+#                               losses, (C, ...), and where value clipping acted, (C, ...)
 #
 # Whoever reads a trained agent also takes quantile(outputs, level), (...).
 class ValueDistribution(nn.Module):
@@ -1724,8 +1729,8 @@ class ValueDistribution(nn.Module):
         V = sum_k p_k z_k + 0.1 y     or     V = y,     by `mean_output`, the flag
 
     In this formula atoms, the mean output y and V are normalised by `moments`. So are `support`,
-    `normalized_mean`, the arguments `returns` and `old` of `loss`, and the predictions of
-    `move_statistics`. All else is in the task's units.
+    what `normalized_mean` and `normalized_value` return, the arguments `returns` and `old` of
+    `loss`, and the predictions of `move_statistics`. All else is in the task's units.
     """
 
     def __init__(self, args: Args) -> None:
@@ -1740,6 +1745,9 @@ class ValueDistribution(nn.Module):
             raise UsageError(f"{bounds}: {text}")
         self.register_buffer("support", atoms, persistent=False)
         self.num_outputs = args.num_atoms + (args.value_from == "mean_head")
+        self.meaning: tuple[str, ...] = ("v_min", "v_max")
+        if args.value_from == "mean_head":
+            self.meaning += ("mean_output",)
 
     def split(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits (..., K) and the mean output (..., 0 or 1).
@@ -1797,8 +1805,8 @@ class ValueDistribution(nn.Module):
     def reduce_twins(self, outputs: Tensor) -> Tensor:
         """Reduce outputs of C critics, (C, ..., K or K + 1), to one set (...), by `twin_reduce`.
 
-        min:   the critic with the smaller V (Fujimoto et al. 2018). PPO has no maximum over
-               actions that would overestimate, so V is a little too small.
+        min:   the critic with the smaller V (Fujimoto et al. 2018). There a maximum over actions
+               makes V too large. PPO has none, so V is a little too small.
         mean:  the mean of the probabilities, as logits, and of the mean outputs
 
         Raises ValueError for another number of critics.
@@ -1859,21 +1867,23 @@ class ValueDistribution(nn.Module):
         small error of V would be divided by almost nothing.
 
         The mean output stays what it was in the task's units (PopArt, van Hasselt et al. 2016): the
-        last row of each head's last layer is rescaled in place. A correction has a size alone, and
-        no mean. Probabilities of fixed atoms cannot be rescaled: their decoded mean jumps, and the
-        coming update repairs it.
+        last row of each head's last layer is rescaled in place. A correction is a difference of
+        returns, so it is scaled. A value is scaled and shifted. Probabilities of fixed atoms cannot
+        be rescaled: their decoded mean jumps, and the coming update repairs it.
 
         There is one exception. Where the std before this call was within 100 times its floor,
         returns have hardly varied, as where all rewards were 0. A mean output rescaled from there
-        would vanish, so it stays as it is.
+        would vanish, so it stays as it is. (Where returns were 0 for hundreds of rollouts, the std
+        is tiny and not at its floor, and the mean output shrinks with the first reward.)
 
         Returns old predictions, (C, T, N, 1 or 2), and metrics. Old predictions are the mean and V
-        that each critic gave before this call, in the task's units, normalised by the new
-        statistics. Value clipping measures from them. The same outputs decode to another mean now,
-        so clipping may act before the first step. (In the exception old predictions are what the
-        heads give now, so it cannot.)
+        that each critic gave before this call: decoded by the old statistics, and normalised by the
+        new ones. Value clipping measures from them. The same outputs decode to another mean now, so
+        clipping may act before the first step. (In the exception old predictions are what the heads
+        give now, so it cannot.)
 
-        The metrics may hold a text, `warning`. `Run.end_iteration` prints the first one of a run.
+        The metrics may hold a text, `warning/outside_support`. `Run.end_iteration` prints the first
+        one of a run.
         """
         # 1. The old statistics decode what the critics predicted, (C, T, N).
         means = self.mean(outputs)
@@ -1886,8 +1896,8 @@ class ValueDistribution(nn.Module):
         if self.args.norm_returns:
             self.merge_targets(targets, values)
         ratio = old_std / self.moments.std if rescales else 1.0
-        has_mean = rescales and self.args.mean_output == "value"
-        shift = (old_mean - self.moments.mean) / self.moments.std if has_mean else 0.0
+        shifts = rescales and self.args.mean_output == "value"
+        shift = (old_mean - self.moments.mean) / self.moments.std if shifts else 0.0
         for head in heads:
             head[-1].weight.data[len(self.support) :] *= ratio
             head[-1].bias.data[len(self.support) :] *= ratio
@@ -1907,7 +1917,7 @@ class ValueDistribution(nn.Module):
     def describe_statistics(self, targets: WeightedReturns, jumps: Tensor) -> dict:
         """Describe the return statistics, given how far they made values jump.
 
-        There may be a `warning`, as `move_statistics` tells.
+        There may be a warning, as `move_statistics` tells.
         """
         outside = average(self.outside_support(targets))
         metrics = {
@@ -1920,7 +1930,7 @@ class ValueDistribution(nn.Module):
             text = "of the targets' mass is beyond the atoms; widen --v-min, --v-max"
             if self.args.norm_returns:
                 text += ", or lower --norm-returns-memory if returns have just begun to vary"
-            metrics["warning"] = f"value/outside_support: {outside:.1%} {text}"
+            metrics["warning/outside_support"] = f"value/outside_support: {outside:.1%} {text}"
         return metrics
 
     def merge_targets(self, targets: WeightedReturns, values: Tensor) -> None:
@@ -1965,12 +1975,12 @@ class ValueDistribution(nn.Module):
         from `move_statistics`. The cross-entropy does not fall to 0 but to the entropy of the
         targets.
 
+        The squared error gives no gradient to the logits, or it would pull them off their targets
+        to fit the mean. It reaches the layers that they share with the mean output.
+
         With value clipping each of the two terms is the larger one of two: the plain one, and one
         whose mean (cross-entropy) or V (squared error) is first clamped to within `vf_clip_coef` of
         what this critic predicted before the update.
-
-        The squared error gives no gradient to the logits, or it would pull them off their targets
-        to fit the mean. It reaches the layers that they share with the mean output.
 
         To clip a distribution by a shift, the loss shifts the target the other way, and the
         gradient flows through the shift. Apart from rounding to atoms and from the ends of the
@@ -3352,7 +3362,7 @@ def describe_update(
     error = described["policy/ratio_first_minibatch_error"]
     if error > 0.01:  # no step was taken yet, so the ratio is 1 in an actor without a fault
         text = "the policy that trains is not the one that acted; edit `numpy_policy` as well"
-        described["warning"] = f"policy/ratio_first_minibatch_error {error:.2g}: {text}"
+        described["warning/ratio"] = f"policy/ratio_first_minibatch_error {error:.2g}: {text}"
     return described
 
 
@@ -3399,7 +3409,7 @@ DESCRIPTIONS = {
     "norm/return_mean": "Mean by which returns are normalised.",
     "norm/return_std": "Scale by which returns are normalised.",
     "norm/value_shift": "How far V jumped when the return statistics moved. Once rewards have "
-    "varied this is rounding, but where V holds the mean of atoms: they cannot be rescaled.",
+    "varied it is rounding, unless V holds the mean of atoms, which cannot be rescaled.",
     "policy/entropy_coef": "Weight of the entropy bonus.",
     "policy/epochs_done": "Epochs of the actor's steps. Less than update_epochs after a KL stop, "
     "1 if the actor is not trained.",
@@ -3418,8 +3428,8 @@ DESCRIPTIONS = {
     "twin/loss_1": "Loss of the first critic.",
     "twin/loss_2": "Loss of the second critic, or of the only one.",
     "value/bias": "Mean of the value minus the lambda-return.",
-    "value/clip_fraction": "Share of predictions that value clipping moves, of atoms also "
-    "those that moved with the return statistics.",
+    "value/clip_fraction": "Share of predictions that value clipping moves. With atoms it includes "
+    "those that jumped when the return statistics moved.",
     "value/crossing_fraction": "Share of neighbouring quantiles that are out of order.",
     "value/distribution_gap": "Mean distance of the distribution's mean from the value.",
     "value/outside_support": "Share of the targets' mass beyond the atoms.",
@@ -3661,9 +3671,8 @@ def take_weights(agent: Agent, args: Args, here: Path) -> None:
     saved = read_saved(checkpoint_path(resolved(args.init_from, here)))
     require_one_file(args, "init_from", saved)
     stored = SimpleNamespace(**saved["args"])  # another number of processes may have had them
-    meaning = ("activation", "norm_obs", "norm_returns", "value_from")  # shapes may be the same
-    theirs = {name: getattr(stored, name) for name in meaning} | shapes(saved["agent"], stored)
-    ours = {name: getattr(args, name) for name in meaning} | shapes(agent.state_dict(), args)
+    theirs = meaning(stored) | shapes(saved["agent"])
+    ours = meaning(args) | shapes(agent.state_dict())
     for name in theirs | ours:
         if theirs.get(name) != ours.get(name):
             differ = f"{name} is {theirs.get(name)} there, {ours.get(name)} by these flags"
@@ -3692,11 +3701,16 @@ def other_flags(args: Args, stored: dict[str, Any]) -> str:
     return f", which were trained with {told}" if told else ""
 
 
-def shapes(held: dict[str, Tensor], args: Args | SimpleNamespace) -> dict[str, tuple]:
-    """Return the shapes of all that an agent holds, by name, and the ends of the support."""
-    ends = ValueDistribution(args).support[[0, -1]]
-    found = {name: tuple(x.shape) for name, x in held.items()}
-    return found | {"value_dist.support": tuple(ends.tolist())}
+def meaning(args: Args | SimpleNamespace) -> dict[str, Any]:
+    """Return the flags that tell what weights of the same shapes mean, by name."""
+    names = ("activation", "norm_obs", "norm_returns", "value_from")
+    names += ValueDistribution(args).meaning
+    return {name: getattr(args, name) for name in names}
+
+
+def shapes(held: dict[str, Tensor]) -> dict[str, tuple]:
+    """Return the shapes of all that an agent holds, by name."""
+    return {name: tuple(x.shape) for name, x in held.items()}
 
 
 @cache
@@ -3920,7 +3934,7 @@ class Run:
         self.lap_start = time.monotonic()
         self.status = StatusLine()
         self.evaluation_status = StatusLine(seconds=30)
-        self.warned = False
+        self.warned: set[str] = set()  # names of warnings that were printed
 
         self.writer: SummaryWriter | None = None  # of the first process
         if args.resume:
@@ -4161,7 +4175,8 @@ class Run:
         iteration = self.step // args.batch_size
         last = self.step == self.total_steps
 
-        self.warn(metrics.pop("warning", ""))
+        for name in [name for name in metrics if name.startswith("warning/")]:
+            self.warn(name, metrics.pop(name))
         metrics = average_metrics(metrics) | self.times
         metrics["charts/SPS"] = self.step / self.seconds
         if self.recent_returns:
@@ -4239,10 +4254,10 @@ class Run:
         if RANK == 0:
             tell(line)
 
-    def warn(self, line: str) -> None:
-        """Print the first warning of the run."""
-        if line and not self.warned:
-            self.warned = True
+    def warn(self, name: str, line: str) -> None:
+        """Print the first warning of this name."""
+        if name not in self.warned:
+            self.warned.add(name)
             self.say(f"warning: {line}")
 
     def show_progress(self) -> None:
@@ -4314,9 +4329,8 @@ class Run:
         plugin = table.value[0].metadata.plugin_data
         content = HParamsPluginData.FromString(plugin.content)
         for column in content.experiment.hparam_infos:
-            column.differs = (
-                column.name in TABLE_COLUMNS
-            )  # TensorBoard shows these ahead of the others
+            # TensorBoard shows these ahead of the others.
+            column.differs = column.name in TABLE_COLUMNS
         plugin.content = content.SerializeToString()
         for entry in (table, started):
             self.writer.file_writer.add_summary(entry)

@@ -31,7 +31,8 @@ These things differ most from other PPO scripts:
     Normalised returns   Critics predict (return - running mean) / running std.
                          Advantages are normalised once for a rollout, not for each minibatch.
     Separate networks    The actor shares no parameter with the critics. It has a loss and an Adam,
-                         and the two critics together have one of each.
+                         and the two critics together have one of each. So there is no
+                         `vf_coef`.
     Stop before a step   With `--target-kl` the KL divergence from the policy that acted is measured
                          ahead of each step. The actor stops before its step on the first
                          minibatch whose divergence is larger than that. The critics stop after
@@ -57,7 +58,7 @@ Shapes are written with these letters:
     H   width of an LSTM
     C   critics
     K   quantiles of a predicted distribution; with the mean output a critic has K + 1 outputs
-    J   samples of a target distribution: 1 by default, K with SR(lambda)
+    J   samples of a target distribution: 1 by default, K with `sr_lambda`
 
 Rewards, values and returns are in the task's units, but rewards of Atari games are clipped.
 Networks see normalised observations (images as they are) and predict normalised returns. A `Batch`
@@ -247,7 +248,7 @@ class NetworkArgs:
     run that starts from nothing is only clipped."""
 
 
-# Such a flag has no effect while the actor is not trained: only its update reads it.
+# For flags that only the actor's update reads: they have no effect while it is not trained.
 ACTOR_ONLY = IdleWhile("learning_rate", 0.0)
 
 
@@ -328,7 +329,6 @@ class CriticArgs:
 # Of this block the rest of the file uses `ValueDistributionArgs`, with a flag `vf_clip`,
 # `CALIBRATED` and `ROBOTS`. Of the other one it uses `ValueDistribution` alone, whose members the
 # list above it names.
-# --init-from refuses weights whose `support` has other ends.
 @dataclass
 class ValueDistributionArgs:
     """Quantiles of the return."""
@@ -530,6 +530,9 @@ class Batch(NamedTuple):
 # --------------------------------------------------------------------------------------- algorithm
 def train(args: Args) -> dict[str, Any]:
     """Train, evaluate and save.
+
+    `run.end_iteration` evaluates and saves where that is due, and `run.iterations` evaluates after
+    the last iteration.
 
     Returns the last value of every metric that is a number, and `run_dir`. A fault while it trains
     is raised with a note that names the last checkpoint.
@@ -915,7 +918,7 @@ def normalize_advantages(
     are for other programs; `scale_advantages` passes both.)
     """
     shifted = advantages
-    for _ in range(2):  # over processes the mean of equal numbers is that number but for rounding
+    for _ in range(2):  # twice, since a mean over processes of equal numbers is rounded
         shifted = shifted - across(shifted.flatten()[0])
     centered = shifted - across(shifted.mean())
     return centered / (across(centered.square().mean()).sqrt() + eps)
@@ -993,8 +996,7 @@ def value_loss(agent: Agent, mb: Batch, args: Args) -> tuple[Tensor, dict]:
     actor's loop may run beside it in another thread. A loss that needs draws, such as that of IQN,
     gets them as a part of its targets, from `encode_targets`.
 
-    `args` is not read: the flags are those of `agent.value_dist`. It is passed so that a loss of
-    your own can read flags.
+    `args` is for a loss of your own that reads flags. Those of this one are in `agent.value_dist`.
     """
     features = agent.critic_body(mb.obs, mb.critic_state, mb.episode_start)
     outputs = agent.value_outputs(features)  # (C, L, M, K or K + 1)
@@ -1032,10 +1034,11 @@ def update(
             loss, _ = value_loss(agent, mb, args)
             take a clipped step of the critics
 
-    Where it is faster, both loops run at the same time (`run_both`). The result is the same, since
-    neither draws random numbers, and neither writes what the other reads. The critics do not know
-    when the actor will stop, so they wait for a ticket before each step. The actor puts one into a
-    queue for each minibatch that it is done with, and `run_both` puts None when its loop is over.
+    With images, on a CPU with cores for both, the loops run at the same time (`run_both`). The
+    result is the same, since neither draws random numbers, and neither writes what the other reads.
+    The critics do not know when the actor will stop, so they wait for a ticket before each step.
+    The actor puts one into a queue for each minibatch that it is done with, and `run_both` puts
+    None when its loop is over.
 
     Returns the metrics of `describe_advantages` and `describe_update`, and what `schedules` gave.
     Raises RuntimeError for a loss or a gradient that is not finite.
@@ -1180,8 +1183,8 @@ def make_optimizers(agent: Agent, args: Args) -> Optimizers:
     parameters that `agent.parts()` lacks.
     """
     trained = {id(x) for part in agent.parts() for x in part}
-    others = [name for name, x in agent.named_parameters() if x.requires_grad]
-    if lacking := [name for name in others if id(agent.get_parameter(name)) not in trained]:
+    named = agent.named_parameters()
+    if lacking := [name for name, x in named if x.requires_grad and id(x) not in trained]:
         raise ValueError(f"Agent.parts: {', '.join(lacking)} would never be trained; add them")
     adams = []
     learning_rates = schedules(args, 0.0)[:2]
@@ -1754,7 +1757,8 @@ def rescale_head(
 # A value distribution is a module with these members. An iteration uses them in this order:
 #
 #     args, support             its flags, and the levels or the atoms
-#     num_outputs, moments      the number of a critic's outputs, and the statistics of returns
+#     meaning                   names of flags that --init-from compares besides the shapes
+#     num_outputs, moments      the number O of a critic's outputs, and the statistics of returns
 #     reduce_twins(outputs)     one set of outputs, (..., O), from those of C critics, (C, ..., O)
 #     value(outputs)            V, (...), float64
 #     point_targets(returns)    targets, of a type of its own, from lambda-returns (T, N)
@@ -1765,7 +1769,8 @@ def rescale_head(
 #                               old predictions, (C, T, N, any), for `loss`, and metrics. A head
 #                               may be rescaled: its last layer is linear.
 #     encode_targets(targets)   one tensor, (T, N, any), by the statistics from then on
-#     loss(...)                 losses, (C, ...), and where value clipping acted, (C, ...)
+#     loss(outputs, targets, returns, old)
+#                               losses, (C, ...), and where value clipping acted, (C, ...)
 #
 # Whoever reads a trained agent also takes quantile(outputs, level), (...).
 class ValueDistribution(nn.Module):
@@ -1791,6 +1796,7 @@ class ValueDistribution(nn.Module):
         # The levels tau of the quantiles. The name is that of the other script's atoms.
         self.register_buffer("support", quantile_midpoints(args.num_quantiles), persistent=False)
         self.num_outputs = args.num_quantiles + (args.value_from == "mean_head")
+        self.meaning: tuple[str, ...] = ()  # the shapes tell all
 
     def split(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the quantiles (..., K) and the mean output (..., 0 or 1)."""
@@ -3469,7 +3475,7 @@ def describe_update(
     error = described["policy/ratio_first_minibatch_error"]
     if error > 0.01:  # no step was taken yet, so the ratio is 1 in an actor without a fault
         text = "the policy that trains is not the one that acted; edit `numpy_policy` as well"
-        described["warning"] = f"policy/ratio_first_minibatch_error {error:.2g}: {text}"
+        described["warning/ratio"] = f"policy/ratio_first_minibatch_error {error:.2g}: {text}"
     return described
 
 
@@ -3516,7 +3522,7 @@ DESCRIPTIONS = {
     "norm/return_mean": "Mean by which returns are normalised.",
     "norm/return_std": "Scale by which returns are normalised.",
     "norm/value_shift": "How far V jumped when the return statistics moved. Once rewards have "
-    "varied this is rounding, but where V holds the mean of atoms: they cannot be rescaled.",
+    "varied it is rounding, unless V holds the mean of atoms, which cannot be rescaled.",
     "policy/entropy_coef": "Weight of the entropy bonus.",
     "policy/epochs_done": "Epochs of the actor's steps. Less than update_epochs after a KL stop, "
     "1 if the actor is not trained.",
@@ -3535,8 +3541,8 @@ DESCRIPTIONS = {
     "twin/loss_1": "Loss of the first critic.",
     "twin/loss_2": "Loss of the second critic, or of the only one.",
     "value/bias": "Mean of the value minus the lambda-return.",
-    "value/clip_fraction": "Share of predictions that value clipping moves, of atoms also "
-    "those that moved with the return statistics.",
+    "value/clip_fraction": "Share of predictions that value clipping moves. With atoms it includes "
+    "those that jumped when the return statistics moved.",
     "value/crossing_fraction": "Share of neighbouring quantiles that are out of order.",
     "value/distribution_gap": "Mean distance of the distribution's mean from the value.",
     "value/outside_support": "Share of the targets' mass beyond the atoms.",
@@ -3763,9 +3769,8 @@ def take_weights(agent: Agent, args: Args, here: Path) -> None:
     saved = read_saved(checkpoint_path(resolved(args.init_from, here)))
     require_one_file(args, "init_from", saved)
     stored = SimpleNamespace(**saved["args"])  # another number of processes may have had them
-    meaning = ("activation", "norm_obs", "norm_returns", "value_from")  # shapes may be the same
-    theirs = {name: getattr(stored, name) for name in meaning} | shapes(saved["agent"], stored)
-    ours = {name: getattr(args, name) for name in meaning} | shapes(agent.state_dict(), args)
+    theirs = meaning(stored) | shapes(saved["agent"])
+    ours = meaning(args) | shapes(agent.state_dict())
     for name in theirs | ours:
         if theirs.get(name) != ours.get(name):
             differ = f"{name} is {theirs.get(name)} there, {ours.get(name)} by these flags"
@@ -3794,11 +3799,16 @@ def other_flags(args: Args, stored: dict[str, Any]) -> str:
     return f", which were trained with {told}" if told else ""
 
 
-def shapes(held: dict[str, Tensor], args: Args | SimpleNamespace) -> dict[str, tuple]:
-    """Return the shapes of all that an agent holds, by name, and the ends of the support."""
-    ends = ValueDistribution(args).support[[0, -1]]
-    found = {name: tuple(x.shape) for name, x in held.items()}
-    return found | {"value_dist.support": tuple(ends.tolist())}
+def meaning(args: Args | SimpleNamespace) -> dict[str, Any]:
+    """Return the flags that tell what weights of the same shapes mean, by name."""
+    names = ("activation", "norm_obs", "norm_returns", "value_from")
+    names += ValueDistribution(args).meaning
+    return {name: getattr(args, name) for name in names}
+
+
+def shapes(held: dict[str, Tensor]) -> dict[str, tuple]:
+    """Return the shapes of all that an agent holds, by name."""
+    return {name: tuple(x.shape) for name, x in held.items()}
 
 
 # ---------------------------------------------------------------------- threads and optimizers
@@ -4010,7 +4020,7 @@ class Run:
         self.lap_start = time.monotonic()
         self.status = StatusLine()
         self.evaluation_status = StatusLine(seconds=30)
-        self.warned = False
+        self.warned: set[str] = set()  # names of warnings that were printed
 
         self.writer: SummaryWriter | None = None  # of the first process
         if args.resume:
@@ -4251,7 +4261,8 @@ class Run:
         iteration = self.step // args.batch_size
         last = self.step == self.total_steps
 
-        self.warn(metrics.pop("warning", ""))
+        for name in [name for name in metrics if name.startswith("warning/")]:
+            self.warn(name, metrics.pop(name))
         metrics = average_metrics(metrics) | self.times
         metrics["charts/SPS"] = self.step / self.seconds
         if self.recent_returns:
@@ -4329,10 +4340,10 @@ class Run:
         if RANK == 0:
             tell(line)
 
-    def warn(self, line: str) -> None:
-        """Print the first warning of the run."""
-        if line and not self.warned:
-            self.warned = True
+    def warn(self, name: str, line: str) -> None:
+        """Print the first warning of this name."""
+        if name not in self.warned:
+            self.warned.add(name)
             self.say(f"warning: {line}")
 
     def show_progress(self) -> None:
@@ -4404,9 +4415,8 @@ class Run:
         plugin = table.value[0].metadata.plugin_data
         content = HParamsPluginData.FromString(plugin.content)
         for column in content.experiment.hparam_infos:
-            column.differs = (
-                column.name in TABLE_COLUMNS
-            )  # TensorBoard shows these ahead of the others
+            # TensorBoard shows these ahead of the others.
+            column.differs = column.name in TABLE_COLUMNS
         plugin.content = content.SerializeToString()
         for entry in (table, started):
             self.writer.file_writer.add_summary(entry)

@@ -26,7 +26,8 @@ seeds 8001 to 8003 ("before") have 51 atoms and an older preset `critics`, which
 epochs on the task's own rollouts; of seven of these pairs the first half is of an earlier commit,
 since the run was repeated for the second half and measured there alone. With --presets two changes
 of the presets were tried on seeds 1000 to 1002 (tuning.md); there `critics` without further flags
-is the older one.
+is the older one. Since the preset `mujoco` has another V, the seeds of Hopper-v5 are 8104 to
+8106.
 
 Recommended for calibration: --value-target sr_lambda --twin-reduce mean, with --kappa 0
 --num-quantiles 51 or with --target-encoding two_hot. On the real tasks also 201 atoms, many

@@ -33,7 +33,7 @@ QUANTILES = {  # sentences of the kind, by what they are about
     "value": """mean_head: the mean output, one more output.
     Squared error fits it, so V learns rare rewards, too.""",
     "K": "K   quantiles of a predicted distribution",
-    "J": "J   samples of a target distribution: 1 by default, K with SR(lambda)",
+    "J": "J   samples of a target distribution: 1 by default, K with `sr_lambda`",
     "normalised": '"""Critics predict (return - running mean) / running std (PopArt)."""',
     "targets": "J) what the value distributions learn, normalised returns",
     "old": "K or K + 1) before the update, for value clipping",
@@ -46,13 +46,14 @@ ATOMS = {
                          lambda-return for each state, blurred by HL-Gauss. The presets `calibrated`
                          and `averse` learn the distribution of the return itself. By default V,
                          the value that advantages use, is the mean of the predicted distribution
-                         plus a correction (`--value-from`). With `--cvar-weight` the policy learns
+                         plus a tenth of one more output of the same head, the mean output
+                         (`--value-from`, `--mean-output`). With `--cvar-weight` the policy learns
                          from the tail of the distribution.""",
-    "value": """mean_head: that
-    mean plus a correction, one more output, which squared error fits to lambda-returns. Targets
-    beyond the atoms are clamped to them, so the mean alone misses rare large rewards.""",
+    "value": """mean_head: V
+    uses one more output, the mean output (--mean-output), and squared error fits V. Targets beyond
+    the atoms are clamped to them, so the mean alone misses rare large rewards.""",
     "K": "K   atoms of a predicted distribution",
-    "J": "J   weighted returns of a target distribution: 1 by default, K with SR(lambda)",
+    "J": "J   weighted returns of a target distribution: 1 by default, K with `sr_lambda`",
     "normalised": '"""Critics predict (return - running mean) / running std."""',
     "targets": "K) what the value distributions learn",
     "old": "1 or 2) mean, and V, before the update, for value clipping",

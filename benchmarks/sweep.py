@@ -78,8 +78,8 @@ OURS = ("seed", "run_dir", "resume", "evaluate", "checkpoint_every")  # flags th
 # What members of a population have in common, since they take each other's weights
 COMMON = (
     "env_id", "masked_obs", "hidden_size", "lstm_hidden_size", "activation", "norm_obs",
-    "num_critics", "value_from", "norm_returns", "num_quantiles", "num_atoms", "v_min", "v_max",
-    "log_std_init",
+    "num_critics", "value_from", "mean_output", "norm_returns", "num_quantiles", "num_atoms",
+    "v_min", "v_max", "log_std_init",
 )  # fmt: skip
 
 

@@ -73,7 +73,12 @@ TAIL = 0.05
 PRICE = 0.15
 TASK = "LimitHalfCheetah"
 PUBLIC = ("RiskyHalfCheetah", "RiskyHopper", "RiskyWalker2d")
-AVERSE = "--preset mujoco averse --norm-adv-memory 100 --compile"
+MUJOCO = (  # the preset as it was when the rows were made, ahead of `--mean-output value`
+    "--total-timesteps 1000000 --num-steps 256 --log-std-init -0.5 --activation tanh "
+    "--learning-rate 0.0003 --critic-learning-rate 0.001 --gae-lambda 0.9 --num-minibatches 16 "
+    "--update-epochs 10 --norm-adv-memory 0 --target-kl 0.02 --norm-returns-memory 10"
+)
+AVERSE = f"{MUJOCO} --preset averse --norm-adv-memory 100 --compile"
 VARIANTS = {
     "neutral": f"{AVERSE} --cvar-weight 0",
     "penalty": f"{AVERSE} --cvar-weight 0",

@@ -670,8 +670,22 @@ def test_another_support_is_named(tmp_path, capsys):
     """The same logits on other atoms are another distribution."""
     import distributional_ppo_categorical as script
 
-    named = "value_dist.support is (-5.0, 5.0) there, (-5.0, 7.0) by these flags"
+    named = "v_max is 5.0 there, 7.0 by these flags"
     assert named in refusal(script, tmp_path, capsys, {"v_max": 7.0})
+
+
+def test_another_use_of_the_mean_output_is_named(tmp_path, capsys):
+    """V was the mean of the atoms plus a tenth of it, and would be the output itself. Where V comes
+    from the distribution alone, the flag has no effect."""
+    import distributional_ppo_categorical as script
+
+    named = "mean_output is correction there, value by these flags"
+    assert named in refusal(script, tmp_path, capsys, {"mean_output": "value"})
+
+    flags = {"value_from": "distribution", "env_id": "probes:Walk-v0"}
+    first = flags_for(script, tmp_path / "distribution", 1, **flags)
+    args = replace(first, init_from=script.train(first)["run_dir"], mean_output="value")
+    assert script.train(args)["run_dir"] != args.init_from
 
 
 def test_a_task_that_changed_since_is_not_taken_for_another_script(

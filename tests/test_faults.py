@@ -651,3 +651,22 @@ def test_a_value_error_is_a_fault_and_no_mistake(script, monkeypatch, capsys, tm
     poison(script, monkeypatch, 2, spoil)
     line = words(flags_for(script, tmp_path, "VectorBox"))
     check_fault(script, capsys, tmp_path, line, ["ValueError: math domain error", "after 96 steps"])
+
+
+def test_each_warning_is_printed_once(script, tmp_path, capsys, monkeypatch):
+    """One of the atoms hides none that tells of a bug, neither in an iteration nor afterwards."""
+    prepare_batch, update = script.prepare_batch, script.update
+
+    def prepare(*given):
+        batch, metrics = prepare_batch(*given)
+        return batch, metrics | {"warning/of_the_batch": "first"}
+
+    def train(*given):
+        late = {"warning/of_the_update": "second"} if given[-1] > 0 else {}
+        return update(*given) | late
+
+    monkeypatch.setattr(script, "prepare_batch", prepare)
+    monkeypatch.setattr(script, "update", train)
+    script.train(flags_for(script, tmp_path, "Walk"))
+    said = "".join(capsys.readouterr())
+    assert said.count("warning: first\n") == said.count("warning: second\n") == 1

@@ -1046,12 +1046,13 @@ def test_first_minibatch_error_is_the_largest_deviation(run):
     spread = error * ((1 / n) * (1 - 1 / n)) ** 0.5  # of one entry among n
     assert metrics["policy/ratio_std"] == pytest.approx(spread, rel=1e-3)
     assert metrics["policy/kl_max"] < 1e-6
-    assert metrics["warning"].startswith("policy/ratio_first_minibatch_error 0.11: the policy that")
+    text = "policy/ratio_first_minibatch_error 0.11: the policy that"
+    assert metrics["warning/ratio"].startswith(text)
 
 
 def test_a_policy_that_acted_as_it_trains_is_not_warned_of(run):
     """Rounding is no fault."""
-    assert "warning" not in run_update(run, num_minibatches=1)[0]
+    assert "warning/ratio" not in run_update(run, num_minibatches=1)[0]
 
 
 def watch_losses(monkeypatch, script):
@@ -1149,7 +1150,7 @@ def test_hundreds_of_updates_on_returns_that_hardly_vary(script, value_from):
         batch, _, metrics = prepare_rollout(run)
         for _ in range(5):
             metrics |= script.update(run.agent, run.optimizers, batch, run.args, 0.01)
-            metrics.pop("warning", "")  # of later updates: the policy has moved since it acted
+            metrics.pop("warning/ratio", "")  # in later updates the policy has moved since it acted
             scalars = torch.tensor([float(x) for x in metrics.values() if np.ndim(x) == 0])
             assert scalars.isfinite().all(), i
     assert all(x.isfinite().all() for x in run.agent.state_dict().values())
@@ -1291,7 +1292,9 @@ def test_two_processes_warn_of_the_same_share_beyond_the_atoms(monkeypatch):
 
     for metrics in in_two_processes(monkeypatch, script, describe):
         assert float(metrics["value/outside_support"]) == 0.25
-        assert "25.0% of the targets' mass is beyond the atoms" in metrics["warning"]
+        assert (
+            "25.0% of the targets' mass is beyond the atoms" in metrics["warning/outside_support"]
+        )
 
 
 @pytest.mark.parametrize(

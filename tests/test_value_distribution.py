@@ -523,7 +523,7 @@ def share_outside(samples: Tensor, weights: Tensor, mean: float = 0.0) -> tuple[
     set_units(dist, mean, 1)
     targets = categorical.WeightedReturns(samples, weights)
     _, metrics = dist.move_statistics(nn.ModuleList(), LOGITS, targets)
-    return float(metrics["value/outside_support"]), metrics.get("warning", "")
+    return float(metrics["value/outside_support"]), metrics.get("warning/outside_support", "")
 
 
 def test_share_outside_of_the_support():
@@ -564,9 +564,9 @@ def test_more_than_one_percent_outside_of_the_support_is_said_once():
     assert "\n" not in warning(3)
     assert "100.0%" in warning(200)
     said = []
-    run = SimpleNamespace(warned=False, say=said.append)
-    for text in ("", warning(3), "", warning(200)):
-        categorical.Run.warn(run, text)
+    run = SimpleNamespace(warned=set(), say=said.append)
+    for text in (warning(3), warning(200)):
+        categorical.Run.warn(run, "warning/outside_support", text)
     assert said == [f"warning: {warning(3)}"]
 
 
