@@ -68,7 +68,10 @@ FLAGS = [
     "--value-from distribution --twin-reduce mean",
     "--num-critics 1",
 ]
-FLAGS_OF_QUANTILES = ["--vf-clip per_quantile", "--vf-clip mean_and_variance"]
+FLAGS_OF_ONE = {
+    LSTM: ["--vf-clip per_quantile", "--vf-clip mean_and_variance"],
+    CATEGORICAL: ["--mean-output value"],
+}
 KINDS = ("scalar", "histogram", "agent", "optimizer")  # of numbers; a name opens with its kind
 STATES = ("agent", "optimizer")
 Numbers = dict[str, np.ndarray]  # what a run leaves, float64, by name
@@ -323,7 +326,7 @@ def grid(words: list[str]) -> list[Cell]:
     cells = []
     for script in (LSTM, CATEGORICAL):
         for task, own in TASKS.items():
-            for flags in FLAGS + (FLAGS_OF_QUANTILES if script == LSTM else []):
+            for flags in FLAGS + FLAGS_OF_ONE[script]:
                 told = f"{own} {flags}".strip() if script == LSTM else flags
                 cells.append(Cell(script, task, told))
     return [cell for cell in cells if all(any(word in x for x in cell.told) for word in words)]
