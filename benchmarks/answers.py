@@ -2084,6 +2084,7 @@ def answers(verdicts: dict[Contest, Verdict]) -> list[str]:
     """The answers at the top."""
     few = sum(map(len, low_robots().values()))
     many = sum(len(scores(CATEGORICAL, task)) for task in FOUR)
+    low = f"{few} of {many} runs on four robots, " if few else ""
     rare = {
         (script, variant): over_truth("rare-1", script, variant) for script, variant, _ in VALUES
     }
@@ -2125,8 +2126,8 @@ def answers(verdicts: dict[Contest, Verdict]) -> list[str]:
         f"feed-forward one on {joined(behind_without_memory())}. What failed: "
         f"calibration (after `critics` on {count_of(off)} of {count_of(len(pairs))} tasks), "
         f"aversion but on "
-        f"{joined(['our road', 'a lottery', *helped()])}, early warnings, {few} of {many} runs on "
-        f"four robots, and [more](#what-failed).",
+        f"{joined(['our road', 'a lottery', *helped()])}, early warnings, {low}and "
+        f"[more](#what-failed).",
     ]
 
 
@@ -2201,6 +2202,8 @@ def failed() -> list[str]:
         for task, own in low_robots().items()
         if len(own)
     ]
+    half = "less than half of what XuanCe's PPO and sb3-contrib's TRPO have"
+    low = f"Runs with {half}: {joined(told)}." if told else f"No run has {half}."
     grid = scores(LSTM, "envs:MiniGrid-MemoryS7-OneHot-v0")
     lander = scores(CATEGORICAL, "LunarLander-v3").mean()
     trained = np.mean(last_returns("LunarLander-v3"))
@@ -2212,8 +2215,7 @@ def failed() -> list[str]:
         for one in (common.JOINT, SCALED_GRADIENT)
     )
     return [
-        f"* **Robots.** {swimmer()}Runs with less than half of what XuanCe's PPO and sb3-contrib's "
-        f"TRPO have: {joined(told)}.",
+        f"* **Robots.** {swimmer()}{low}",
         f"* **MiniGrid-MemoryS7** is learnt by {(grid >= 0.9).sum()} of {len(grid)} runs; the "
         f"worst has {grid.min():.2f}.",
         f"* **LunarLander-v3** has {lander:.1f} by the policy's likeliest action, but "
