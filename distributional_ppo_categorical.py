@@ -955,11 +955,11 @@ def update(
             loss, _ = value_loss(agent, mb, args)
             take a clipped step of the critics
 
-    With images, on a CPU with cores for both, the loops run at the same time (`run_both`). The
-    result is the same, since neither draws random numbers, and neither writes what the other reads.
-    The critics do not know when the actor will stop, so they wait for a ticket before each step.
-    The actor puts one into a queue for each minibatch that it is done with, and `run_both` puts
-    None when its loop is over.
+    Where that is faster (`second_thread_pays`) and there are cores for it, both loops run at the
+    same time (`run_both`). The result is the same, since neither draws random numbers, and neither
+    writes what the other reads. The critics do not know when the actor will stop, so they wait for
+    a ticket before each step. The actor puts one into a queue for each minibatch that it is done
+    with, and `run_both` puts None when its loop is over.
 
     Returns the metrics of `describe_advantages` and `describe_update`, and what `schedules` gave.
     Raises RuntimeError for a loss or a gradient that is not finite.
