@@ -348,7 +348,7 @@ class ValueDistributionArgs:
     ] = "correction"
     """How V uses the mean output. correction: V is the mean of the atoms plus a tenth of it. value:
     V is the mean output alone, which does not jump with the atoms when the return statistics move.
-    Robots scored higher with value, and CartPole lost runs."""
+    With value robots scored higher, but on CartPole more runs failed."""
     vf_clip: Literal["none", "mean_only"] = "none"
     """none: no value clipping. mean_only: the loss rewards no move of the mean, or of V, beyond
     --vf-clip-coef from what was predicted before the update."""
