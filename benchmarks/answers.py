@@ -2260,6 +2260,7 @@ WAYS_TO_V = {  # versions of the feed-forward script, and what V is in them
     "327ef8b": "the atoms' mean plus a tenth of a further output (default)",
     "327ef8b gain_one": "the atoms' mean plus a further output",
     "327ef8b own_value": "a further output alone (`mujoco`)",
+    "fdf210c light": "the same, and the distribution's loss counts a tenth",
 }
 
 
