@@ -1683,29 +1683,26 @@ def low_robots() -> dict[str, np.ndarray]:
 
 
 def behind_scalar() -> list[str]:
-    """The distributional critics of critics.py that are behind their scalar rival, a line each: the
+    """The distributional critics of critics.py that are behind their scalar rival, in one line: the
     probability of improvement lies below one half, at the end or over the run."""
-    measures = {
-        "final evaluations": critics.at_the_end,
-        "training returns": critics.over_the_run,
-    }
+    measures = {"at the end": critics.at_the_end, "in training": critics.over_the_run}
     chances: dict[str, list[tuple[str, critics.Estimate]]] = {}  # of each critic, by both measures
+    behind = []
     for title, family in critics.told().items():
         for when, measure in measures.items():
             known = critics.normalised(family, critics.raw_scores(family, measure))
             for name, critic in family.critics.items():
                 if critic.rival and name in known:
                     chance = critics.estimate(critics.improvement, known[name], known[critic.rival])
-                    told = f"{title} {name.replace(', ', ' by ')}"
-                    chances.setdefault(told, []).append((when, chance))
+                    chances.setdefault(f"{title}, {name}", []).append((when, chance))
+    for told, pair in chances.items():
+        if any(chance.high < 0.5 for _, chance in pair):
+            numbers = " and ".join(f"{chance} {when}" for when, chance in pair)
+            behind.append(f"{told}: {numbers}")
     made = sum(map(len, chances.values()))
-    return [
-        f"  * **One may be worse,** of [{made} comparisons](results/critics.md): {told} have "
-        f"higher {when} than the scalar critic with a probability of {chance} only, but higher "
-        f"{other} with {its_chance}."
-        for told, pair in chances.items()
-        for (when, chance), (other, its_chance) in (pair, pair[::-1])
-        if chance.high < 0.5
+    return behind and [
+        f"  * **Likely worse** than a scalar critic, by one or more of [{made} probabilities]"
+        f"(results/critics.md) of a higher score: {'; '.join(behind)}."
     ]
 
 

@@ -801,14 +801,19 @@ def test_the_lambda_of_swimmer_is_told(answers):
 
 def test_critics_behind_their_scalar_rival_are_told(answers):
     """As the table of critics has them: an interval of the probability wholly below one half, here
-    over the run alone. There are eleven critics with a scalar rival, and two measures of each."""
+    over the run alone. Each critic with a scalar rival has two measures."""
     [told] = answers.behind_scalar()
     table = (FOLDER / "results" / "critics.md").read_text()
     chance = r"\d\.\d+ \(\d\.\d+ to \d\.\d+\)"
     row = rf"^\| 51 atoms, HL-Gauss \|.* \| ({chance}) \| {chance} \| ({chance}) \|"
     end, run = re.search(row, table, re.MULTILINE).groups()
-    assert f"with a probability of {run} only, but higher final evaluations with {end}." in told
-    assert "of [22 comparisons](results/critics.md): recurrent 51 atoms by HL-Gauss have" in told
+    assert f"recurrent, 51 atoms, HL-Gauss: {end} at the end and {run} in training." in told
+    rivals = sum(
+        bool(critic.rival)
+        for family in answers.critics.told().values()
+        for critic in family.critics.values()
+    )
+    assert f"[{2 * rivals} probabilities](results/critics.md)" in told
 
 
 def test_the_price_of_calibration_worked_by_hand(answers, monkeypatch):
