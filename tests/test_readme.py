@@ -304,7 +304,7 @@ def test_the_speed_beside_the_recurrent_peer():
     lines = [x.split("|") for x in table.splitlines() if x.startswith("| recurrent")]
     ratios = {line[1].split(":")[0].strip(): line[4].split()[0] for line in lines}
     first = ratios.pop("recurrent")
-    assert f"on a machine with more load, {first} times." in README
+    assert f"with little load (an older version), and {first} with more." in README
     ratios.pop("recurrent-pong", None)
     low, high = min(ratios.values(), key=float), max(ratios.values(), key=float)
     assert len(ratios) > 5
@@ -534,13 +534,13 @@ def test_numbers_that_the_report_computes():
     feed_forward = re.search(
         r"is ([\d.]+) \(.*?\) times as fast as SB3's PPO on CartPole-v1, ([\d.]+) \(", page
     ).groups()
-    assert "is {1} to {0} times as fast as SB3's PPO,".format(*feed_forward) in README
+    assert "is {1} to {0} times as fast as SB3's PPO [on Half".format(*feed_forward) in README
     lstm, *faster = re.search(
         r"ratios were lower: ([\d.]+) \(recurrent\), ([\d.]+) \(CartPole-v1\), ([\d.]+) \(eight",
         page,
     ).groups()
-    assert f"we measured {lstm} times (an older version) and, on a machine with more" in README
-    assert "and was {1} to {0} times with less load.".format(*faster) in README
+    assert f"CartPole it is {lstm} times as many with little load (an older version)" in README
+    assert "and {1} to {0} times with less load (older).".format(*faster) in README
 
 
 def test_what_the_preset_calibrated_costs_in_time():
