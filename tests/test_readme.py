@@ -26,7 +26,7 @@ PAGES = [Path("README.md"), Path("tests/README.md")]
 PAGES += sorted(path.relative_to(ROOT) for path in ROOT.glob("benchmarks/*.md"))
 SCRIPTS = ("distributional_ppo_lstm", "distributional_ppo_categorical")
 RECIPE = re.compile(
-    r"\| [^|*]+(\*?) \| `python (\w+)\.py ?([^`]*)` \| (\w+) \| ([-\d.]+) \| ([-\d.]+) \((\d+)\) "
+    r"\| [^|*]+(\*?) \| `python (\w+)\.py ?([^`]*)` \| (\w+) \| ([-\d.]+) \| ([-\d.]+) \| (\d+) "
     r"\| (\d+) \|"
 )
 MINUTES = (1, 2, 5, 10, 20, 30)
