@@ -44,7 +44,6 @@ from common import (
     CATEGORICAL,
     HERE,
     LSTM,
-    QUANTILE,
     RESULTS,
     Difference,
     Row,
@@ -68,7 +67,6 @@ LINKS = {
 }
 FOUR = learning.ROBOTS[:4]
 PLAIN_SWIMMER = range(8001, 8006)  # seeds with the preset's own lambda
-FRESH = critics.FAMILIES["MuJoCo, fresh seeds"].seeds  # they did not choose the single critic
 SCALED_GRADIENT = "7cffc2f gradient_scaled"  # the version that was kept
 # Versions that scaled the actor's rate by the advantages' std, which --norm-adv-memory 0 prevents
 SCALED_RATE = {"6fae19e", "233762b", "21ffcba", "bcab7a2", "7cffc2f"}
@@ -106,13 +104,6 @@ def scores(
     rows = learning.rows_of(dataclasses.replace(cell, seeds=seeds))
     kept = [row for row in rows if int(row["seed"]) in seeds]
     return np.array(learning.numbers(kept, "return_mean"))
-
-
-def by_task(script: str, variant: str, seeds: range) -> np.ndarray:
-    """Final evaluations on the four robots with ten seeds, (seeds, tasks)."""
-    columns = [scores(script, task, variant, seeds) for task in FOUR]
-    fewest = min(map(len, columns))
-    return np.array([column[:fewest] for column in columns]).T
 
 
 def as_today(version: str, cell: common.Cell) -> bool:
@@ -238,15 +229,20 @@ def best(task: str, steps: int) -> str:
     return f"{known(top, steps)}, {name_of(top['source'])}{kind}"
 
 
-def fresh_pair(task: str) -> tuple[np.ndarray, np.ndarray]:
-    """Final evaluations of the single quantile critic and of the default on fresh seeds."""
-    chosen = scores(QUANTILE, task, "quantiles_single", FRESH)
-    return chosen, scores(CATEGORICAL, task, "default", FRESH)
+def single_and_twins(task: str) -> tuple[np.ndarray, np.ndarray]:
+    """Final evaluations of the single quantile critic and of the default."""
+    family = critics.FAMILIES[critics.TODAY]
+    single, twins = (
+        critics.cell_of(family, family.critics[name], task)
+        for name in ("51 quantiles, single", "HL-Gauss, twins")
+    )
+    return np.array(critics.at_the_end(single)), np.array(critics.at_the_end(twins))
 
 
-def fresh_gap(task: str) -> Difference:
-    """By how much the mean of the former is higher."""
-    return welch(*fresh_pair(task))
+def single_gap(task: str) -> str:
+    """By how much the mean of the former is higher, on a robot that both have run."""
+    pair = single_and_twins(task) if task in FOUR else ()
+    return welch(*pair).told() if pair and all(map(len, pair)) else "-"
 
 
 def newer(cell: common.Cell) -> str:
@@ -266,11 +262,7 @@ def task_row(line: Line) -> dict[str, str]:
         "task": f"{name}{newer(cell)}, {common.brief_count(steps)}" if steps else name,
         "ours": measured(script, task),
         "worst": figure(own.min(), abs(own).max()) if len(own) else "-",
-        f"older: single quantile critic minus twins, seeds {FRESH[0]} to {FRESH[-1]}": fresh_gap(
-            task
-        ).told()
-        if task in FOUR and all(map(len, fresh_pair(task)))
-        else "-",
+        "single quantile critic minus twins": single_gap(task),
         "peer": measured(peer, task, variant),
         "zoo": known(published(name, ZOO), steps),
         "CleanRL, in training (ours)": beside_training(task, published(name, "CleanRL"), steps),
@@ -573,19 +565,7 @@ CONTESTS = (RECURRENT, TODAY, TODAY_SINGLE, ROBOTS, SINGLE, AGAIN, GAMES, QUANTI
 LSTM_WITH_BONUS = "CartPoleNoVel-v1"  # its preset got an entropy bonus for calibration
 
 
-def is_current() -> bool:
-    """Whether critics were compared with today's scripts: all runs of that family are there."""
-    return critics.TODAY in critics.told()
-
-
-def contests() -> list[Contest]:
-    """Those whose runs are there, in the order of the table."""
-    return [contest for contest in CONTESTS if contest.family in critics.told()]
-
-
-def defaults() -> tuple[Contest, ...]:
-    """Those of the scripts' own critics: on MuJoCo, on recurrent tasks and on MinAtar."""
-    return (TODAY if is_current() else ROBOTS), RECURRENT, GAMES
+DEFAULTS = (TODAY, RECURRENT, GAMES)  # of the scripts' own critics
 
 
 class Verdict(NamedTuple):
@@ -645,7 +625,7 @@ def gain_told(verdicts: dict[Contest, Verdict]) -> str:
     better = [
         contest.family.split(",")[0]
         for contest, found in verdicts.items()
-        if contest in defaults() and shown(found.at_the_end)
+        if contest in DEFAULTS and shown(found.at_the_end)
     ]
     return f"A gain is shown on {joined(better)} alone." if better else "No gain is shown."
 
@@ -662,15 +642,11 @@ def ages(contest: Contest) -> set[bool]:
     }
 
 
-def critics_notes(verdicts: dict[Contest, Verdict]) -> list[str]:
+def critics_notes() -> list[str]:
     """The reference, the verdict, and what speaks against it."""
-    fresh = verdicts[AGAIN]
     pendulum = critics.FAMILIES["recurrent"].low["PendulumNoVel-v1"]
-    both = joined(contest.told for contest in contests() if len(ages(contest)) > 1)
+    both = joined(contest.told for contest in CONTESTS if len(ages(contest)) > 1)
     caution = f" Older and current runs are mixed in: {both}." if both else ""
-    held = "confirmed" if shown(fresh.at_the_end) else "not confirmed"
-    rows = "Rows without a * are" if is_current() else "All rows are"
-    weakens = "every older row" if is_current() else "every row"
     return [
         f"Scores are scaled for each task: 1 is the mean of a "
         f"scalar critic (a single one on MuJoCo, twins elsewhere), as if it were known, and 0 is a "
@@ -678,13 +654,11 @@ def critics_notes(verdicts: dict[Contest, Verdict]) -> list[str]:
         f"({pendulum} on PendulumNoVel-v1, a random policy's; -1 on POPGym). Low runs end "
         f"below 0.9, a limit set [afterwards](#choices-that-reported-seeds-influenced), so their "
         f"columns prove nothing.",
-        f"{rows} older, with {seeds_told()} seeds a task, so that intervals are [too "
+        f"Rows without a * are older, with {seeds_told()} seeds a task, so that intervals are [too "
         f"narrow](#how-to-read-the-numbers). Three recurrent tasks are at their ceiling. Twins are "
         f"compared with scalar twins, single critics with a single one. The scalar critic is V "
-        f"alone, in the quantile script, with a quarter of the squared "
-        f"error, a size that gradient clipping may feel; that weakens {weakens}. For the single "
-        f"quantile critic only fresh seeds count, as we said ahead, and there its gain "
-        f"is {held}.{caution}",
+        f"alone, in the quantile script. Older ones have a quarter of the squared error, a size "
+        f"that gradient clipping may feel.{caution}",
     ]
 
 
@@ -692,7 +666,7 @@ def seeds_told() -> str:
     """How many seeds a task has of the older critics in the table, from the fewest to the most."""
     counts = {
         len(critics.rows_of(critics.cell_of(family, critic, task)))
-        for contest in contests()
+        for contest in CONTESTS
         if contest.family != critics.TODAY
         for family in [critics.FAMILIES[contest.family]]
         for critic in [family.critics[contest.name]]
@@ -714,14 +688,14 @@ def bought(verdicts: dict[Contest, Verdict]) -> str:
     gains = changed_tails(tails.CHOSEN)
     on_robots = "".join(f", on {task} a weight of 0.5 by {gains[task].told()}" for task in helped())
     gain = gain_told(verdicts)
-    robots, recurrent, games = (verdicts[contest].at_the_end for contest in defaults())
-    age = "MuJoCo by today's scripts, the others older" if is_current() else "older"
+    robots, recurrent, games = (verdicts[contest].at_the_end for contest in DEFAULTS)
     return (
         f"**What the distribution buys.** *Mean:* {gain[0].lower()}"
         f"{gain[1:-1]}: a run with the default critic ends higher than one with a scalar critic "
         f"with probability {robots} on MuJoCo, {recurrent} on recurrent tasks and {games} on "
-        f"MinAtar, where a tie is 0.5 ({age}). *Lower tail:* on our [road](#risk) `--cvar-weight "
-        f"1` moves the mean of the worst tenth by {road[0]} and that of all by {road[1]} "
+        f"MinAtar, where a tie is 0.5 (MuJoCo by today's scripts, the others older). "
+        f"*Lower tail:* on our [road](#risk) `--cvar-weight 1` moves the mean of the worst tenth "
+        f"by {road[0]} and that of all by {road[1]} "
         f"(feed-forward){on_robots}, and on a "
         f"slippery cliff {tails_told()}. *Knowledge:* of {runs} runs on {count_of(tasks)} real "
         f"tasks with equal flags {counts[0]} are [calibrated](#calibration) by default, "
@@ -732,34 +706,30 @@ def bought(verdicts: dict[Contest, Verdict]) -> str:
 
 
 def over_default() -> critics.Estimate:
-    """Score of the single quantile critic over the default's, mean of the ratios of four tasks: of
-    today's scripts, or else of older ones on fresh seeds."""
+    """Score of the single quantile critic over the default's, mean of the ratios of four tasks."""
 
     def ratio(ours: np.ndarray, default: np.ndarray) -> np.ndarray:
         return (ours.mean(-2) / default.mean(-2)).mean(-1)
 
-    if is_current():
-        raw = critics.raw_scores(critics.FAMILIES[critics.TODAY])
-        return critics.estimate(ratio, raw["51 quantiles, single"], raw["HL-Gauss, twins"])
-    chosen = by_task(QUANTILE, "quantiles_single", FRESH)
-    return critics.estimate(ratio, chosen, by_task(CATEGORICAL, "default", FRESH))
+    raw = critics.raw_scores(critics.FAMILIES[critics.TODAY])
+    return critics.estimate(ratio, raw["51 quantiles, single"], raw["HL-Gauss, twins"])
 
 
 def single_critic() -> str:
     """The answer about the single quantile critic."""
-    fresh = over_default()
+    ratio = over_default()
     seeds = count_of(len(critics.FAMILIES[critics.TODAY].seeds))
-    when = "of that time, with an older preset on seeds 6 to 10"
-    when = f"({seeds} seeds)" if is_current() else when
     return (
-        f"  * **A single quantile critic** scored {fresh} times as much as the default twins "
-        f"{when}{proven(fresh)}."
+        f"  * **A single quantile critic** scored {ratio} times as much as the default twins "
+        f"({seeds} seeds){proven(ratio)}."
     )
 
 
 def proven(ratio: critics.Estimate) -> str:
     """What its interval says."""
-    return ", so take it" if ratio.low > 1 else ". This is not proven, so keep the default"
+    if ratio.low > 1:
+        return ", so take it"
+    return ". This is not proven, so keep the default" if ratio.value > 1 else ": keep the default"
 
 
 def second_stage(setting: str, task: str) -> np.ndarray:
@@ -1594,9 +1564,8 @@ def current() -> str:
     told = families(cell for cell in older if cell.script == LSTM)
     if any(cell.script == CATEGORICAL for cell in older):
         told.append("feed-forward ones without a *")
-    if True in set().union(*(ages(contest) for contest in contests())):
-        but = " but on MuJoCo" if is_current() else ""
-        told.append(f"the [critics](#what-the-distribution-buys){but}")
+    if True in set().union(*(ages(contest) for contest in CONTESTS)):
+        told.append("the [critics](#what-the-distribution-buys) but on MuJoCo")
     if any(not newer(cell) for cell in learning.ABLATIONS if learning.rows_of(cell)):
         told.append("the [ablations](ablations.md)")
     for name, (old, made) in older_rows().items():
@@ -1706,30 +1675,26 @@ def behind_scalar() -> list[str]:
     ]
 
 
-def todays_twins() -> str:
-    """What today's scripts say of the default on MuJoCo, once both rows have all their runs."""
+def twins_told() -> str:
+    """What twins bring on robots: their chance to end above a single critic of V alone."""
     family = critics.FAMILIES[critics.TODAY]
-    scores = critics.raw_scores(family)
-    both = [scores.get(name, ()) for name in ("HL-Gauss, twins", "scalar, twins")]
-    if any(len(own) < len(family.seeds) for own in both):
-        return ""
-    chance = critics.estimate(critics.improvement, *both)
-    undecided = chance.low <= 0.5 <= chance.high
-    verdict = "undecided" if undecided else "likely better" if chance.low > 0.5 else "likely worse"
-    return f" Beside scalar twins today's `--preset mujoco` is {verdict}: {chance}."
+    raw = critics.raw_scores(family)
+    chances = [
+        critics.estimate(critics.improvement, raw[name], raw["scalar, single"])
+        for name in ("scalar, twins", "HL-Gauss, twins")
+    ]
+    return (
+        f"  * **Twins bring more** on MuJoCo. A run ends above one with a single scalar critic "
+        f"with probability {chances[0]} with scalar twins, and {chances[1]} with the default."
+    )
 
 
 def compared() -> str:
     """Which scripts and which critics the contests are of."""
-    if is_current():
-        return (
-            "  * **What was compared:** on MuJoCo today's scripts, elsewhere older ones, whose "
-            "actor and critics shared a loss and an optimizer. The distribution is mostly a "
-            "further loss, since by default the policy learns from V."
-        )
     return (
-        "  * **What was compared** are older scripts. There the distribution is mostly a further "
-        f"loss, since by default the policy learns from V.{todays_twins()}"
+        "  * **Compared** are today's scripts on MuJoCo, elsewhere older ones, whose actor and "
+        "critics shared a loss and an optimizer. The distribution is mostly a further loss, since "
+        "by default the policy learns from V."
     )
 
 
@@ -1739,6 +1704,7 @@ def worth(verdicts: dict[Contest, Verdict]) -> list[str]:
         f"* **Is a distributional critic worth it for the return?** {gain_told(verdicts)} "
         f"[Details](#what-the-distribution-buys)",
         compared(),
+        twins_told(),
         "  * **V from the distribution** was scored on the [two "
         "CartPoles](tuning.md#the-two-cartpoles) alone: as good in the feed-forward script, slower "
         "in the recurrent one.",
@@ -2232,7 +2198,7 @@ def failed() -> list[str]:
 
 def sections() -> dict[str, list[str]]:
     """Every line of README.md that has a number, by section."""
-    verdicts = {contest: verdict(contest) for contest in contests()}
+    verdicts = {contest: verdict(contest) for contest in CONTESTS}
     return {
         "Age": [current()],
         "Answers": answers(verdicts),
@@ -2241,7 +2207,7 @@ def sections() -> dict[str, list[str]]:
         "What the distribution buys": [
             *critics_table(verdicts),
             "",
-            *critics_notes(verdicts),
+            *critics_notes(),
         ],
         "Speed": [*speed_table(), "", *speed_notes()],
         "Risk": [*risk_table(), "", *robots_table(), "", *risk_notes()],

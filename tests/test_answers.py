@@ -262,8 +262,7 @@ def test_age_is_told_from_the_rows(answers, monkeypatch):
             | {"steps": "2000000", "task": cell.task}
         ],
     )
-    monkeypatch.setattr(answers, "contests", lambda: [answers.ROBOTS])
-    monkeypatch.setattr(answers, "is_current", lambda: False)
+    monkeypatch.setattr(answers, "CONTESTS", [answers.ROBOTS])
     counts = {"truth": (1, 9), "risk": (0, 9), "calibration": (9, 9)}
     monkeypatch.setattr(answers, "older_rows", counts.copy)
     monkeypatch.setattr(answers, "ages", lambda contest: {False})
@@ -277,7 +276,10 @@ def test_age_is_told_from_the_rows(answers, monkeypatch):
         "tasks the first change moved no mean measurably, but a loss of up to 30 % (on F)" in told
     )
     monkeypatch.setattr(answers, "ages", lambda contest: {True})
-    assert ", E, the [critics](#what-the-distribution-buys), some of truth" in answers.current()
+    assert (
+        ", E, the [critics](#what-the-distribution-buys) but on MuJoCo, some of"
+        in answers.current()
+    )
     commits.update(dict.fromkeys(commits, "new"))
     counts.update(dict.fromkeys(counts, (0, 9)))
     monkeypatch.setattr(answers, "ages", lambda contest: {False})
@@ -305,7 +307,7 @@ def test_differences_are_graded_by_the_rule(answers):
 
 def test_a_gain_is_claimed_where_an_interval_leaves_a_coin_out(answers):
     """By the default critics' probabilities alone."""
-    made, cells = answers.critics.Estimate, answers.contests()
+    made, cells = answers.critics.Estimate, answers.CONTESTS
     empty = common.Difference(0, 0, 0)
 
     def verdicts(lows):
@@ -319,22 +321,23 @@ def test_a_gain_is_claimed_where_an_interval_leaves_a_coin_out(answers):
     assert told == "A gain is shown on MuJoCo alone."
 
 
-def test_critics_of_today_take_the_place_of_older_ones(answers, monkeypatch):
-    """Once all their runs are there. The single critic has 3 where the default has 2: 1.5 times."""
-    families = answers.critics.FAMILIES
-    older = {title: family for title, family in families.items() if title != answers.critics.TODAY}
-    monkeypatch.setattr(answers.critics, "told", lambda: older)
-    assert answers.defaults()[0] == answers.ROBOTS
-    assert answers.TODAY not in answers.contests()
-    assert "are older scripts" in answers.compared()
-    monkeypatch.setattr(answers.critics, "told", lambda: families)
-    assert answers.defaults() == (answers.TODAY, answers.RECURRENT, answers.GAMES)
-    assert {answers.TODAY, answers.TODAY_SINGLE, answers.ROBOTS} <= {*answers.contests()}
-    assert "on MuJoCo today's scripts" in answers.compared()
-    raw = {"51 quantiles, single": np.full((5, 4), 3.0), "HL-Gauss, twins": np.full((5, 4), 2.0)}
+def test_the_single_critic_and_twins_beside_each_other(answers, monkeypatch):
+    """The single critic has 3 where the default has 2: 1.5 times. Scalar twins have 3 where the
+    single scalar critic has 2, so they are always higher; the default is always as high."""
+    assert answers.critics.TODAY in answers.critics.told()
+    raw = {
+        "51 quantiles, single": np.full((5, 4), 3.0),
+        "scalar, twins": np.full((5, 4), 3.0),
+        "HL-Gauss, twins": np.full((5, 4), 2.0),
+        "scalar, single": np.full((5, 4), 2.0),
+    }
     monkeypatch.setattr(answers.critics, "raw_scores", lambda family: raw)
     assert answers.single_critic().endswith(
         "scored 1.50 (1.50 to 1.50) times as much as the default twins (five seeds), so take it."
+    )
+    assert answers.twins_told().endswith(
+        "probability 1.00 (1.00 to 1.00) with scalar twins, and 0.50 (0.50 to 0.50) with the "
+        "default."
     )
 
 
@@ -407,7 +410,7 @@ def test_rows_of_peers_are_not_ours(answers, monkeypatch):
         {"script": script, "commit": commit, "seed": "1", "task": "rare"}
         for script, commit in (
             (answers.LSTM, old),
-            (answers.QUANTILE, "new"),
+            (common.QUANTILE, "new"),
             (answers.SB3, old),
             (answers.CONTRIB, ""),
         )
@@ -518,23 +521,6 @@ def test_every_critic_whose_value_is_the_mean_counts_on_the_arms(answers, monkey
     told = {"default": "0 of 2", "mean": "4 of 5", "peer": "1 of 1"}
     told |= {"scalar": "0 of 1", "wide": "0 of 1", "quantiles": "1 of 1"}
     assert answers.arms() == told
-
-
-def test_fresh_seeds_are_told_by_their_number(answers, monkeypatch):
-    """Seeds 1 to 5 and those above 10 do not count, wherever they stand among the rows. The single
-    critic has 100 more on each of two fresh seeds, on one robot nothing."""
-
-    def rows_of(cell):
-        more = 100 if cell.script == answers.QUANTILE and cell.task != "Ant-v5" else 0
-        return [
-            {"seed": str(seed), "return_mean": str(value)}
-            for seed, value in ((7, 100 + more), (1, 9999), (6, 102 + more), (11, 9999))
-        ]
-
-    monkeypatch.setattr(answers.learning, "rows_of", rows_of)
-    assert answers.fresh_gap("Hopper-v5").mean == 100
-    assert answers.fresh_gap("Ant-v5").mean == 0
-    assert answers.over_default().value == pytest.approx((3 * 201 / 101 + 1) / 4)
 
 
 @pytest.mark.filterwarnings("error")
