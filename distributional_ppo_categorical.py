@@ -105,7 +105,7 @@ from datetime import timedelta
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import count, pairwise
+from itertools import chain, count, pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -2116,6 +2116,7 @@ class GaussianActions(nn.Module):
         super().__init__()
         self.space = space
         self.num_outputs = math.prod(space.shape)
+        self.kind = f"{self.num_outputs} floats"
         self.log_std = nn.Parameter(torch.full((self.num_outputs,), log_std_init))
 
     def forward(self, outputs: Tensor) -> Tensor:
@@ -2191,6 +2192,7 @@ class CategoricalActions(nn.Module):
             sizes = space.nvec.flatten().tolist()
         else:
             sizes = [2] * math.prod(space.shape)
+        self.kind = f"choices in {len(sizes)} parts: {', '.join(map(str, sizes))}"
         self.missing = np.arange(max(sizes)) >= np.array(sizes)[:, None]  # (P, largest part)
         padding = -1e9 * torch.tensor(self.missing, dtype=torch.float32)
         self.register_buffer("padding", padding, persistent=False)
@@ -2283,7 +2285,8 @@ def in_numpy(network: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
             return x
 
         return forward
-    device = next(network.parameters()).device
+    held = next(chain(network.parameters(), network.buffers()), None)
+    device = "cpu" if held is None else held.device
 
     @torch.inference_mode()
     def forward_in_torch(x: np.ndarray) -> np.ndarray:
@@ -2356,10 +2359,14 @@ class Agent(nn.Module):
         """Return the parameters of the actor, and those of the critics.
 
         Add new modules here. `make_optimizers` refuses what is in neither list and not frozen.
+        Frozen parameters are in neither.
         """
         actor = nn.ModuleList((self.action_dist, self.actor_body, self.actor_head))
         critics = nn.ModuleList((self.critic_body, self.critic_heads))
-        return [*actor.parameters()], [*critics.parameters()]
+        actor, critics = (
+            [x for x in part.parameters() if x.requires_grad] for part in (actor, critics)
+        )
+        return actor, critics
 
     def obs_scaling(self) -> tuple[Tensor, Tensor]:
         """Return the mean that is subtracted from observations, and the factor that follows."""
@@ -2941,6 +2948,9 @@ def advice(error: Exception, args: Args) -> str:
             known = ", ".join(VELOCITIES)
             return f" Known without velocities are {known}; hide others by --masked-obs"
         return " A task of your own is named module:id"
+    if isinstance(error, gym.error.NameNotFound):
+        file = getattr(sys.modules.get(module), "__file__", "Python itself")
+        return f" {module} was taken from {file}, which registers no such id"
     return ""
 
 
@@ -3362,6 +3372,7 @@ def describe_update(
     error = described["policy/ratio_first_minibatch_error"]
     if error > 0.01:  # no step was taken yet, so the ratio is 1 in an actor without a fault
         text = "the policy that trains is not the one that acted; edit `numpy_policy` as well"
+        text += ", or, in a script without edits, scale large observations or take a lower rate"
         described["warning/ratio"] = f"policy/ratio_first_minibatch_error {error:.2g}: {text}"
     return described
 
@@ -3671,8 +3682,9 @@ def take_weights(agent: Agent, args: Args, here: Path) -> None:
     saved = read_saved(checkpoint_path(resolved(args.init_from, here)))
     require_one_file(args, "init_from", saved)
     stored = SimpleNamespace(**saved["args"])  # another number of processes may have had them
-    theirs = meaning(stored) | shapes(saved["agent"])
-    ours = meaning(args) | shapes(agent.state_dict())
+    actions = agent.action_dist.kind
+    theirs = meaning(stored) | {"actions": saved.get("actions", actions)} | shapes(saved["agent"])
+    ours = meaning(args) | {"actions": actions} | shapes(agent.state_dict())
     for name in theirs | ours:
         if theirs.get(name) != ours.get(name):
             differ = f"{name} is {theirs.get(name)} there, {ours.get(name)} by these flags"
@@ -4319,7 +4331,7 @@ class Run:
         try:
             self.writer = SummaryWriter(str(self.directory), purge_step=purge_step)
             self.log_flags()
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # a name may hold bytes that are no UTF-8
             raise UsageError(f"{self.directory}: {error}; no log can be written") from error
 
     def log_flags(self) -> None:
@@ -4348,6 +4360,7 @@ class Run:
             "script": SCRIPT,
             "args": {**asdict(self.args), "resume": ""},
             "agent": self.agent.state_dict(),
+            "actions": self.agent.action_dist.kind,
             "global_step": self.step,
         }
         if name == "best":
@@ -4436,7 +4449,7 @@ class Run:
         if content["args"]["cuda"] and not args.cuda:
             text = "was run with --cuda, and torch sees no GPU; start anew with --init-from"
             raise flag_error(args, "resume", text)
-        load_weights(self.agent, content["agent"], args.env_id)
+        load_weights(self.agent, content, args.env_id)
         if "run" not in content:
             text = "its checkpoint.pt has no more than weights, as best.pt; start anew"
             raise flag_error(args, "resume", f"{text} with --init-from")
@@ -4522,7 +4535,7 @@ class Run:
         if self.args.save_envs == "never":
             return "--save-envs is never"
         here = loaded_versions() | self.sources
-        for name in versions.keys() & here.keys():
+        for name in sorted(versions.keys() & here.keys()):
             if versions[name] != here[name] and name in self.sources:
                 return f"{name} has changed since they were saved"
             if versions[name] != here[name]:
@@ -4533,12 +4546,8 @@ class Run:
             return found
         try:
             envs = pickle.loads(pickled)
-            changed = registration(envs[0]) != registration(self.envs.envs[0])
         except Exception as error:  # from the task, of any kind
             return f"reading the environments back failed: {error!r}"
-        if changed:
-            self.unused_envs = list(envs)  # closing them now may end what the others share
-            return f"{self.args.env_id} was registered in another way when they were saved"
 
         self.unused_envs = list(self.envs.envs)
         self.envs.envs = envs
@@ -4615,7 +4624,8 @@ def task_sources(envs: gym.vector.VectorEnv, env_id: str) -> dict[str, str]:
     """Return checksums of the sources that define environments, by name.
 
     These are the files of the classes of the task and its wrappers, of their bases, and of the
-    module of `env_id`. Of a program or notebook they are the classes alone, the function that makes
+    module of `env_id`, and the registration, ahead of what the task may do to its arguments. Of a
+    program or notebook they are the classes alone, the function that makes
     the task and the one by which networks see it, since a program may be edited to resume.
     Environments in other processes have no classes here, and are not saved.
     """
@@ -4628,6 +4638,8 @@ def task_sources(envs: gym.vector.VectorEnv, env_id: str) -> dict[str, str]:
         if file and os.path.isfile(file):
             sources[f"{module}.py"] = Path(file).read_bytes()
 
+    if first is not None:
+        sources[f"the registration of {env_id}"] = registration(first).encode()
     maker = None if first is None else getattr(first.unwrapped.spec, "entry_point", None)
     views = {layer.see for layer in layers(first) if isinstance(layer, Checked)}
     functions = {thing for thing in (maker, *views) if inspect.isfunction(thing)}
@@ -4668,7 +4680,8 @@ def registration(env: gym.Env) -> str:
     """
     spec = env.unwrapped.spec
     names = [type(layer).__name__ for layer in layers(env)]
-    made = f"{spec.entry_point} {spec.kwargs} {time_limit(env)} {names}"
+    made = [getattr(spec, part, None) for part in ("entry_point", "kwargs")]
+    made = f"{made} {time_limit(env)} {names}"
     return re.sub(r" at 0x\w+", "", made)
 
 
@@ -4971,14 +4984,19 @@ def restore_agent(
         agent = Agent(observation_space, action_space, args)
     finally:
         set_torch(settings)
-    load_weights(agent, saved["agent"], args.env_id)
+    load_weights(agent, saved, args.env_id)
     return agent
 
 
-def load_weights(agent: Agent, held: dict[str, Tensor], env_id: str) -> None:
+def load_weights(agent: Agent, saved: dict[str, Any], env_id: str) -> None:
     """Give an agent the weights and statistics of a checkpoint. Raises `UsageError`."""
+    here = agent.action_dist.kind
+    there = saved.get("actions", here)  # checkpoints of earlier versions do not tell
+    if there != here:
+        text = f"its actions are {there}, and those of the task are {here}"
+        raise UsageError(f"the checkpoint of {env_id}: {text}; the task has changed")
     try:
-        agent.load_state_dict(held)
+        agent.load_state_dict(saved["agent"])
     except RuntimeError as error:
         text = "its weights do not fit this script and the task's spaces; one of them has changed"
         reason = " ".join(str(error).split())
@@ -5098,7 +5116,8 @@ def run_episode(
     obs, _ = env.reset(seed=derived_seed(args.seed, "evaluations", episode, bits=31))
     check_finite(f"reset of evaluation episode {episode}", obs[None])
 
-    limit = time_limit(env) or LONGEST_EPISODE
+    # A time limit ends an episode by itself. But one inside a wrapper may end a part of it alone.
+    limit = max(time_limit(env) or 0, LONGEST_EPISODE)
     policy = agent.numpy_policy()
     act = partial(
         agent.act, deterministic=not args.eval_sampled, policy=policy, generator=generator
@@ -5117,7 +5136,7 @@ def run_episode(
             share = f"episode {episode + 1} of {args.eval_episodes}"
             status.show(f"evaluation: step {len(rewards):,} of {share}")
     if not ended:
-        text = "evaluations cut this task, whose registration names no time limit"
+        text = "evaluations cut this task, whose episodes did not end"
         status.notice(f"{text}, at {limit:,} steps")
     return rewards
 
@@ -5365,8 +5384,13 @@ def check_kind(args: Args, name: str, kind: Any) -> None:
         if not isinstance(value, tuple) or any(type(entry) is not entry_kind for entry in value):
             entries = "integers" if entry_kind is int else "words"
             raise flag_error(args, name, f"must be a tuple of {entries}")
-    elif not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
-        raise flag_error(args, name, f"must be {getattr(kind, '__name__', kind)}")
+    else:
+        try:
+            fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+        except TypeError:  # of a flag that was added: Python cannot check such a kind
+            fits = True
+        if not fits:
+            raise flag_error(args, name, f"must be {getattr(kind, '__name__', kind)}")
 
 
 def check_range(args: Args, name: str, extras: list) -> None:
@@ -5548,6 +5572,7 @@ def parse_args(argv: list[str]) -> Args:
     finder.add_argument("--evaluate", nargs="?")
     finder.add_argument("--init-from", "--init_from", nargs="?")
     finder.add_argument("--preset", nargs="*", action="append", default=[])
+    finder.add_argument("--masked-obs", "--masked_obs", nargs="*", action="append", default=[])
     # tyro reads --preset=a b as two names, and argparse does so if the word is split. Others are
     # split since argparse takes --run-dir="a b", which has a space, for the name of a preset.
     apart = [word.split("=", 1) if word.startswith("--") else [word] for word in argv]
@@ -5556,6 +5581,10 @@ def parse_args(argv: list[str]) -> Args:
     if len(given.preset) > 1:
         second = " ".join(given.preset[1])
         raise UsageError(f"--preset {second}: is a second --preset; name all presets after one")
+    if len(given.masked_obs) > 1:  # it alone would count
+        second = " ".join(given.masked_obs[1])
+        text = "is a second --masked-obs; name all entries after one"
+        raise UsageError(f"--masked-obs {second}: {text}")
     names = given.preset[0] if given.preset else []
 
     path = given.evaluate if given.resume is None else given.resume

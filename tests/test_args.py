@@ -11,7 +11,8 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args, get_type_hints
+from types import SimpleNamespace
+from typing import Literal, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -456,6 +457,18 @@ def test_sequence_sizes(monkeypatch):
     monkeypatch.setattr(script, "WORLD_SIZE", 2)
     with pytest.raises(script.UsageError, match=r"16: must divide the 8 training .* each process"):
         small_args(script, "Counter", seq_len=3, num_minibatches=16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [(Literal["a", "b"] | None, "a"), (tuple[int, ...] | None, (1, 2)), (list[int], [1])],
+)
+def test_flags_that_were_added_may_be_of_any_kind(script, kind, value):
+    """Python cannot check these. A plain kind is checked beside them."""
+    args = SimpleNamespace(mine=value)
+    script.check_kind(args, "mine", kind)
+    with pytest.raises(script.UsageError, match="must be int"):
+        script.check_kind(args, "mine", int)
 
 
 # ----------------------------------------------------------------------------- flags without effect
@@ -1041,6 +1054,10 @@ def test_a_preset_trains_like_its_long_line(script, tmp_path, name):
         (
             "--preset averse --preset calibrated",
             "--preset calibrated: is a second --preset; name all",
+        ),
+        (
+            "--masked-obs 1 --masked_obs=3",
+            "--masked-obs 3: is a second --masked-obs; name all entries after one",
         ),
         (
             "--preset critics",

@@ -688,6 +688,42 @@ def test_another_use_of_the_mean_output_is_named(tmp_path, capsys):
     assert script.train(args)["run_dir"] != args.init_from
 
 
+class Choosing(Walk):
+    """The same walk by other actions, all of which serve."""
+
+    action_space = gym.spaces.Discrete(6)
+
+    def pay(self, action):
+        """Nothing."""
+        return 0.0
+
+
+@with_both_scripts
+def test_actions_that_mean_something_else_are_refused(script, tmp_path, capsys):
+    """Six choices are as many numbers as two and three, or as three and two."""
+    parts = {
+        "Discrete": Choosing.action_space,
+        "TwoThree": gym.spaces.MultiDiscrete([2, 3]),
+        "ThreeTwo": gym.spaces.MultiDiscrete([3, 2]),
+    }
+    for name, space in parts.items():
+        kind = type(name, (Choosing,), {"action_space": space})
+        gym.register(f"Choosing{name}-v0", kind, max_episode_steps=5)
+    first = flags_for(script, tmp_path, 1, env_id="ChoosingTwoThree-v0")
+    directory = script.train(first)["run_dir"]
+    for name in ("Discrete", "ThreeTwo"):
+        args = replace(first, env_id=f"Choosing{name}-v0", init_from=directory)
+        with pytest.raises(script.UsageError, match="actions is choices in 2 parts: 2, 3 there"):
+            script.train(args)
+
+    saved = torch.load(f"{directory}/checkpoint.pt", weights_only=True)
+    other = make_agent(script, replace(first, env_id="ChoosingThreeTwo-v0"))
+    with pytest.raises(script.UsageError, match="its actions are choices in 2 parts: 2, 3, and"):
+        script.load_weights(other, saved, "Mine-v0")
+    del saved["actions"]  # as an earlier version has it
+    script.load_weights(other, saved, "Mine-v0")
+
+
 def test_a_task_that_changed_since_is_not_taken_for_another_script(
     script, tmp_path, capsys, monkeypatch
 ):

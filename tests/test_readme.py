@@ -114,10 +114,10 @@ def test_the_length_of_the_scripts_is_told():
     """With the algorithm ahead of the middle."""
     for name in ("distributional_ppo_lstm", "distributional_ppo_categorical"):
         lines = (ROOT / f"{name}.py").read_text().splitlines()
-        assert "Each has about 5,700 lines." in README
+        assert "Each has about 5,800 lines." in README
         assert "takes about 2,000 of them and ends before the middle" in README
-        assert "| one file a script, about 5,700 lines |" in README
-        assert abs(len(lines) - 5700) < 150
+        assert "| one file a script, about 5,800 lines |" in README
+        assert abs(len(lines) - 5800) < 150
         end = lines.index("# Nothing below is about the algorithm.")
         assert end < len(lines) / 2
         assert abs(end - lines.index("def train(args: Args) -> dict[str, Any]:") - 2000) < 150

@@ -199,6 +199,17 @@ def test_an_agent_acts_on_what_belongs_to_its_space(script):
     assert act(agent, np.full((2, 3, 6, 5), 7.0))[0].shape == (2,)
 
 
+def test_the_state_of_another_memory(monkeypatch):
+    """A GRU in the LSTM's place has one part of state where that has two: `initial_state` tells."""
+    import distributional_ppo_lstm as script
+
+    agent = make_agent(script, small_args(script, "Walk"))
+    monkeypatch.setattr(agent, "initial_state", lambda num_envs: torch.zeros(1, num_envs, 5))
+    agent.check_state(torch.zeros(1, 3, 5), 3)
+    with pytest.raises(ValueError, match=r"\(2, 3, 5\); it must have \(1, 3, 5\)"):
+        agent.check_state(torch.zeros(2, 3, 5), 3)
+
+
 @pytest.mark.parametrize(
     ("name", "named"),
     [
@@ -845,8 +856,82 @@ def test_a_task_that_is_registered_anew_opens_new_episodes(
     directory = stopped(script, monkeypatch, args, 1)
     register(limit, slippery)
     resumed(script, monkeypatch, directory)
-    told = f"{AFRESH}: Lake-v0 was registered in another way when they were saved"
+    told = f"{AFRESH}: the registration of Lake-v0 has changed since they were saved"
     assert (told in capsys.readouterr().out) == afresh
+
+
+def test_a_folder_whose_name_is_no_text_is_a_mistake(script, somewhere, capsys):
+    """Its bytes are no UTF-8, which TensorBoard writes."""
+    args = small_args(script, "Walk", run_dir=str(somewhere / "r\udcfcn"))
+    with pytest.raises(script.UsageError, match="no log can be written"):
+        script.train(args)
+
+
+def test_a_task_that_its_module_does_not_register(script, capsys):
+    """A file of the user's may have the name of one of Python's own."""
+    code, _, err = run_main(script, capsys, ["--env-id", "this:Nowhere-v0"])
+    assert code == 2
+    assert "this was taken from " in err
+    assert "this.py, which registers no such id" in err
+
+
+class Curriculum(gym.Env):
+    """Its level, which is its reward, stands in an argument of its own: a dictionary."""
+
+    observation_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, config):
+        self.config = config
+
+    def reset(self, *, seed=None, options=None):
+        """Open an episode of three steps."""
+        super().reset(seed=seed)
+        self.t = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        """Raise the level at the end."""
+        self.t += 1
+        self.config["level"] += self.t == 3
+        return np.zeros(1, np.float32), float(self.config["level"]), self.t == 3, False, {}
+
+
+def test_a_task_that_changes_its_arguments_is_resumed(script, somewhere, monkeypatch, capsys):
+    """Gymnasium's `spec` then holds what the task has made of them, but the registration is the
+    same. Four episodes of an iteration raise the level by four: it is 8 after two."""
+    gym.register("Curriculum-v0", entry_point=Curriculum, kwargs={"config": {"level": 0}})
+    args = flags_for(script, somewhere, 2, env_id="Curriculum-v0", eval_episodes=0)
+    directory = stopped(script, monkeypatch, args, 1)
+    results = resumed(script, monkeypatch, directory)
+    assert AFRESH not in capsys.readouterr().out
+    assert results["charts/episodic_return"] == 7 + 7 + 8
+
+
+class Trial(gym.Wrapper):
+    """Its episode is four of the task, each of which a time limit of its own cuts."""
+
+    def reset(self, **options):
+        """Open the first one."""
+        self.parts = 0
+        return self.env.reset(**options)
+
+    def step(self, action):
+        """Open the next one in the same step."""
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        if terminated or truncated:
+            self.parts += 1
+            obs, _ = self.env.reset()
+        return obs, reward, self.parts == 4, False, info
+
+
+@with_both_scripts
+def test_a_time_limit_inside_a_wrapper_does_not_cut_evaluations(script, somewhere, capsys):
+    """The wrapper's episode has 20 steps, and the limit of 5 ends a fourth of it."""
+    gym.register("Trial-v0", lambda: Trial(gym.wrappers.TimeLimit(Walk(), 5)))
+    args = small_args(script, "", env_id="Trial-v0")
+    assert script.train(args)["eval/length_mean"] == 20
+    assert "evaluations cut" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -882,8 +967,8 @@ def test_wrappers_are_a_part_of_how_a_task_was_made(script, somewhere, monkeypat
     monkeypatch.setattr(Walk, "close", lambda env: closed.append(env))
     gym.register("Wrapped-v0", lambda: gym.wrappers.TransformReward(Walk(), abs))
     resumed(script, monkeypatch, directory)
-    assert f"{AFRESH}: Wrapped-v0 was registered in another way" in capsys.readouterr().out
-    assert len(closed) >= 2 * args.num_envs  # those that were read back, and the new ones, at last
+    assert f"{AFRESH}: the registration of Wrapped-v0 has changed since" in capsys.readouterr().out
+    assert len(closed) >= args.num_envs  # those of the checkpoint are not read back
 
 
 def test_functions_and_classes_of_a_notebook_have_sources(script, monkeypatch):
@@ -1022,7 +1107,7 @@ def test_the_best_agent_needs_no_environments(script, somewhere):
     """Nor optimizers: `best.pt` has flags, weights and statistics, and its return."""
     directory = script.train(small_args(script, "Walk", eval_every=1))["run_dir"]
     saved = torch.load(f"{directory}/best.pt", weights_only=True)
-    assert saved.keys() == {"script", "args", "agent", "global_step", "best_return"}
+    assert saved.keys() == {"script", "args", "agent", "actions", "global_step", "best_return"}
 
 
 # ------------------------------------------------------------------------- someone else's program
@@ -1383,7 +1468,7 @@ def test_a_task_without_end_is_evaluated_with_words(script, monkeypatch, capsys)
     out = capsys.readouterr().out
     assert "evaluation: step 17 of episode 1 of 2\n" in out
     assert "evaluation: step 1,001 of episode 2 of 2\n" in out
-    cut = "evaluations cut this task, whose registration names no time limit, at 1,001 steps"
+    cut = "evaluations cut this task, whose episodes did not end, at 1,001 steps"
     assert out.count(cut) == 1
 
 
@@ -1401,7 +1486,9 @@ def test_a_run_says_once_that_it_cuts_evaluations(script, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "evaluation: step" not in out
     assert out.count("evaluation of 1 episodes") > 1
-    assert out.count("names no time limit, at 6 steps") == 2  # the run, and then `play` by itself
+    assert (
+        out.count("whose episodes did not end, at 6 steps") == 2
+    )  # the run, and then `play` by itself
 
 
 def test_a_resume_is_written_down(script, somewhere):

@@ -8,6 +8,7 @@ import os
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 
@@ -109,6 +110,25 @@ def test_a_policy_that_does_not_change_is_evaluated_for_one_epoch(run, monkeypat
     before, alone, beside = critics
     assert all(map(torch.equal, alone, beside))
     assert not any(map(torch.equal, before, alone))
+
+
+def test_encoders_may_have_frozen_layers_or_no_parameters(script, tmp_path, monkeypatch):
+    """A frozen layer keeps its weights, and the others train. An encoder of fixed features has
+    neither parameters nor a device of its own."""
+    frozen = []
+
+    def with_frozen_layer(space, args):
+        fixed = torch.nn.Linear(*space.shape, args.hidden_size).requires_grad_(False)
+        frozen.append((fixed, fixed.weight.clone()))
+        return torch.nn.Sequential(fixed, torch.nn.Linear(args.hidden_size, args.hidden_size))
+
+    args = small_args(script, "Walk", run_dir=str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "make_encoder", with_frozen_layer)
+        script.train(args)
+        assert all(torch.equal(layer.weight, before) for layer, before in frozen)
+    monkeypatch.setattr(script, "make_encoder", lambda space, args: torch.nn.Identity())
+    assert script.train(replace(args, hidden_size=1))["run_dir"]
 
 
 def test_parameters_that_nobody_would_train_are_refused(script):
