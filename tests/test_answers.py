@@ -781,7 +781,7 @@ def test_the_lambda_of_swimmer_is_told(answers):
         [lam] = common.flag_values(row["flags"])["--gae-lambda"]
         found[lam].append(float(row["return_mean"]))
     plain, own = found.values()
-    assert len(plain) == len(own) == 5
+    assert len(plain) == 5 <= len(own)
     assert f"lambda Swimmer-v5 has {np.mean(plain):.1f}, so its row" in answers.swimmer()
 
 
