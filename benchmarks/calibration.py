@@ -474,13 +474,18 @@ class Episodes:
     cut: int = 0  # episodes that the task itself cut; their returns end there
 
 
-def lift_limit(env: gym.Env) -> int:
-    """Take away all time limits of an environment. Returns the smallest, 10,000 without any."""
+def lift_limit(env: gym.Env, script: ModuleType) -> int:
+    """Take away the time limits of an environment. Returns the smallest, 10,000 without any.
+
+    A wrapper of the task's own may make one episode of several, so limits inside of it stay.
+    """
     limits = []
     while env is not env.unwrapped:
         if isinstance(env, gym.wrappers.TimeLimit):
             limits.append(env._max_episode_steps)
             env._max_episode_steps = 10**9
+        elif type(env).__module__.split(".")[0] not in ("gymnasium", script.__name__):
+            break
         env = env.env
     return min(limits, default=10_000)
 
@@ -509,7 +514,7 @@ def play_on(script: ModuleType, agent: Any, args: Any, episodes: int, most: int)
     makers = [lambda: script.make_env(args)] * episodes  # the run's own number may be another one
     envs = gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=mode)
     with contextlib.closing(envs):
-        scored = min(lift_limit(env) for env in envs.envs)
+        scored = min(lift_limit(env, script) for env in envs.envs)
         scored = min(scored, most)
 
         seed = (2_000_000 + 1000 * args.seed) % 2**31  # runs share none, up to 1,000 episodes

@@ -982,9 +982,19 @@ def limited(*limits):
 def test_all_time_limits_are_lifted(limits, smallest):
     """Of two limits, too, the inner one ends nothing any more."""
     env = limited(*limits)
-    assert importlib.import_module("calibration").lift_limit(env) == smallest
+    script = importlib.import_module("distributional_ppo_lstm")
+    assert importlib.import_module("calibration").lift_limit(env, script) == smallest
     env.reset(seed=0)
     assert not any(env.step(0)[3] for _ in range(8))
+
+
+def test_limits_inside_a_wrapper_of_the_task_stay():
+    """It may make one episode of several. The limit outside of it is lifted."""
+    env = TimeLimit(type("Trial", (gym.Wrapper,), {})(limited(3)), 5)
+    script = importlib.import_module("distributional_ppo_lstm")
+    assert importlib.import_module("calibration").lift_limit(env, script) == 5
+    env.reset(seed=0)
+    assert [env.step(0)[3] for _ in range(3)] == [False, False, True]
 
 
 @pytest.mark.parametrize(("is_atari", "paid"), [(False, 10), (True, 1)])
