@@ -2192,7 +2192,8 @@ class CategoricalActions(nn.Module):
             sizes = space.nvec.flatten().tolist()
         else:
             sizes = [2] * math.prod(space.shape)
-        self.kind = f"choices in {len(sizes)} parts: {', '.join(map(str, sizes))}"
+        told = sizes if len({*sizes}) > 1 else sizes[:1]
+        self.kind = f"{len(sizes)} of {', '.join(map(str, told))} choices"  # a checkpoint has it
         self.missing = np.arange(max(sizes)) >= np.array(sizes)[:, None]  # (P, largest part)
         padding = -1e9 * torch.tensor(self.missing, dtype=torch.float32)
         self.register_buffer("padding", padding, persistent=False)
@@ -3683,8 +3684,8 @@ def take_weights(agent: Agent, args: Args, here: Path) -> None:
     require_one_file(args, "init_from", saved)
     stored = SimpleNamespace(**saved["args"])  # another number of processes may have had them
     actions = agent.action_dist.kind
-    theirs = meaning(stored) | {"actions": saved.get("actions", actions)} | shapes(saved["agent"])
-    ours = meaning(args) | {"actions": actions} | shapes(agent.state_dict())
+    theirs = meaning(stored) | {"action": saved.get("actions", actions)} | shapes(saved["agent"])
+    ours = meaning(args) | {"action": actions} | shapes(agent.state_dict())
     for name in theirs | ours:
         if theirs.get(name) != ours.get(name):
             differ = f"{name} is {theirs.get(name)} there, {ours.get(name)} by these flags"
@@ -4993,7 +4994,7 @@ def load_weights(agent: Agent, saved: dict[str, Any], env_id: str) -> None:
     here = agent.action_dist.kind
     there = saved.get("actions", here)  # checkpoints of earlier versions do not tell
     if there != here:
-        text = f"its actions are {there}, and those of the task are {here}"
+        text = f"its parts of an action are {there}, and those of the task are {here}"
         raise UsageError(f"the checkpoint of {env_id}: {text}; the task has changed")
     try:
         agent.load_state_dict(saved["agent"])
