@@ -447,7 +447,7 @@ def older_popgym() -> str:
     older = sum(not newer(cell) for cell in cells)
     if older in (0, len(cells)):
         return " (older)" if older else ""
-    return f" ({older} of {len(cells)} tasks older)"
+    return f" ({older} of {len(cells)} older)"
 
 
 def popgym() -> dict[str, Difference]:
@@ -1949,7 +1949,7 @@ def beside_others() -> list[str]:
         f"  * **Velocities hidden:** its difference from sb3-contrib's tuned PPO is {verdict}; "
         f"with our flags it is {standing(short_gaps())} robots (300k steps).",
         *memory_told(),
-        f"  * **On POPGym**{older_popgym()}, with equal flags and equal wall time on a loaded "
+        f"  * **On POPGym**{older_popgym()}, with equal flags and wall time on a loaded "
         f"machine, sb3-contrib makes {shares[0]:.0f} to {shares[1]:.0f} % of our steps. Ours is "
         f"{standing(quiz)} tasks, clearly better on {count_of(clearly_better(quiz))} only. "
         f"Learning at equal steps was not compared.",
