@@ -1002,7 +1002,7 @@ def test_what_is_played_on_counts_beyond_the_limit_and_is_clipped_as_critics_lea
     """Half of a reward counts a step later, so returns are twice the reward at each of the three
     steps that the inner limit leaves, and at the first two if no more are asked for."""
     calibration = importlib.import_module("calibration")
-    script = SimpleNamespace(make_env=lambda args: limited(3, 5))
+    script = SimpleNamespace(__name__="script", make_env=lambda args: limited(3, 5))
     agent = SimpleNamespace(act=lambda obs, deterministic: np.zeros(len(obs), int))
     args = SimpleNamespace(gamma=0.5, seed=1, is_atari=is_atari)
     for most in (2, 10):
@@ -1035,7 +1035,9 @@ def test_environments_rest_once_their_episode_has_ended(monkeypatch):
     the first step are 1, 1 + 1/2 and 1 + 1/2 + 1/4."""
     monkeypatch.setattr(EndsAfterItsNumber, "made", 0)
     calibration = importlib.import_module("calibration")
-    script = SimpleNamespace(make_env=lambda args: EndsAfterItsNumber(limited(100)))
+    script = SimpleNamespace(
+        __name__="script", make_env=lambda args: EndsAfterItsNumber(limited(100))
+    )
     agent = SimpleNamespace(act=lambda obs, deterministic: np.zeros(len(obs), int))
     args = SimpleNamespace(gamma=0.5, seed=1, is_atari=False)
     played = calibration.play_on(script, agent, args, 3, 10)
