@@ -2193,7 +2193,8 @@ class CategoricalActions(nn.Module):
         else:
             sizes = [2] * math.prod(space.shape)
         told = sizes if len({*sizes}) > 1 else sizes[:1]
-        self.kind = f"{len(sizes)} of {', '.join(map(str, told))} choices"  # a checkpoint has it
+        choices = ", ".join(map(str, told))
+        self.kind = f"{len(sizes)} parts with {choices} choices"  # checkpoints hold this text
         self.missing = np.arange(max(sizes)) >= np.array(sizes)[:, None]  # (P, largest part)
         padding = -1e9 * torch.tensor(self.missing, dtype=torch.float32)
         self.register_buffer("padding", padding, persistent=False)
@@ -2364,10 +2365,11 @@ class Agent(nn.Module):
         """
         actor = nn.ModuleList((self.action_dist, self.actor_body, self.actor_head))
         critics = nn.ModuleList((self.critic_body, self.critic_heads))
-        actor, critics = (
-            [x for x in part.parameters() if x.requires_grad] for part in (actor, critics)
-        )
-        return actor, critics
+
+        def trained(part: nn.Module) -> list[nn.Parameter]:
+            return [x for x in part.parameters() if x.requires_grad]
+
+        return trained(actor), trained(critics)
 
     def obs_scaling(self) -> tuple[Tensor, Tensor]:
         """Return the mean that is subtracted from observations, and the factor that follows."""
@@ -3684,8 +3686,8 @@ def take_weights(agent: Agent, args: Args, here: Path) -> None:
     require_one_file(args, "init_from", saved)
     stored = SimpleNamespace(**saved["args"])  # another number of processes may have had them
     actions = agent.action_dist.kind
-    theirs = meaning(stored) | {"action": saved.get("actions", actions)} | shapes(saved["agent"])
-    ours = meaning(args) | {"action": actions} | shapes(agent.state_dict())
+    theirs = meaning(stored) | {"an action": saved.get("actions", actions)} | shapes(saved["agent"])
+    ours = meaning(args) | {"an action": actions} | shapes(agent.state_dict())
     for name in theirs | ours:
         if theirs.get(name) != ours.get(name):
             differ = f"{name} is {theirs.get(name)} there, {ours.get(name)} by these flags"
@@ -4681,8 +4683,9 @@ def registration(env: gym.Env) -> str:
     """
     spec = env.unwrapped.spec
     names = [type(layer).__name__ for layer in layers(env)]
-    made = [getattr(spec, part, None) for part in ("entry_point", "kwargs")]
-    made = f"{made} {time_limit(env)} {names}"
+    entry_point = getattr(spec, "entry_point", None)
+    kwargs = getattr(spec, "kwargs", None)
+    made = f"{entry_point} {kwargs} {time_limit(env)} {names}"
     return re.sub(r" at 0x\w+", "", made)
 
 
@@ -4994,7 +4997,7 @@ def load_weights(agent: Agent, saved: dict[str, Any], env_id: str) -> None:
     here = agent.action_dist.kind
     there = saved.get("actions", here)  # checkpoints of earlier versions do not tell
     if there != here:
-        text = f"its parts of an action are {there}, and those of the task are {here}"
+        text = f"an action was {there}, and is {here} now"
         raise UsageError(f"the checkpoint of {env_id}: {text}; the task has changed")
     try:
         agent.load_state_dict(saved["agent"])
@@ -5388,8 +5391,9 @@ def check_kind(args: Args, name: str, kind: Any) -> None:
     else:
         try:
             fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
-        except TypeError:  # of a flag that was added: Python cannot check such a kind
+        except TypeError:  # Python cannot check every kind that an added flag may have
             fits = True
+
         if not fits:
             raise flag_error(args, name, f"must be {getattr(kind, '__name__', kind)}")
 

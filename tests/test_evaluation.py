@@ -713,14 +713,14 @@ def test_actions_that_mean_something_else_are_refused(script, tmp_path, capsys):
     directory = script.train(first)["run_dir"]
     for name in ("Discrete", "ThreeTwo"):
         args = replace(first, env_id=f"Choosing{name}-v0", init_from=directory)
-        with pytest.raises(script.UsageError, match="action is 2 of 2, 3 choices there, "):
+        with pytest.raises(
+            script.UsageError, match="an action is 2 parts with 2, 3 choices there, "
+        ):
             script.train(args)
 
     saved = torch.load(f"{directory}/checkpoint.pt", weights_only=True)
     other = make_agent(script, replace(first, env_id="ChoosingThreeTwo-v0"))
-    with pytest.raises(
-        script.UsageError, match="its parts of an action are 2 of 2, 3 choices, and"
-    ):
+    with pytest.raises(script.UsageError, match="an action was 2 parts with 2, 3 choices, and is"):
         script.load_weights(other, saved, "Mine-v0")
     del saved["actions"]  # as an earlier version has it
     script.load_weights(other, saved, "Mine-v0")
