@@ -1240,7 +1240,7 @@ PRESETS = {
             "twin_reduce": "mean",
             **CALIBRATED,
             "cvar_alpha": 0.1,
-            "cvar_weight": 1.0,
+            "cvar_weight": 0.5,
         },
     ),
     "critics": Preset(

@@ -222,6 +222,7 @@ ATOMS = " --num-atoms 201"
 PRECISE = " --no-norm-returns"  # steps of the optimizer are smaller in units of 17 to a std
 UNITS = " --no-norm-returns --v-min -20 --v-max 480"  # moving statistics move what atoms mean
 SAMPLES = "--ent-coef 0.3 --ent-coef-final 0.3"  # a policy that never falls has one return alone
+NO_BONUS = ", no bonus"  # in the variants of runs without it
 PRESETS = {  # flags of a task's preset, with `calibrated`
     "CartPoleNoVel-v1": (LSTM, f"--preset calibrated {SAMPLES}"),
     "PendulumNoVel-v1": (LSTM, "--preset pendulum_novel calibrated"),
@@ -327,6 +328,15 @@ def preset_cells() -> list[Cell]:
     ]
 
 
+def plain_cells() -> list[Cell]:
+    """Those that have a bonus besides their presets, without it."""
+    return [
+        replace(cell, variant=f"critics{NO_BONUS}", flags=cell.flags.replace(SAMPLES, "").strip())
+        for cell in preset_cells()
+        if SAMPLES in cell.flags
+    ]
+
+
 def default_cells() -> list[Cell]:
     """The same tasks without `calibrated`."""
     return [
@@ -337,7 +347,7 @@ def default_cells() -> list[Cell]:
 
 def cells() -> list[Cell]:
     """The grid, what is judged first."""
-    return [*chain_cells(), *real_cells(), *preset_cells(), *default_cells()]
+    return [*chain_cells(), *real_cells(), *preset_cells(), *plain_cells(), *default_cells()]
 
 
 def counted() -> list[Row]:
@@ -345,7 +355,7 @@ def counted() -> list[Row]:
     soon as all have run."""
     groups = common.by_setting(TABLE.rows())
     renewed = [cell for cell in preset_cells() if min(cell.seeds) >= common.RENEWED_AGAIN]
-    renewed += [replace(cell, variant="presets") for cell in renewed]
+    renewed += [before_critics(cell) for cell in renewed]
     renewed += [cell for cell in default_cells() if min(cell.seeds) >= common.RENEWED_AGAIN]
     for cell in (*chain_cells(), *renewed):
         groups[cell.setting] = common.standing(cell, groups.get(cell.setting, []))
@@ -576,6 +586,16 @@ def measure_real(script: ModuleType, agent: Any, played: Episodes) -> dict[str, 
     return {"coverage": round(float(np.mean(misses)), 4), **result}
 
 
+def trains_critics(cell: Cell) -> bool:
+    """Tell whether the critics of the cell's runs are trained further, alone."""
+    return cell.variant.startswith("critics")
+
+
+def before_critics(cell: Cell) -> Cell:
+    """The same runs, before their critics are trained alone."""
+    return replace(cell, variant=cell.variant.replace("critics", "presets"))
+
+
 def critics_flags(cell: Cell) -> str:
     """The flags that train the critics alone, behind a run with the flags of the cell. They leave
     out the actor's bonus, since the actor is not trained."""
@@ -585,10 +605,10 @@ def critics_flags(cell: Cell) -> str:
 def refuse_other_flags(wanted: Sequence[Cell]) -> None:
     """Raise ValueError for a row with other flags than those of its cell, as where a preset has
     changed since. A cell `critics` has rows of two runs."""
-    told = [cell for cell in wanted if cell.variant != "critics"]
+    told = [cell for cell in wanted if not trains_critics(cell)]
     for cell in wanted:
-        if cell.variant == "critics":
-            told += [replace(cell, variant="presets"), replace(cell, flags=critics_flags(cell))]
+        if trains_critics(cell):
+            told += [before_critics(cell), replace(cell, flags=critics_flags(cell))]
     common.refuse_other_flags(TABLE.rows(), told)
 
 
@@ -603,7 +623,8 @@ def run_presets(run: Run, critics: Sequence[str], episodes: int) -> list[dict[st
     quick = "--eval-episodes 0 --save-envs never --checkpoint-every 0"
     with common.trained(script, task, run.seed, f"{run.cell.flags} {quick}") as done:
         agent, args = script.load_agent(done.directory)
-        found = {"variant": "presets", "flags": run.cell.flags, "seconds": done.seconds}
+        variant = before_critics(run.cell).variant
+        found = {"variant": variant, "flags": run.cell.flags, "seconds": done.seconds}
         played = play_on(script, agent, args, episodes, 10_000)
         rows = [row | found | measure_real(script, agent, played)]
         for more in critics:
@@ -611,7 +632,7 @@ def run_presets(run: Run, critics: Sequence[str], episodes: int) -> list[dict[st
             start = f"{quick} --init-from {done.directory}"
             with common.trained(script, task, run.seed, f"{line} {start}") as after:
                 agent, _ = script.load_agent(after.directory)
-            found = {"variant": "critics", "flags": line, "seconds": after.seconds}
+            found = {"variant": run.cell.variant, "flags": line, "seconds": after.seconds}
             rows.append(row | found | measure_real(script, agent, played))
     return rows
 
@@ -639,7 +660,7 @@ def tried_runs(only: list[str]) -> list[Run]:
 
 def run_one(run: Run) -> dict[str, Any] | list[dict[str, Any]]:
     """Train and measure one cell."""
-    if run.cell.variant == "critics":
+    if trains_critics(run.cell):
         known = {(common.setting_of(row), row["seed"]) for row in TABLE.rows()}
         made = run_presets(run, ("",), EPISODES)
         for row in made:
@@ -757,8 +778,10 @@ def report() -> None:
     groups = common.by_setting(rows)
     tasks = [*PROCESSES, *dict.fromkeys([*REAL, *PRESETS])]
     place = {cell.setting: i for i, cell in enumerate(cells())}
-    for variant in ("presets, no bonus", "presets, before", "critics, before", "presets"):
+    for variant in (f"presets{NO_BONUS}, before", "presets, before", "critics, before"):
         place |= {setting._replace(variant=variant): i for setting, i in place.items()}
+    for i, cell in enumerate(cells()):
+        place |= {before_critics(cell).setting: i}
 
     def rank(setting: Setting) -> tuple[int, int]:
         return tasks.index(setting.task), place[setting]

@@ -11,7 +11,7 @@ versions, commit, wall time) and a hundred bins of its training returns in resul
 What a row says of the training returns is computed from every episode, ahead of the binning.
 Interrupted at any point, the next call continues. Reported seeds are 1 and up for peers and older
 versions of our scripts, and 8001 and up for others. Flags were tuned on 1000 to 7999, but for
-thirteen choices that README.md tells. The runs of ABLATIONS, in which one thing is changed, are of
+fourteen choices that README.md tells. The runs of ABLATIONS, in which one thing is changed, are of
 an earlier version.
 """
 

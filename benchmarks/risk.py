@@ -4,7 +4,7 @@
     python benchmarks/risk.py             # run what is missing as well
     python benchmarks/risk.py --only lottery categorical --seeds 8006 8007
 
-Three tasks, each by the preset `averse` with cvar_weight 1 (the preset's), 0.5 and 0 (neutral). The
+Three tasks, each by the preset `averse` with cvar_weight 1, 0.5 (the preset's) and 0 (neutral). The
 final policy plays 500 fresh episodes by its mode and 500 as it samples. One row of results/risk.csv
 is one run; interrupted at any point, the next call continues. Reported seeds are 8006 to 8010;
 where one of these is missing, older rows of seeds 1 to 5 stand (`common.standing`).
@@ -108,7 +108,7 @@ TASKS = {
         "--num-minibatches 8 --gae-lambda 0.95 --ent-coef 0.01"
     ),
 }
-VARIANTS = {"neutral": "--cvar-weight 0", "weight 0.5": "--cvar-weight 0.5", "weight 1": ""}
+VARIANTS = {"neutral": "--cvar-weight 0", "weight 0.5": "", "weight 1": "--cvar-weight 1"}
 MEASURED = ("mean", "std", "cvar")  # of the returns of an evaluation
 SAMPLED = tuple(f"sampled_{name}" for name in MEASURED)  # the same of the policy as it samples
 SETTING = ("task", "script", "variant", "seed", "seconds")

@@ -312,13 +312,16 @@ def test_a_gain_is_claimed_where_an_interval_leaves_a_coin_out(answers):
 
     def verdicts(lows):
         return {
-            contest: answers.Verdict(made(0.7, low, 0.9), None, empty, (0, 1), (0, 1), None)
-            for contest, low in zip(cells, lows)
+            contest: answers.Verdict(made(0.7, low, 0.9), None, empty)
+            for contest, low in zip(cells, lows, strict=True)
         }
 
-    assert answers.gain_told(verdicts([0.4, 0.4, 0.6, 0.6, 0.4, 0.4])) == "No gain is shown."
-    told = answers.gain_told(verdicts([0.4, 0.6, 0.4, 0.4, 0.4, 0.4]))
-    assert told == "A gain is shown on MuJoCo alone."
+    told = answers.gain_told(verdicts([0.4, 0.4, 0.6, 0.6, 0.6, 0.6, 0.4, 0.6]))
+    assert told.startswith("No. A run")
+    told = answers.gain_told(verdicts([0.4, 0.6, 0.4, 0.4, 0.4, 0.4, 0.4, 0.4]))
+    assert told.startswith("In places. A run")
+    assert "0.70 (0.60 to 0.90) on MuJoCo (likely better), 0.70 (0.40 to 0.90) on recurrent" in told
+    assert answers.likely(made(0.3, 0.1, 0.49)) == "likely worse"
 
 
 def test_the_single_critic_and_twins_beside_each_other(answers, monkeypatch):
@@ -333,11 +336,11 @@ def test_the_single_critic_and_twins_beside_each_other(answers, monkeypatch):
     }
     monkeypatch.setattr(answers.critics, "raw_scores", lambda family: raw)
     assert answers.single_critic().endswith(
-        "scored 1.50 (1.50 to 1.50) times as much as the default twins (five seeds), so take it."
+        "scored 1.50 (1.50 to 1.50) times as much as the preset's twins (five seeds), so take it."
     )
     assert answers.twins_told().endswith(
-        "probability 1.00 (1.00 to 1.00) with scalar twins, and 0.50 (0.50 to 0.50) with the "
-        "default."
+        "scalar twins are likely better beside a single scalar critic, 1.00 (1.00 to 1.00). The "
+        "preset's distributional twins are undecided beside it, 0.50 (0.50 to 0.50)."
     )
 
 
@@ -478,27 +481,30 @@ def test_disasters_are_those_of_the_preset(answers, monkeypatch):
     )
 
 
-def test_runs_without_calibrated_stand_beside_the_same_tasks(answers, monkeypatch):
+NEWEST = ("8104", "8105", "8106")
+
+
+def test_runs_of_a_kind_have_the_flags_of_their_presets_alone(answers, monkeypatch):
     """CartPoleNoVel's run with a bonus of entropy is no match of the one without. Runs of Hopper
     count by their seeds."""
     novel, hopper = "CartPoleNoVel-v1", "Hopper-v5"
+    presets = {task: answers.calibration.PRESETS[task] for task in (novel, hopper)}
+    monkeypatch.setattr(answers.calibration, "PRESETS", presets)
     made = [
-        {"task": task, "script": script, "variant": variant, "coverage": error}
-        for task, script, variant, error in (
-            (novel, answers.LSTM, "default", "0.3"),
-            (novel, answers.LSTM, "presets", "0.01"),
-            (novel, answers.LSTM, "presets, no bonus", "0.2"),
+        {"task": task, "script": script, "variant": variant, "coverage": error, "seed": seed}
+        for task, script, seed, variant, error in (
+            (novel, answers.LSTM, "8004", "default", "0.3"),
+            (novel, answers.LSTM, "8004", "presets", "0.01"),
+            (novel, answers.LSTM, "8004", "presets, no bonus", "0.2"),
+            (hopper, answers.CATEGORICAL, "8004", "presets", "0.9"),
+            *((hopper, answers.CATEGORICAL, seed, "presets", "0.02") for seed in NEWEST),
+            *((hopper, answers.CATEGORICAL, seed, "default", "0.4") for seed in NEWEST),
         )
     ]
-    made = [row | {"seed": "8004"} for row in made]
-    robot = {"task": hopper, "script": answers.CATEGORICAL, "variant": "presets"}
-    made += [robot | {"seed": str(seed), "coverage": "0.02"} for seed in range(8104, 8107)]
     monkeypatch.setattr(answers.calibration, "TABLE", Made(made))
-    alone, beside = answers.without_calibrated()
-    assert (alone.tolist(), beside.tolist()) == ([0.3], [0.2])
-    made += [row | {"variant": "default", "coverage": "0.4"} for row in made[3:]]
-    alone, beside = answers.without_calibrated()
-    assert (alone.tolist(), beside.tolist()) == ([0.3, *3 * [0.4]], [0.2, *3 * [0.02]])
+    assert answers.errors_of("default").tolist() == [0.3, *3 * [0.4]]
+    assert answers.errors_of("presets").tolist() == [0.2, *3 * [0.02]]
+    assert answers.good(answers.errors_of("presets")) == 3
 
 
 def test_every_critic_whose_value_is_the_mean_counts_on_the_arms(answers, monkeypatch):
@@ -680,11 +686,11 @@ def test_warnings_worked_by_hand(answers, monkeypatch):
     assert "for two runs each of Hopper-v5" in told
     assert "** Yes. Gravity" in told
     assert "The return fell in 1 case, in 1 late enough for an earlier warning. A low" in told
-    assert "decile warned earlier in 1, at the same step in 0, later or never in 0; the" in told
-    assert "the distance of the twins in 0, 0 and 1. Where the return held," in told
+    assert "decile warned earlier in 1 and with the fall in 0, the distance" in told
+    assert "the distance of the twins in 0 and 0. Where the return held," in told
     assert "they warned falsely in 0 and 1 of 1." in told
     rows[4]["low_warns"] = 0.95  # at the second level of the other run, where nothing falls
-    assert "decile warned earlier in 1 (where it also warned falsely), at" in answers.trusted()
+    assert "decile warned earlier in 1 (where it also warned falsely) and" in answers.trusted()
     for level in (4, 3):  # now the decile warns in vain, too; at last of the unchanged robot
         rows[level]["low_warns"] = 0.95
         assert "** Not reliably. Gravity" in answers.trusted()
@@ -757,13 +763,14 @@ def test_aversion_on_robots_worked_by_hand(answers, monkeypatch):
         f"with a penalty worse on {tails.TASK} and undecided elsewhere"
     )
     assert answers.helped() == [hopper]
-    told = f"made it measurably better on {hopper} of [two robots](#risk); a penalty on risky steps"
-    assert answers.robots_helped().endswith(f"{told} lifts it at least as much on one.")
+    told = answers.robots_helped()
+    assert f"The preset's 0.5 is likely better on {hopper} of [two robots](#risk). A" in told
+    assert told.endswith("A penalty on risky steps is likely better on none.")
     assert answers.averse_lander().endswith(
-        "is 1 with `averse` and 41 with a weight of 0.5, instead of 81 (one older run each)."
+        "is 41 with `averse` and 1 with a weight of 1, instead of 81 (one older run each)."
     )
     rows = [row for row in rows if row["task"] != hopper]
-    assert "made it measurably better on none of [one robot](#risk);" in answers.robots_helped()
+    assert "is likely better on none of [one robot](#risk)." in answers.robots_helped()
     assert answers.robots_told() == (
         f"with a weight of 0.5 worse on {tails.TASK}; with a penalty worse on {tails.TASK}"
     )

@@ -992,7 +992,7 @@ def test_presets_may_stand_behind_an_equals_sign(script):
     """tyro takes all values there, so all of them count, and none is taken for its name alone."""
     args = script.parse_args(["--preset=calibrated", "averse", "--gamma", "0.5"])
     assert args == script.preset_args("calibrated", "averse", gamma=0.5)
-    assert args.cvar_weight == 1
+    assert args.cvar_weight == 0.5
     with pytest.raises(script.UsageError, match="--preset nonsense: is unknown"):
         script.parse_args(["--preset=averse", "nonsense"])
 
@@ -1284,7 +1284,7 @@ def test_presets_for_a_purpose_set_what_they_say(script):
     )
     sampled = {"value_target": "sr_lambda", "twin_reduce": "mean"} | own
     assert script.PRESETS["calibrated"].flags == sampled
-    assert script.PRESETS["averse"].flags == sampled | {"cvar_alpha": 0.1, "cvar_weight": 1.0}
+    assert script.PRESETS["averse"].flags == sampled | {"cvar_alpha": 0.1, "cvar_weight": 0.5}
     assert script.PRESETS["critics"].flags == {
         "total_timesteps": 200_000,
         "num_steps": 1000,

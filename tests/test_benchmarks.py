@@ -1074,7 +1074,7 @@ def test_older_rows_of_risk_stand_until_all_variants_have_run(monkeypatch):
 
 
 def test_risk_is_that_of_the_preset():
-    """A weight of 1 is `averse` itself: the task's flags aside, nothing is changed in it."""
+    """A weight of 0.5 is `averse` itself: the task's flags aside, nothing is changed in it."""
     risk = importlib.import_module("risk")
     for cell in risk.cells():
         script = importlib.import_module(cell.script)
@@ -1082,7 +1082,7 @@ def test_risk_is_that_of_the_preset():
         args = script.parse_args([*cell.flags.split(), "--env-id", f"risk:{cell.task}-v0"])
         changed = {name for name, value in preset.items() if getattr(args, name) != value}
         other = {"cvar_alpha"} if cell.task == "lottery" else set()
-        assert changed == other | (set() if cell.variant == "weight 1" else {"cvar_weight"})
+        assert changed == other | (set() if cell.variant == "weight 0.5" else {"cvar_weight"})
 
 
 def test_processes_have_fresh_seeds_once_all_have_run(monkeypatch):

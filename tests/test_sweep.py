@@ -242,7 +242,7 @@ def test_a_sweep_takes_the_presets_of_its_script(monkeypatch, tmp_path):
     found, _ = program.parse()
     args = program.args_of(program.common.load_script(found.script), found.flags)
     assert args.preset == ("pendulum_novel", "averse")
-    assert (args.env_id, args.cvar_weight) == ("PendulumNoVel-v1", 1.0)
+    assert (args.env_id, args.cvar_weight) == ("PendulumNoVel-v1", 0.5)
 
 
 def test_a_sweep_tells_no_more_often_than_its_runs_have_rollouts(monkeypatch, tmp_path):

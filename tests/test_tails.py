@@ -193,7 +193,7 @@ def test_tails_are_measured_and_reported(risky_tasks, monkeypatch, tmp_path, cap
 
     monkeypatch.setattr(tails.common, "save", see)
     tails.report()
-    assert titles == ["RiskyHopper", "LimitHalfCheetah"]
+    assert [title.split()[-1] for title in titles] == ["RiskyHopper", "LimitHalfCheetah"]
     text = (tmp_path / "tails.md").read_text()
     assert text.count("| LimitHalfCheetah |") == 5
     assert text.count("| RiskyHopper |") == 2
@@ -283,7 +283,7 @@ def test_neutral_policies_differ_from_averse_ones_in_the_weight_alone(tails):
         cells = [cell for cell in tails.cells(True) if cell.task == task]
         args = {cell.variant: script.parse_args(cell.flags.split()) for cell in cells}
         assert args.keys() == variants.keys()
-        assert args["averse"].cvar_weight == 1
+        assert (args["averse"].cvar_weight, args["averse 0.5"].cvar_weight) == (1, 0.5)
         for name, own in args.items():
             if name == "clock" or name.startswith("up to"):
                 assert own.gamma == 1
