@@ -178,7 +178,7 @@ def bounded(kind: Any, *bounds: Any, above_low: bool = False) -> Any:
 class IdleWhile:
     """Says that a flag has no effect while another one, `flag`, equals `value`.
 
-    Without a `value`, the flag has no effect while `flag` is set to anything but "", 0 or False.
+    Without a `value`: while `flag` is set to anything but "", 0 or False.
     Typing a flag that has no effect is an error.
     """
 
@@ -285,8 +285,8 @@ class PPOArgs:
     """The norm of the gradient is clipped to this, for the actor and for the critics separately."""
     target_kl: Annotated[PositiveOrNone, ACTOR_ONLY] = None
     """KL divergence from the policy that acted, in nats. It is measured before each step of Adam.
-    At the first minibatch above this the actor stops, without that step. The critics stop after as
-    many minibatches as the actor has evaluated, this one included. None: no limit."""
+    At the first minibatch above this the actor stops, without that step. The critics then take one
+    step more than the actor. None: no limit."""
 
 
 @dataclass
@@ -319,9 +319,9 @@ class CriticArgs:
 
 # ---- value distribution: categorical (flags) -----------------------------------------------------
 # To use another kind of value distribution, replace this block and the block "(functions)" below.
-# Of this block the rest of the file uses `ValueDistributionArgs`, with a flag `vf_clip`,
-# `CALIBRATED` and `ROBOTS`. Of the other one it uses `ValueDistribution` alone, whose members the
-# list above it names.
+# The rest of the file uses three names of this block: `ValueDistributionArgs`, which must have a
+# flag `vf_clip`, `CALIBRATED` and `ROBOTS`. Of the block "(functions)" it uses `ValueDistribution`
+# alone, whose members the list above that class names.
 AtomCount = bounded(int, 2)
 BinWidths = bounded(float, 0.1, 100)
 
@@ -350,8 +350,8 @@ class ValueDistributionArgs:
     V is the mean output alone, which does not jump with the atoms when the return statistics move.
     With value robots scored higher, but on CartPole more runs failed."""
     vf_clip: Literal["none", "mean_only"] = "none"
-    """none: no value clipping. mean_only: the loss rewards no move of the mean, or of V, beyond
-    --vf-clip-coef from what was predicted before the update."""
+    """none: no value clipping. mean_only: each state has the larger one of two losses: the plain
+    one, and that of a mean and a V that move no further than --vf-clip-coef in an update."""
 
 
 CALIBRATED = {"target_encoding": "two_hot", "num_atoms": 201}  # of the presets calibrated, averse
@@ -396,8 +396,8 @@ class RunArgs:
     save_envs: Literal["proven", "always", "never"] = "proven"
     """Save the environments as well, if they can be pickled, for an exact resume. proven: a resume
     first lets another process read copies back and step them once, and opens new episodes if that
-    fails. always: it reads them back at once. never: it opens new episodes, as it does with
-    --async-envs in any case."""
+    fails. always: it reads them back at once. never: a resume opens new episodes. With
+    --async-envs it always does."""
     capture_video: Annotated[bool, IdleWhile("eval_episodes", 0)] = False
     """Film the first 3 episodes of every evaluation. Needs moviepy."""
     resume: str = ""
@@ -451,7 +451,7 @@ GROUPS = {  # in the order of --help; a new one is also a base of `Args`
 
 
 @dataclass
-class Args(  # the fields of the last base come first, and so in --help
+class Args(  # in the reverse order of GROUPS: fields of the last base come first, as in --help
     MachineArgs, RunArgs, RiskArgs, ValueDistributionArgs,
     CriticArgs, PPOArgs, NetworkArgs, TaskArgs,
 ):  # fmt: skip
@@ -523,8 +523,9 @@ class Batch(NamedTuple):
 def train(args: Args) -> dict[str, Any]:
     """Train, evaluate and save.
 
-    `run.end_iteration` evaluates and saves where that is due, and `run.iterations` evaluates after
-    the last iteration.
+    `run.iterations` seeds torch ahead of each iteration, plays an evaluation that a resume owes,
+    and evaluates after the last iteration. `run.end_iteration` evaluates and saves where that is
+    due.
 
     Returns the last value of every metric that is a number, and `run_dir`. A fault while it trains
     is raised with a note that names the last checkpoint.
@@ -537,7 +538,7 @@ def train(args: Args) -> dict[str, Any]:
     run, agent, optimizers, envs = start(args)  # anew, resumed, or with the weights of another run
     with run:
         obs = open_episodes(envs, run)
-        for progress in run.iterations():  # seeds torch ahead of each, for an exact resume
+        for progress in run.iterations():
             rollout, obs = collect_rollout(envs, agent, obs, args)
             run.lap("rollout")
             batch, metrics = prepare_batch(agent, rollout, args)
@@ -698,12 +699,12 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     The order matters (van Hasselt et al. 2016). The return statistics of earlier rollouts,
     `dist.moments`, turn this one's values into the task's units: std * value + mean. These values
     give advantages and targets. Then the statistics take in the targets' mean and a variance: that
-    of the targets, or the mean of (V - mean)^2 if that is larger.
+    of the targets, or the mean of (V - their mean)^2 if that is larger.
     The mean outputs are rescaled at the same time. (Atoms cannot be, see `move_statistics`.)
 
     The new statistics normalise targets and old values for the update, and decode the next rollout.
-    So a rollout is decoded on the scale that its critics were last trained on. Only the first one
-    is not: see step 0.
+    So a rollout is decoded on the scale that its critics were last trained on. The first rollout
+    has no such scale, so step 0 makes one from its rewards.
 
     Side effects: `dist.moments` moves, and the value heads are rescaled. A second call on the same
     rollout would move them again.
@@ -807,10 +808,10 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
     running std is the root of the mean variance of recent rollouts, and `agent.adv_moments` holds
     it. Side effect: `agent.adv_moments` takes in this rollout, so call this function once for each.
 
-    Where all returns are alike, the std is noise, and dividing by it would turn that noise into a
-    gradient of full size. The running std prevents that once an earlier rollout has varied. The
-    protection fades: Adam divides by the size of recent gradients, and after a few thousand small
-    ones its steps are large again.
+    Where all returns are alike, advantages are noise, and dividing them by their own std would turn
+    that noise into a gradient of full size. The running std prevents that once an earlier rollout
+    has varied. The protection fades: Adam divides by the size of recent gradients, and after a few
+    thousand small ones its steps are large again.
 
     The running std is our addition. `norm_adv_memory` 0 leaves it out, and without `norm_adv` the
     advantages stay as they are.
@@ -951,7 +952,7 @@ def update(
             loss, kl, _ = policy_loss(agent, mb, args, ent_coef)
             if kl > target_kl: break
             take a clipped step of the actor, and keep its log-std in range
-        for mb in as many of critic_batches, the one of the break included:
+        for mb in the first n of critic_batches:  # n minibatches had their policy_loss computed
             loss, _ = value_loss(agent, mb, args)
             take a clipped step of the critics
 
@@ -1862,7 +1863,7 @@ class ValueDistribution(nn.Module):
         """Take the targets into the return statistics.
 
         The running moments take in a mean and a variance. The mean is that of the targets. The
-        variance is that of the targets or the mean of (V - mean)^2, over steps and critics,
+        variance is that of the targets or the mean of (V - their mean)^2, over steps and critics,
         whichever is larger. Where all returns are equal, that of the targets would go to 0, and a
         small error of V would be divided by almost nothing.
 
@@ -3422,8 +3423,9 @@ DESCRIPTIONS = {
     "losses/value_loss": "Mean loss of the critics.",
     "norm/return_mean": "Mean by which returns are normalised.",
     "norm/return_std": "Scale by which returns are normalised.",
-    "norm/value_shift": "How far V jumped when the return statistics moved. Once rewards have "
-    "varied it is rounding, unless V holds the mean of atoms, which cannot be rescaled.",
+    "norm/value_shift": "How far V jumped when the return statistics moved. Once returns have "
+    "varied by more than 1e-5 of their mean it is rounding, unless V holds the mean of atoms, "
+    "which cannot be rescaled.",
     "policy/entropy_coef": "Weight of the entropy bonus.",
     "policy/epochs_done": "Epochs of the actor's steps. Less than update_epochs after a KL stop, "
     "1 if the actor is not trained.",
@@ -3969,7 +3971,7 @@ class Run:
         """Take up the run to resume, say what is run, and open the log."""
         args = self.args
         if args.resume:
-            self.take_up()
+            changes_flags = self.take_up()
             if RANK == 0 and self.step < self.total_steps:  # a finished run keeps its origin
                 tell_of_edits(self.directory)
                 rewrite_origin(self.directory, args, self.step)
@@ -3978,6 +3980,8 @@ class Run:
         self.say("; ".join([*self.facts(), f"{place} {self.directory}"]))
         if RANK == 0 and not self.has_nothing_to_do:
             self.open_log()
+        if args.resume and changes_flags and not self.has_nothing_to_do:
+            self.save()  # or a kill ahead of the next checkpoint would bring the old flags back
 
     def facts(self) -> list[str]:
         """Tell what is run: the task, what networks see, the actions, and flags without effect."""
@@ -4028,8 +4032,10 @@ class Run:
             # None stands for one that a library in C had installed, which Python cannot restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         if isinstance(error, Exception):
-            path = self.directory / "checkpoint.pt"
-            last = f"last checkpoint: {path}" if path.exists() else "no checkpoint yet"
+            last = "no checkpoint yet"
+            if self.saved_step is not None:
+                path = self.directory / "checkpoint.pt"
+                last = f"last checkpoint, of {self.saved_step:,} steps: {path}"
             error.add_note(f"after {self.step:,} steps; {last}")
 
         try:
@@ -4232,7 +4238,8 @@ class Run:
         """
         args = self.args
         self.evaluating = True
-        # It may fail or take long. Ctrl-C ends the program that writes a film, and so this run.
+        # Save first: an evaluation may fail or take long. Ctrl-C also ends the program that writes
+        # a film, whose fault ends this run.
         is_saved = self.saved_step == self.step
         saves_ahead = not is_saved and (args.capture_video or self.checkpoint_is_due())
         if saves_ahead:
@@ -4368,20 +4375,19 @@ class Run:
         }
         if name == "best":
             content["best_return"] = self.best_return
-        if name == "checkpoint":
-            to_resume = self.to_resume()  # from all processes
-            self.saved_step = self.step
-        if self.writer is None:
-            return
+        to_resume = self.to_resume() if name == "checkpoint" else {}  # from all processes
 
-        if name == "checkpoint":
-            # As a tensor: torch writes bytes as text, in which those above 127 take two.
-            pickled = pickle.dumps(to_resume)
-            content["run"] = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
-        self.writer.flush()
-        with replacing(self.directory / f"{name}.pt") as file:
-            torch.save(content, file)
-        self.saved_at = time.monotonic()
+        if self.writer is not None:
+            if to_resume:
+                # As a tensor: torch writes bytes as text, in which those above 127 take two.
+                pickled = pickle.dumps(to_resume)
+                content["run"] = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
+            self.writer.flush()
+            with replacing(self.directory / f"{name}.pt") as file:
+                torch.save(content, file)
+            self.saved_at = time.monotonic()
+        if to_resume:
+            self.saved_step = self.step
 
     def to_resume(self) -> dict[str, Any]:
         """Return what --resume needs beside flags and weights."""
@@ -4441,10 +4447,11 @@ class Run:
             os.close(self.lock)
             self.lock = None
 
-    def take_up(self) -> None:
+    def take_up(self) -> bool:
         """Go on where the checkpoint of the run to resume stands.
 
-        Raises `UsageError` for a checkpoint that these flags or this version cannot go on from.
+        Returns whether it has other flags. Raises `UsageError` for a checkpoint that these flags or
+        this version cannot go on from.
         """
         args = self.args
         content = read_saved(self.directory / "checkpoint.pt")
@@ -4465,6 +4472,8 @@ class Run:
                 text = f"must be {before}, as in the run, since best.pt compares evaluations"
                 raise flag_error(args, name, text)
         self.take_up_episodes()
+        self.saved_step = self.step
+        return {**asdict(args), "resume": ""} != content["args"]
 
     def take_up_best(self) -> dict[str, Any]:
         """Keep a `best.pt` that is better than the checkpoint knows, as after a crash between both.
@@ -5059,6 +5068,7 @@ def evaluate(agent: Agent, args: Args, video_dir: Path | None = None) -> dict[st
     """
     if args.eval_episodes == 0:
         raise flag_error(args, "eval_episodes", "must be at least 1 to evaluate")
+    args = replace(args, resume="", evaluate="")  # their folders may be gone
     if video_dir is None:
         args = replace(args, capture_video=False)
     env = make_eval_env(args)

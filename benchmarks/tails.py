@@ -31,11 +31,11 @@ What was decided ahead of what:
                PRICE, and the walker falls after 152 of 500 steps.
     pilot      LimitHalfCheetah was made so that there is a trade-off. It is reported if, on the
                tuning seed, hits lower the neutral policy's CVaR_0.1 by at least TAIL of its mean.
-               Aversion with a weight of 1, the preset's until then, was too timid there: it lost 23 % of the mean,
-               and its tail was worse as well. So two smaller weights were tried, and a smaller
-               lambda, since samples of a tail vary much. CHOSEN is, of those whose mean is within
-               PRICE of the neutral policy's, the one with the best tail, or else the best of all.
-               All five have a worse tail than the neutral policy, and a slower gait.
+               Aversion with a weight of 1, the preset's until then, was too timid there: it lost
+               23 % of the mean, and its tail was worse as well. So two smaller weights were tried,
+               and a smaller lambda, since samples of a tail vary much. CHOSEN is, of those whose
+               mean is within PRICE of the neutral policy's, the one with the best tail, or else the
+               best of all. All five have a worse tail than the neutral policy, and a slower gait.
     today      With the presets of today, on tuning seed 1001: a weight of 1 and of 0.5, the
                penalty, and totals of 700 and 800 with a discount of 1, which makes the task that of
                the theory. `clock` has no limit: it tells what observing total and time, and this

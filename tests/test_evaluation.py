@@ -276,6 +276,15 @@ def test_flags_without_effect_on_an_evaluation_are_refused(script, tmp_path, cap
     assert run_main(script, capsys, ["--evaluate", directory, "--eval-sampled"])[0] == 0
 
 
+def test_an_evaluation_needs_no_folder_of_a_resume(script, tmp_path):
+    """The flags of a resumed run name a folder that has been moved since."""
+    run = script.train(flags_for(script, tmp_path, 1, env_id="probes:Walk-v0", eval_episodes=1))
+    agent, args = script.load_agent(run["run_dir"])
+    args = replace(args, resume=run["run_dir"])
+    Path(run["run_dir"]).rename(tmp_path / "moved")
+    assert script.evaluate(agent, args)["eval/return_mean"] == run["eval/return_mean"]
+
+
 def test_a_renderer_that_breaks_later(script, capsys, tmp_path, monkeypatch):
     """In the first evaluation of two: a fault with the last checkpoint's name, which evaluates."""
     pytest.importorskip("moviepy", reason="films need it")
@@ -294,9 +303,9 @@ def test_a_renderer_that_breaks_later(script, capsys, tmp_path, monkeypatch):
     assert code == 1
     (path,) = (tmp_path / "runs").glob("*/checkpoint.pt")
     assert "the renderer broke" in err
-    assert f"after {2 * args.batch_size} steps; last checkpoint: {path.relative_to(tmp_path)}" in (
-        err.replace(f"{tmp_path}/", "")
-    )
+    done = 2 * args.batch_size
+    told = f"after {done} steps; last checkpoint, of {done} steps: {path.relative_to(tmp_path)}"
+    assert told in err.replace(f"{tmp_path}/", "")
     line = ["--evaluate", str(path), "--no-capture-video"]
     assert run_main(script, capsys, line)[0] == 0
 

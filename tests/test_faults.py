@@ -38,7 +38,7 @@ def flags_for(script, tmp_path, env, **flags):
 def last_checkpoint(script, err, tmp_path, iterations):
     """The path is in the message, the file loads, and nothing in it is spoilt."""
     (path,) = (tmp_path / "runs").glob("*/checkpoint.pt")
-    assert f"last checkpoint: {path}" in err
+    assert f"last checkpoint, of {iterations * 48} steps: {path}" in err
     agent, _ = script.load_agent(path)
     assert torch.load(path, weights_only=True)["global_step"] == iterations * 48
     assert all(x.isfinite().all() for x in agent.state_dict().values())

@@ -637,7 +637,8 @@ def test_a_failing_write_leaves_the_previous_checkpoint(script, tmp_path, monkey
         code, _, err = run_main(script, capsys, words(args))
     assert code == 1, err
     (path,) = (tmp_path / "runs").glob("*/checkpoint.pt")
-    for part in ("No space left", "last checkpoint", str(path)):
+    step = 2 * args.batch_size
+    for part in ("No space left", f"last checkpoint, of {step} steps: {path}"):
         assert part in err
     assert contents(path.parent)["run"]["iteration"] == 2
     assert not [*path.parent.glob("*.tmp")]  # half of a file takes room
@@ -920,6 +921,25 @@ def test_what_may_change_in_a_resume(script, tmp_path):
     more = {"resume": directory, "total_timesteps": 999, "eval_every": 0}
     with pytest.raises(script.UsageError, match="--eval-episodes 2: must be 1, as in the run"):
         script.train(replace(args, eval_episodes=2, **more))  # a later resume may compare again
+
+
+def test_flags_that_a_resume_changes_outlive_a_crash(script, tmp_path, monkeypatch, capsys):
+    """In its first iteration, so ahead of any other checkpoint. Without more flags the next resume
+    goes on to the new end. The first fault names the step of the checkpoint, not its own."""
+    args = flags_for(script, tmp_path, 1, env_id="probes:Walk-v0", checkpoint_every=0)
+    directory = script.train(args)["run_dir"]
+    line = ["--resume", directory, "--total-timesteps", str(3 * args.batch_size)]
+
+    def crash(*facts):
+        raise RuntimeError("crash")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "prepare_batch", crash)
+        _, _, err = run_main(script, capsys, line)
+    assert f"last checkpoint, of {args.batch_size} steps: " in err
+    assert script.parse_args(line[:2]).total_timesteps == 3 * args.batch_size
+    resumed(script, monkeypatch, directory)
+    assert contents(directory)["step"] == 3 * args.batch_size
 
 
 def test_a_file_of_weights_alone_is_not_resumed(script, tmp_path, capsys):
