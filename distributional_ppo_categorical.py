@@ -301,6 +301,9 @@ class CriticArgs:
     """Where V comes from. distribution: the mean of the predicted distribution. mean_head: V
     uses one more output, the mean output (--mean-output), and squared error fits V. Targets beyond
     the atoms are clamped to them, so the mean alone misses rare large rewards."""
+    dist_coef: Annotated[NonNegative, IdleWhile("value_from", "distribution")] = 1.0
+    """Weight of the distribution's loss beside that of V. With 0 the critics learn V alone, and the
+    distribution that they predict means nothing."""
     twin_reduce: Annotated[Literal["min", "mean"], IdleWhile("num_critics", 1)] = "min"
     """How two critics give one prediction. min: that of the critic with the smaller V. mean: an
     equal mixture of both, whose V is the mean of theirs."""
@@ -1736,6 +1739,15 @@ class ValueDistribution(nn.Module):
 
     def __init__(self, args: Args) -> None:
         super().__init__()
+        readers = {
+            "--cvar-weight": args.cvar_weight > 0 and args.learning_rate > 0,
+            "--value-from distribution": args.value_from == "distribution",
+            "--mean-output correction": args.mean_output == "correction",
+        }
+        reading = [name for name, reads in readers.items() if reads]
+        if args.dist_coef == 0 and reading:
+            text = f"must be above 0 with {reading[0]}, which reads the distribution"
+            raise flag_error(args, "dist_coef", text)
         self.args = args
         # Without `norm_returns` these never move. Their mean of 0 and std of 1 change nothing.
         self.moments = RunningMoments((), max_count=args.norm_returns_memory)
@@ -1970,7 +1982,8 @@ class ValueDistribution(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return losses of C critics, (C, ...), and 1 where value clipping moves the prediction.
 
-            cross-entropy of targets (..., K)  +  0.5 (V - returns)^2 with a mean output
+            dist_coef * cross-entropy of targets (..., K)
+              +  0.5 (V - returns)^2, with a mean output
 
         returns and old are normalised. outputs are (C, ..., K or K + 1). old are (C, ..., 1 or 2),
         from `move_statistics`. The cross-entropy does not fall to 0 but to the entropy of the
@@ -1998,7 +2011,7 @@ class ValueDistribution(nn.Module):
         values = self.normalized_value(detached_mean[..., None], mean_output)  # (C, ..., 0 or 1)
         v_loss = squared_error(values, returns)
         if args.vf_clip == "none":
-            return dist_loss + v_loss, torch.zeros_like(dist_loss)
+            return args.dist_coef * dist_loss + v_loss, torch.zeros_like(dist_loss)
 
         old_mean = old[..., 0]
         old_values = old[..., 1:]
@@ -2011,7 +2024,8 @@ class ValueDistribution(nn.Module):
         v_loss = clipped_value_loss(v_loss, squared_error(clipped_values, returns))
         changes = torch.cat((shift[..., None], clipped_values - values), -1)
         rounding = 1e-6 * (1 + old.abs().amax(-1, keepdim=True))  # of float32, a few digits
-        return dist_loss + v_loss, (changes.abs() > rounding).any(-1).float()
+        losses = args.dist_coef * dist_loss + v_loss
+        return losses, (changes.abs() > rounding).any(-1).float()
 
     def describe(self, outputs: Tensor, samples: WeightedReturns) -> dict:
         """Describe the outputs (T, N, K or K + 1) for s_t, beside samples of the return.

@@ -308,6 +308,9 @@ class CriticArgs:
     value_from: Literal["distribution", "mean_head"] = "mean_head"
     """Where V comes from. distribution: its mean. mean_head: the mean output, one more output.
     Squared error fits it, so V learns rare rewards, too."""
+    dist_coef: Annotated[NonNegative, IdleWhile("value_from", "distribution")] = 1.0
+    """Weight of the distribution's loss beside that of V. With 0 the critics learn V alone, and the
+    distribution that they predict means nothing."""
     twin_reduce: Annotated[Literal["min", "mean"], IdleWhile("num_critics", 1)] = "min"
     """How two critics give one prediction. min: that of the critic with the smaller V. mean: an
     equal mixture of both, whose V is the mean of theirs."""
@@ -1792,6 +1795,10 @@ class ValueDistribution(nn.Module):
             text = f"the tail of --cvar-weight is smaller than one of {K} quantiles"
             least = f"at least {math.ceil(1e4 / K) / 1e4}, or " if K > 1 else ""
             raise flag_error(args, "cvar_alpha", f"{text}; take {least}more --num-quantiles")
+        if args.dist_coef == 0 and (uses_tail or args.value_from == "distribution"):
+            reader = "--cvar-weight" if uses_tail else "--value-from distribution"
+            text = f"must be above 0 with {reader}, which reads the distribution"
+            raise flag_error(args, "dist_coef", text)
         self.args = args
         # Without `norm_returns` these never move. Their mean of 0 and std of 1 change nothing.
         self.moments = RunningMoments((), max_count=args.norm_returns_memory)
@@ -1937,7 +1944,8 @@ class ValueDistribution(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return losses of C critics, (C, ...), and 1 where value clipping moves the prediction.
 
-            quantile regression on targets (..., J)  +  0.5 (V - returns)^2 with a mean output
+            dist_coef * quantile regression on targets (..., J)
+              +  0.5 (V - returns)^2, with a mean output
 
         returns are lambda-returns whatever the targets are. The mean output learns them by squared
         error, which weighs rare large returns; these hardly move quantiles. All arguments are
@@ -1950,7 +1958,7 @@ class ValueDistribution(nn.Module):
         dist_loss = quantile_huber_loss(quantiles, targets, self.support, args.kappa)
         v_loss = squared_error(mean_outputs, returns)
         if args.vf_clip == "none":
-            return dist_loss + v_loss, torch.zeros_like(dist_loss)
+            return args.dist_coef * dist_loss + v_loss, torch.zeros_like(dist_loss)
 
         old_quantiles, old_mean_outputs = self.split(old)
         clipped = clip_quantiles(quantiles, old_quantiles, args.vf_clip_coef, args.vf_clip)
@@ -1960,7 +1968,8 @@ class ValueDistribution(nn.Module):
         v_loss = clipped_value_loss(v_loss, squared_error(clipped_means, returns))
         changes = torch.cat((clipped - quantiles, clipped_means - mean_outputs), -1)
         rounding = 1e-6 * (1 + old.abs().amax(-1, keepdim=True))  # of float32, a few digits
-        return dist_loss + v_loss, (changes.abs() > rounding).any(-1).float()
+        losses = args.dist_coef * dist_loss + v_loss
+        return losses, (changes.abs() > rounding).any(-1).float()
 
     def describe(self, outputs: Tensor, samples: Tensor) -> dict:
         """Describe the outputs (T, N, K or K + 1) for s_t, beside samples of the return."""

@@ -136,7 +136,6 @@ POPGYM = (
     "HigherLowerEasy", "BattleshipEasy", "ConcentrationEasy", "MineSweeperEasy",
 )  # fmt: skip
 SINGLE = " --num-quantiles 51 --num-critics 1"
-VALUE_ALONE = ("value_twins", "value_single")  # variants whose critics learn V and nothing else
 ROBOTS = ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Ant-v5", "Humanoid-v5")
 BLIND = tuple(task.replace("-", "NoVel-") for task in ROBOTS[:4])  # robots without velocities
 MUJOCO_NOVEL = "--preset mujoco_novel"
@@ -303,29 +302,12 @@ def forget(module: ModuleType) -> None:
     module.lstm_in_numpy = acting_without_state
 
 
-def learn_value_alone(module: ModuleType) -> None:
-    """A scalar critic: V is an output of its own, and half its squared error is all of the loss.
-
-    The quantiles of the script stay as they began, and nothing reads them.
-    """
-    import torch
-
-    def loss_of_value(dist, outputs, targets, returns, old):
-        _, values = dist.split(outputs)
-        losses = module.squared_error(values, returns)
-        return losses, torch.zeros_like(losses)
-
-    module.ValueDistribution.loss = loss_of_value
-
-
 def run_ours(run: Run) -> Result:
     """Train one seed of a script of this repository."""
     cell = run.cell
     module = common.load_script(cell.script)
     if cell.variant == "no_memory":
         forget(module)
-    if cell.variant in VALUE_ALONE:
-        learn_value_alone(module)
 
     with common.trained(module, cell.task, run.seed, cell.flags) as done:
         metrics = done.metrics

@@ -339,6 +339,7 @@ def test_the_readme_lists_every_flag(script):
         ("eval_every", (0,)),
         ("checkpoint_every", (0,)),
         ("cvar_weight", (0.0, 1.0)),
+        ("dist_coef", (0.0,)),
         ("seed", (0,)),
         ("torch_threads", (1,)),
     ],
@@ -426,7 +427,7 @@ def test_the_defaults_are_those_that_were_tuned(script):
         "update_epochs": 8, "norm_adv": True, "norm_adv_memory": 100, "clip_coef": 0.2,
         "ent_coef": 0.0, "ent_coef_final": None, "min_entropy_penalty": 0.0, "max_grad_norm": 0.5,
         "target_kl": None, "critic_learning_rate": None, "num_critics": 2,
-        "value_from": "mean_head", "twin_reduce": "min", "norm_returns": True,
+        "value_from": "mean_head", "dist_coef": 1.0, "twin_reduce": "min", "norm_returns": True,
         "norm_returns_memory": 10 if recurrent else 100, "vf_clip": "none", "vf_clip_coef": 0.2,
         "min_entropy": 0.0, "value_target": "lambda_return", "cvar_alpha": 0.05, "cvar_weight": 0.0,
         "eval_episodes": 50,
@@ -475,6 +476,7 @@ def test_flags_that_were_added_may_be_of_any_kind(script, kind, value):
 NEEDED = {  # what stands beside a flag: without effect by the first, with one by the second
     "norm_adv_memory": ("--no-norm-adv", "--norm-adv"),
     "min_entropy": ("--min-entropy-penalty 0", "--min-entropy-penalty 0.5"),
+    "dist_coef": ("--value-from distribution", "--value-from mean_head"),
     "twin_reduce": ("--num-critics 1", "--num-critics 2"),
     "norm_returns_memory": ("--no-norm-returns", "--norm-returns"),
     "vf_clip_coef": ("--vf-clip none", "--vf-clip mean_only"),
@@ -489,6 +491,7 @@ NEEDED = {  # what stands beside a flag: without effect by the first, with one b
 OTHERS = {  # a value that is not the default
     "norm_adv_memory": 7,
     "min_entropy": -0.5,
+    "dist_coef": 0.5,
     "twin_reduce": "mean",
     "norm_returns_memory": 7,
     "vf_clip_coef": 0.5,

@@ -1571,28 +1571,11 @@ def test_without_memory_what_acts_is_what_is_trained(monkeypatch):
         assert done.metrics["policy/ratio_std"] > 1e-3
 
 
-def test_a_scalar_critic_learns_half_the_squared_error_of_v_alone(monkeypatch):
-    """Of V = 1 and a return of 4 that is 4.5, and its gradient -3; quantiles have none."""
-    learning = importlib.import_module("learning")
-    script = importlib.import_module(NAMES[0])
-    keep_as_it_is(monkeypatch, script.ValueDistribution, "loss")
-    learning.learn_value_alone(script)
-    dist = script.ValueDistribution(small_args(script, "Walk", num_quantiles=2))
-    outputs = torch.tensor([[[7.0, 8.0, 1.0]]], requires_grad=True)  # two quantiles, V
-    losses, clipped = dist.loss(outputs, torch.zeros(1, 1), torch.tensor([4.0]), outputs)
-    losses.sum().backward()
-    assert losses.tolist() == [[4.5]]
-    assert clipped.tolist() == [[0.0]]
-    assert outputs.grad.tolist() == [[[0.0, 0.0, -3.0]]]
-
-
-@pytest.mark.parametrize("variant", ["no_memory", "value_single"])
-def test_a_variant_is_trained_as_its_name_says(variant, monkeypatch):
-    """What changes the script is called ahead of the training, and for no other variant."""
-    learning, run = tiny_run("learning", "CartPole-v1", NAMES[0], variant)
+def test_a_variant_without_memory_forgets(monkeypatch):
+    """What changes the script is called ahead of the training."""
+    learning, run = tiny_run("learning", "CartPole-v1", NAMES[0], "no_memory")
     called = []
-    for name in ("forget", "learn_value_alone"):
-        monkeypatch.setattr(learning, name, lambda module, name=name: called.append(name))
+    monkeypatch.setattr(learning, "forget", called.append)
 
     def stop(*given):
         raise KeyboardInterrupt
@@ -1600,7 +1583,7 @@ def test_a_variant_is_trained_as_its_name_says(variant, monkeypatch):
     monkeypatch.setattr(learning.common, "trained", stop)
     with pytest.raises(KeyboardInterrupt):
         learning.run_ours(run)
-    assert called == [{"no_memory": "forget", "value_single": "learn_value_alone"}[variant]]
+    assert [module.__name__ for module in called] == [NAMES[0]]
 
 
 def test_a_family_of_critics_is_told_once_it_is_complete(critics, monkeypatch):

@@ -1051,6 +1051,55 @@ def test_the_mean_of_twins_keeps_small_probabilities():
     assert 0 < float(probs[2]) < 1e-16
 
 
+def test_v_alone_learns_half_its_squared_error(script):
+    """Of V = 1 and a return of 4 that is 4.5, and its gradient -3; the distribution has none."""
+    dist = of(script, value_from="mean_head", dist_coef=0, **VALUE_ALONE.get(script, {}))
+    outputs = with_v(torch.tensor([[7.0, 8.0, 9.0, 6.0, 5.0][: len(dist.support)]]), [1.0])
+    outputs = outputs[None].requires_grad_()  # (1, 1, K + 1)
+    targets = torch.zeros(1, len(dist.support))
+    losses, clipped = dist.loss(outputs, targets, torch.tensor([4.0]), outputs)
+    losses.sum().backward()
+    assert losses.tolist() == [[4.5]]
+    assert clipped.tolist() == [[0.0]]
+    assert outputs.grad.flatten().tolist() == [*len(dist.support) * [0.0], -3.0]
+
+
+@pytest.mark.parametrize("vf_clip", ["none", "mean_only"])
+def test_the_weight_of_the_distribution(script, vf_clip):
+    """The loss is linear in it, with clipping as well: a weight of 2 adds as much as one of 1."""
+    losses = []
+    for weight in (0, 1, 2):
+        flags = VALUE_ALONE.get(script, {}) | {"vf_clip": vf_clip}
+        dist = of(script, value_from="mean_head", dist_coef=weight, **flags)
+        K = len(dist.support)
+        outputs = with_v(torch.arange(K * 1.0)[None], [1.0])[None]
+        old = torch.full((1, 1, 2 if script is categorical else K + 1), 0.5)
+        targets = torch.full((1, K), 1 / K)
+        losses.append(float(dist.loss(outputs, targets, torch.tensor([4.0]), old)[0]))
+    assert losses[1] - losses[0] == pytest.approx(losses[2] - losses[1])
+    assert losses[1] - losses[0] > 0.01
+
+
+@pytest.mark.parametrize(
+    ("flags", "reader"),
+    [
+        ({"cvar_weight": 0.5, "cvar_alpha": 0.5}, "--cvar-weight"),
+        ({"value_from": "distribution"}, "--value-from distribution"),
+        ({"mean_output": "correction"}, "--mean-output correction"),
+    ],
+)
+def test_a_distribution_that_is_read_has_to_learn(script, flags, reader):
+    """V corrects the atoms' mean by default, so the feed-forward script needs another flag."""
+    flags = {"value_from": "mean_head"} | VALUE_ALONE.get(script, {}) | flags
+    if script is lstm and "mean_output" in flags:
+        pytest.skip("its V is always an output of its own")
+    with pytest.raises(script.UsageError, match=f"--dist-coef 0.0: must be above 0 with {reader},"):
+        of(script, dist_coef=0, **flags)
+
+
+VALUE_ALONE = {categorical: {"mean_output": "value"}}
+
+
 @pytest.mark.parametrize("beyond", [5e-6, -1e-5, 1e-4])
 def test_clipping_by_a_little_is_counted(script, beyond):
     """V is a little more or less than 0.2 above the old one, and 0.2 is the range."""
