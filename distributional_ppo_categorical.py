@@ -2470,10 +2470,10 @@ class Agent(nn.Module):
 
         obs are those of `act`, levels lie in [0.001, 1]. The quantiles are in the task's units, but
         rewards of Atari games count as clipped. By default they are those of lambda-returns, which
-        vary less than returns do. Raises ValueError like `act`, and for levels outside
-        [0.001, 1].
+        vary less than returns do. Raises ValueError like `act`, for levels outside [0.001, 1], and
+        with `dist_coef` 0.
         """
-        check_levels(levels)
+        check_levels(levels, self.args)
         batch, alone = self.as_batch(obs)
         outputs = self.value_dist.reduce_twins(self.value_outputs(batch))
         quantiles = [self.value_dist.quantile(outputs, level) for level in levels]
@@ -2734,8 +2734,13 @@ def as_rows(obs: np.ndarray, space: Box) -> tuple[np.ndarray, bool]:
     return rows, alone
 
 
-def check_levels(levels: tuple[float, ...]) -> None:
-    """Raise ValueError unless there are levels of quantiles, all of them numbers in [0.001, 1]."""
+def check_levels(levels: tuple[float, ...], args: Args) -> None:
+    """Raise ValueError unless there are levels of quantiles, all of them numbers in [0.001, 1].
+
+    It is also raised for critics that have learnt no distribution.
+    """
+    if args.dist_coef == 0:
+        raise ValueError("predict_returns: trained with --dist-coef 0, the critics know V alone")
     given = np.array(levels) if isinstance(levels, tuple | list | np.ndarray) else np.empty(0)
     are_numbers = given.ndim == 1 and given.size and given.dtype.kind in "iuf"
     if not are_numbers or not np.all((given >= 1e-3) & (given <= 1)):
@@ -3725,10 +3730,11 @@ def take_weights(agent: Agent, args: Args, here: Path) -> None:
 
 def other_flags(args: Args, stored: dict[str, Any]) -> str:
     """Tell with which other task, discount and critics a run was trained. "" means with none."""
-    names = ["env_id", "gamma", "twin_reduce", "value_target", "cvar_alpha"]
+    names = ["env_id", "gamma", "twin_reduce", "value_target", "dist_coef", "cvar_alpha"]
     names += [one.name for one in fields(ValueDistributionArgs)]
-    changed = [name for name in names if stored.get(name) != getattr(args, name)]
-    told = ", ".join(f"--{name.replace('_', '-')} {stored.get(name)}" for name in changed)
+    before = {name: stored.get(name, getattr(Args, name)) for name in names}  # older ones lack some
+    changed = [name for name in names if before[name] != getattr(args, name)]
+    told = ", ".join(f"--{name.replace('_', '-')} {before[name]}" for name in changed)
     return f", which were trained with {told}" if told else ""
 
 

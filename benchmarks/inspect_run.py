@@ -262,6 +262,8 @@ def inspect(path: Path, episodes: int, states: list[int], seed: int | None = Non
     agent, args = script.load_agent(path)
     if not hasattr(agent, "predict_returns"):
         raise ValueError(f"{run_dir}: its script has no predict_returns; train with this version")
+    if getattr(args, "dist_coef", 1) == 0:  # older versions have no such flag
+        raise ValueError(f"{run_dir}: with --dist-coef 0 its critics have learnt V alone")
     seeded = args if seed is None else dataclasses.replace(args, seed=seed)
     seen, obs = look(script, agent, seeded, episodes)
     episode = median_episode(seen)

@@ -92,6 +92,16 @@ def test_a_run_is_drawn(inspect_run, script, tmp_path, monkeypatch, capsys, env)
     assert Path(run_dir, "critics.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_critics_of_v_alone_are_not_drawn(inspect_run, tmp_path, monkeypatch):
+    """One line and no picture."""
+    script = importlib.import_module(NAMES[0])
+    args = small_args(script, "Walk", run_dir=str(tmp_path), dist_coef=0)
+    run_dir = script.train(args)["run_dir"]
+    monkeypatch.setattr(sys, "argv", ["inspect_run.py", run_dir, "--episodes", "3"])
+    with pytest.raises(SystemExit, match="with --dist-coef 0 its critics have learnt V alone"):
+        inspect_run.main()
+
+
 def test_a_picture_tells_the_flags_of_its_run(inspect_run, script):
     """Presets, and what differs from them; not the machine, nor what a run is called, how it
     is saved and evaluated. A flag of 0 counts, and weights that the run started from."""

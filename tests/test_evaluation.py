@@ -572,8 +572,8 @@ def test_weights_of_another_task_and_discount_are_told(script, tmp_path, capsys)
     script.train(replace(args, init_from=first))
     assert f"starts from the weights of {first}\n" in capsys.readouterr().out
     other = {"env_id": "probes:Filmed-v0", "gamma": 0.5, "value_target": "sr_lambda"}
-    script.train(replace(args, init_from=first, **other))
-    told = "--env-id probes:Walk-v0, --gamma 0.99, --value-target lambda_return"
+    script.train(replace(args, init_from=first, dist_coef=0.5, **other))
+    told = "--env-id probes:Walk-v0, --gamma 0.99, --value-target lambda_return, --dist-coef 1.0"
     told = f"starts from the weights of {first}, which were trained with {told}\n"
     assert told in capsys.readouterr().out
 

@@ -157,6 +157,15 @@ def test_levels_are_shares(script, levels):
         value(agent, np.zeros(5))
 
 
+def test_critics_of_v_alone_predict_no_returns(script):
+    """V they do predict."""
+    flags = {} if is_recurrent(script) else {"mean_output": "value"}
+    agent = make_run(script, "VectorBox", dist_coef=0, **flags).agent
+    with pytest.raises(ValueError, match="trained with --dist-coef 0, the critics know V alone"):
+        predict(agent, np.zeros(4), (0.1, 0.9))
+    assert np.isfinite(value(agent, np.zeros(4))[0])
+
+
 def test_images_may_be_views(script):
     """`act` takes flipped bytes, whose strides are negative, as it takes their copy."""
     run = make_run(script, "QuadrantUint8First")
