@@ -592,9 +592,9 @@ def test_what_the_preset_calibrated_costs_in_return():
         changes[task] = common.welch(own, plain)
         assert changes[task].verdict == "undecided"
     pole, pendulum, hopper, lander = (change.mean for change in changes.values())
-    first = f"three runs had {-hopper:.0f} less than without it, of about {round(of_hopper, -2):.0f}"
-    assert first in README
-    told = f"{-hopper:.0f} on Hopper-v5 (without it about {round(of_hopper, -2):.0f})"
+    about = f"about {round(of_hopper, -2):.0f}"
+    assert f"three runs had {-hopper:.0f} less than without it, of {about}" in README
+    told = f"{-hopper:.0f} on Hopper-v5 (without it {about})"
     assert (
         f"lower by {told}, by {-lander:.0f} on LunarLander-v3 and by {-pendulum:.0f} on Pend"
         in README
