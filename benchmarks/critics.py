@@ -461,7 +461,8 @@ def main() -> None:
     common.require("matplotlib")
     if not args.report:
         try:
-            runs = learning.missing(cells_of(FAMILIES[TODAY]), args.only, args.seeds)
+            cells = [*cells_of(FAMILIES[TODAY]), *cells_of(FAMILIES[ONE_FLAG])]
+            runs = learning.missing(list(dict.fromkeys(cells)), args.only, args.seeds)
         except ValueError as error:
             parser.error(str(error))
         learning.run_missing(runs, args.processes)
