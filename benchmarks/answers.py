@@ -767,7 +767,7 @@ def recurrent_below() -> str:
         for name, tasks in (("the zoo", zoo), ("tuned sb3-contrib", peer))
         if tasks
     ]
-    told.append(f"below sb3-contrib on {count_of(quiz)} tasks of POPGym")
+    told.append(f"below sb3-contrib on {count_of(quiz)} of {len(popgym())} tasks of POPGym")
     return f"recurrent ones {joined(told)}"
 
 
