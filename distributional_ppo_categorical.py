@@ -2958,7 +2958,13 @@ def advice(error: Exception, args: Args) -> str:
         name = module.replace("\\", "/").split("/")[-1].removesuffix(".py")
         return f" Name the module alone, {name}:{task}, and run in its folder, or see PYTHONPATH"
 
+    for name, package in {"popgym": "popgym", "minigrid": "minigrid", "minatar": "MinAtar"}.items():
+        if name in args.env_id.lower() and not find_spec(name):
+            return f" Needed: pip install {package}"
+
     root = module.split(".")[0]
+    if module == "benchmarks.envs" and not (find_spec(root) and find_spec(module)):
+        return " Needed: a folder benchmarks with our envs.py, beside the script"
     if isinstance(error, ModuleNotFoundError) and root and not find_spec(root):
         return f" {root} is looked for in {os.getcwd()}, beside the script and by PYTHONPATH"
     if "required positional argument" in str(error) or "required keyword-only" in str(error):
@@ -3732,9 +3738,8 @@ def other_flags(args: Args, stored: dict[str, Any]) -> str:
     """Tell with which other task, discount and critics a run was trained. "" means with none."""
     names = ["env_id", "gamma", "twin_reduce", "value_target", "dist_coef", "cvar_alpha"]
     names += [one.name for one in fields(ValueDistributionArgs)]
-    before = {name: stored.get(name, getattr(Args, name)) for name in names}  # older ones lack some
-    changed = [name for name in names if before[name] != getattr(args, name)]
-    told = ", ".join(f"--{name.replace('_', '-')} {before[name]}" for name in changed)
+    changed = [name for name in names if stored[name] != getattr(args, name)]
+    told = ", ".join(f"--{name.replace('_', '-')} {stored[name]}" for name in changed)
     return f", which were trained with {told}" if told else ""
 
 

@@ -472,6 +472,35 @@ def test_flags_that_were_added_may_be_of_any_kind(script, kind, value):
         script.check_kind(args, "mine", int)
 
 
+@pytest.mark.parametrize(
+    ("env_id", "missing", "told"),
+    [
+        ("popgym:popgym-RepeatPreviousEasy-v0", "popgym", " Needed: pip install popgym"),
+        (
+            "benchmarks.envs:MiniGrid-MemoryS7-OneHot-v0",
+            "minigrid",
+            " Needed: pip install minigrid",
+        ),
+        ("benchmarks.envs:MinAtar/Breakout-v1", "minatar", " Needed: pip install MinAtar"),
+        (
+            "benchmarks.envs:MinAtar/Breakout-v1",
+            "benchmarks.envs",
+            "benchmarks with our envs.py, be",
+        ),
+        (
+            "benchmarks.envs:MinAtar/Breakout-v1",
+            "benchmarks",
+            "benchmarks with our envs.py, beside",
+        ),
+    ],
+)
+def test_a_package_that_a_preset_needs_is_named(script, monkeypatch, env_id, missing, told):
+    """And the file of this repository that two of them need."""
+    monkeypatch.setattr(script, "find_spec", lambda name: None if name == missing else name)
+    found = script.advice(ModuleNotFoundError(), script.Args(env_id=env_id))
+    assert told in found
+
+
 # ----------------------------------------------------------------------------- flags without effect
 NEEDED = {  # what stands beside a flag: without effect by the first, with one by the second
     "norm_adv_memory": ("--no-norm-adv", "--norm-adv"),

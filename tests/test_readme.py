@@ -15,6 +15,7 @@ from statistics import mean, median, stdev
 import numpy as np
 import pytest
 import torch
+from helpers import make_run
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -100,6 +101,18 @@ def test_the_defaults_learn_the_environment_of_the_readme(monkeypatch, tmp_path)
     """README says where a random policy is (one number in four) and where they end."""
     assert "A random policy scores 0.25. The defaults reach 1.0 within their 100,000" in README
     assert train_recall(monkeypatch, tmp_path) == 1.0
+
+
+@pytest.mark.filterwarnings("ignore:No complete tensor")  # torch's own
+def test_an_exported_policy_is_the_agents(monkeypatch, tmp_path):
+    """The file gives what the agent gives, for any number of rows."""
+    monkeypatch.chdir(tmp_path)
+    agent = make_run(importlib.import_module(SCRIPTS[1]), "VectorBox").agent
+    scope = {"torch": torch, "agent": agent}
+    exec(block_with("torch.export.save"), scope)
+    obs = torch.randn(7, *agent.obs_shape)
+    told = torch.export.load("policy.pt2").module()(obs)
+    assert torch.equal(told, scope["Policy"](agent)(obs))
 
 
 def test_how_much_longer_the_same_runs_took():
