@@ -94,6 +94,7 @@ def test_a_run_is_drawn(inspect_run, script, tmp_path, monkeypatch, capsys, env)
 
 def test_critics_of_v_alone_are_not_drawn(inspect_run, tmp_path, monkeypatch):
     """One line and no picture."""
+    pytest.importorskip("matplotlib")
     script = importlib.import_module(NAMES[0])
     args = small_args(script, "Walk", run_dir=str(tmp_path), dist_coef=0)
     run_dir = script.train(args)["run_dir"]
