@@ -560,9 +560,17 @@ AGAIN = Contest("MuJoCo, fresh seeds", "51 quantiles, single", "the same, seeds 
 GAMES = Contest("MinAtar", "HL-Gauss, twins", "MinAtar, HL-Gauss twins of 51 atoms (default)")
 QUANTILES = Contest("MinAtar", "51 quantiles, twins", "MinAtar, twins of 51 quantiles")
 TODAY = Contest(critics.TODAY, "HL-Gauss, twins", "MuJoCo*, HL-Gauss twins of 51 atoms (preset)")
+SAME = Contest(
+    critics.ONE_FLAG, "HL-Gauss, twins", "MuJoCo*, the same beside itself with `--dist-coef 0`"
+)
 TODAY_SINGLE = Contest(critics.TODAY, "51 quantiles, single", "MuJoCo*, single quantile critic")
-CONTESTS = (RECURRENT, TODAY, TODAY_SINGLE, ROBOTS, SINGLE, AGAIN, GAMES, QUANTILES)
-DEFAULTS = (TODAY, RECURRENT, GAMES)  # of the scripts' own critics
+CONTESTS = (RECURRENT, TODAY, SAME, TODAY_SINGLE, ROBOTS, SINGLE, AGAIN, GAMES, QUANTILES)
+DEFAULTS = {  # contests of the scripts' own critics
+    TODAY: "on MuJoCo beside the quantile script's",
+    SAME: "there beside its own with `--dist-coef 0`",
+    RECURRENT: "on recurrent tasks",
+    GAMES: "on MinAtar",
+}
 
 
 class Verdict(NamedTuple):
@@ -612,8 +620,8 @@ def gain_told(verdicts: dict[Contest, Verdict]) -> str:
     chances = [verdicts[contest].at_the_end for contest in DEFAULTS]
     words = [likely(chance) for chance in chances]
     told = joined(
-        f"{chance} on {name} ({word})"
-        for name, chance, word in zip(("MuJoCo", "recurrent tasks", "MinAtar"), chances, words)
+        f"{chance} {place} ({word})"
+        for place, chance, word in zip(DEFAULTS.values(), chances, words)
     )
     return (
         f"{'In places' if 'likely better' in words else 'No'}. A run with the script's own critics "
@@ -656,7 +664,7 @@ def seeds_told() -> str:
     counts = {
         len(critics.rows_of(critics.cell_of(family, critic, task)))
         for contest in CONTESTS
-        if contest.family != critics.TODAY
+        if contest.family not in (critics.TODAY, critics.ONE_FLAG)
         for family in [critics.FAMILIES[contest.family]]
         for critic in [family.critics[contest.name]]
         for task in family.tasks
@@ -773,12 +781,10 @@ def recurrent_below() -> str:
 
 def critics_behind(verdicts: dict[Contest, Verdict]) -> str:
     """Where the scripts' own critics are likely behind scalar ones."""
-    behind = [
-        contest.family.split(",")[0]
-        for contest in DEFAULTS
-        if likely(verdicts[contest].at_the_end) == "likely worse"
-    ]
-    return f"On {joined(behind)} the critics are likely behind scalar twins. " if behind else ""
+    robots = [likely(verdicts[contest].at_the_end) for contest in (TODAY, SAME)]
+    behind = robots.count("likely worse")
+    told = f"On MuJoCo the critics are likely behind scalar ones in {count_of(behind)} of two "
+    return f"{told}comparisons. " if behind else ""
 
 
 def shown_apart(gap: Difference) -> bool:
@@ -1702,8 +1708,8 @@ def worth(verdicts: dict[Contest, Verdict]) -> list[str]:
         compared(),
         twins_told(),
         "  * **V from the distribution** was scored on the [two "
-        "CartPoles](tuning.md#the-two-cartpoles) alone: as good in the feed-forward script, and in "
-        "the recurrent one slower but with `--kappa 1`.",
+        "CartPoles](tuning.md#the-two-cartpoles) alone: as good, but slower in the recurrent "
+        "script without `--kappa 1`.",
         *behind_scalar(),
     ]
 
@@ -1784,8 +1790,8 @@ def calibrated() -> list[str]:
         f"{OF_A_NUMBER:.2f}). All states are pooled, so critics that ignore the state may pass. Of "
         f"{len(alone)} runs {good(alone)} are calibrated with `--preset TASK`, {good(beside)} with "
         f"`calibrated` besides, and {good(trained)} after `critics`. Where `critics` follows a "
-        f"failed check alone, {good(needed[0])} are, which flatters, since the same episodes "
-        f"choose. With an entropy bonus on CartPoleNoVel-v1, added after first runs without it had "
+        f"failed check alone, {good(needed[0])} are, which flatters. "
+        f"With an entropy bonus on CartPoleNoVel-v1, added after first runs without it had "
         f"failed, the last three numbers are {good(bonus[0])}, {good(bonus[1])} and "
         f"{good(needed[1])}. By default {worse[0]} are worse than a single "
         f"number, and `calibrated` raises the error on {worse[1]}. [Flags "
@@ -1921,8 +1927,8 @@ def beside_others() -> list[str]:
         f"  * **Velocities hidden:** its difference from sb3-contrib's tuned PPO is {verdict}; "
         f"with our flags it is {standing(short_gaps())} robots (300k steps).",
         *memory_told(),
-        f"  * **On POPGym**{older_popgym()}, with equal flags and wall time on a loaded "
-        f"machine, sb3-contrib makes {shares[0]:.0f} to {shares[1]:.0f} % of our steps. Ours is "
+        f"  * **On POPGym**{older_popgym()}, with equal flags and wall time, "
+        f"sb3-contrib makes {shares[0]:.0f} to {shares[1]:.0f} % of our steps. Ours is "
         f"{standing(quiz)} tasks, clearly better on {count_of(clearly_better(quiz))} only. "
         f"Learning at equal steps was not compared.",
     ]

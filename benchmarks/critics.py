@@ -25,8 +25,9 @@ critic gains if the interval of its probability of improvement at the end, over 
 as many heads, lies above one half, and loses if it lies below. The family is told once all its runs
 are there.
 
-"MuJoCo, one flag" asks the same of the feed-forward script alone: its own critics beside itself
-with `--dist-coef 0`, which changes nothing else. The rule is the same, said ahead of the runs.
+"MuJoCo, the script beside itself" asks the same of the feed-forward script alone: its own critics
+beside those with `--dist-coef 0`, which changes nothing else. The rule is the same, said ahead of
+the runs.
 
 Runs are kept as `learning.py` keeps them, and those of the defaults are the same. Two scores of a
 run: its final evaluation, and the mean of its training returns over all steps. Both count as
@@ -53,7 +54,7 @@ from common import CATEGORICAL, LSTM, LSTM_ATOMS, QUANTILE, RESULTS, Cell, Row
 SCALAR = "--num-quantiles 1 --kappa 10 --value-from distribution"  # of the older families
 ALONE = " --num-quantiles 1 --dist-coef 0"  # V alone; a script has at least one quantile
 TODAY = "MuJoCo, today's scripts"
-ONE_FLAG = "MuJoCo, one flag"
+ONE_FLAG = "MuJoCo, the script beside itself"
 REPEATS = 10_000  # of the bootstrap
 KNOWN = "(reference's mean as known)"  # by an interval
 
@@ -343,7 +344,7 @@ def lost(title: str, family: Family) -> list[str]:
 
 
 # of the figure, from above
-ORDER = ("recurrent", TODAY, "MuJoCo", "MuJoCo, fresh seeds", "MinAtar")
+ORDER = ("recurrent", TODAY, ONE_FLAG, "MuJoCo", "MuJoCo, fresh seeds", "MinAtar")
 
 
 class Line(NamedTuple):
@@ -414,7 +415,8 @@ def draw(families: dict[str, Family]) -> None:
     )
     handles = [plt.Line2D([], [], marker="o", **look) for look in looks]
     title = f"Bars: 95 % intervals, bootstrap over seeds by task {KNOWN}. "
-    others = " but those of today's scripts" if TODAY in families else ""
+    newer = [name for name in (TODAY, ONE_FLAG) if name in families]
+    others = f" but those of {' and '.join(newer)}" if newer else ""
     title += f"Twins, single: two critics or one. All runs{others} are older ones"
     figure.legend(
         handles=handles, loc="outside lower center", ncols=3, title=title, title_fontsize=7.5

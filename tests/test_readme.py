@@ -661,12 +661,19 @@ def test_the_chance_that_a_distribution_helps():
     """The report computes it, with intervals; the single critics and twins of V alone as well."""
     page = (ROOT / "benchmarks" / "README.md").read_text()
     told = re.search(
-        r"scalar twins with probability ([\d.]+ \(.*?\)) on MuJoCo \(likely worse\), ([\d.]+) "
-        r"\(.*?\) on recurrent tasks \(undecided\) and ([\d.]+) \(.*?\) on MinAtar \(undecided\)",
+        r"scalar twins with probability ([\d.]+ \(.*?\)) on MuJoCo beside the quantile script's "
+        r"\(likely worse\), ([\d.]+ \(.*?\)) there beside its own with `--dist-coef 0` "
+        r"\(undecided\), ([\d.]+) \(.*?\) on recurrent tasks \(undecided\) and ([\d.]+) \(.*?\) on "
+        r"MinAtar \(undecided\)",
         page,
     )
-    robots, recurrent, games = told.groups()
-    assert f"above a run with twins of V alone with a chance of {robots}. Here 0.5 is a" in README
+    robots, same, recurrent, games = told.groups()
+    assert (
+        f"above a run with twins of V alone with a chance of {same}, where these are of" in README
+    )
+    assert (
+        f"Beside those of another script, which `compose.py` writes, it is {robots}, so" in README
+    )
     assert f"about a half](benchmarks/README.md#what-the-distribution-buys): {recurrent}" in README
     assert f"{recurrent} on recurrent tasks and {games} on MinAtar, with older versions." in README
     [single] = re.findall(r"\| MuJoCo\*, single quantile critic \| ([^|]+) \|", page)
