@@ -926,32 +926,30 @@ def before_speed_up(cell: Cell) -> speed.Programs | None:
 
 def load_note() -> str:
     """How slow the machine was for the current rows, by peers that did not change."""
-    shares, ratios = with_less_load()
-    kind = "neither slower nor faster"
-    kind = "slower" if max(shares) < 1 else "faster" if min(shares) > 1 else kind
-    return (
-        f"* **Load.** The machine was {kind} for the current rows: the same peers ran at "
-        f"{min(shares):.2f} to {max(shares):.2f} of their speed in the older rows. There ratios "
-        f"were lower: {joined(ratios)}. {equal_lengths()}."
-    )
+    shares = shares_of_peers()
+    loaded = {told: share for told, share in shares.items() if share < 0.8}
+    free = [share for told, share in shares.items() if told not in loaded]
+    told = [f"{name} ({share:.2f})" for name, share in loaded.items()]
+    text = "* **Load.** Beside the older rows the same peers ran at "
+    text += f"{min(free):.2f} to {max(free):.2f} of their speed"
+    if loaded:
+        text += f", but for {joined(told)}, whose current rows come from a loaded machine"
+    return f"{text}. {equal_lengths()}."
 
 
 def equal_lengths() -> str:
     """How far ahead the recurrent script is where limits make episodes of both more alike."""
-    ratios = [
-        f"{pace(Cell(f'recurrent-episodes{steps}', 'ours', '', '')).ratio.middle:.1f}"
-        for steps in (20, 60, 500)
-    ]
+    paces = [pace(Cell(f"recurrent-episodes{steps}", "ours", "", "")) for steps in (20, 60, 500)]
+    older = " (older)" if any(one.older for one in paces) else ""
     return (
         f"With episodes of 20, 60 and at most 500 steps the [recurrent](results/speed.md) one is "
-        f"{joined(ratios)} (older)"
+        f"{joined(f'{one.ratio.middle:.1f}' for one in paces)}{older}"
     )
 
 
-def with_less_load() -> tuple[list[float], list[str]]:
-    """Of cells that were measured before and after: how slow the peers are now, and how far ahead
-    ours was then."""
-    shares, ratios = [], []
+def shares_of_peers() -> dict[str, float]:
+    """Of cells that were measured before and after: the peer's speed now over that of then."""
+    shares = {}
     for name, told in (
         ("recurrent", "recurrent"),
         ("cartpole", "CartPole-v1"),
@@ -961,12 +959,9 @@ def with_less_load() -> tuple[list[float], list[str]]:
         cell = Cell(name, "ours", "", told)
         then = before_speed_up(cell)
         now = pace(cell)
-        if then is None or now.older:
-            continue
-        before = pace(cell, then)
-        shares.append(now.peer / before.peer)
-        ratios.append(f"{before.ratio.middle:.1f} ({told})")
-    return shares, ratios
+        if then is not None and not now.older:
+            shares[told] = now.peer / pace(cell, then).peer
+    return shares
 
 
 def pace(cell: Cell, rows: speed.Programs | None = None) -> Pace:
@@ -1993,17 +1988,15 @@ def fast() -> list[str]:
     lstm, one_core = named["recurrent", "ours", ""], named["recurrent", "ours-1core", "sb3-1core"]
     eight, plain = (named["cheetah-8x256", mine, ""] for mine in ("compiled", "ours"))
     pole = named["cartpole", "ours", ""]
-    then, *least = (ratio.split()[0] for ratio in with_less_load()[1])
-    cell = Cell("cheetah-8x256", "compiled", "", "")
-    compiled = pace(cell, before_speed_up(cell)).ratio.middle
+    short = named["recurrent-episodes20", "ours", ""]
     return [
         "* **How fast are they?** [Details](#speed)",
         f"  * **The recurrent script** with an LSTM of 128 is {aged(lstm)} times as fast as "
-        f"sb3-contrib on two cores, and {aged(one_core)} times on one. With less load the first "
-        f"ratio was {then} (older), and with short episodes it is [lower](#speed).",
+        f"sb3-contrib on two cores, and {aged(one_core)} times on one. Where all episodes end "
+        f"after 20 steps, it is {aged(short)} times as fast.",
         f"  * **The feed-forward script** is {aged(pole)} times as fast as SB3's PPO on "
         f"CartPole-v1, {aged(plain)} times with eight HalfCheetahs, and {aged(eight)} times with "
-        f"`--compile` (with less load {least[0]}, {least[1]} and {compiled:.1f}; older).",
+        f"`--compile`.",
     ]
 
 

@@ -1084,7 +1084,7 @@ def draw(path: Path, picked: dict[str, Programs]) -> None:
     handles = [plt.Line2D([], [], **{"ls": "", "marker": "o"} | look) for look in looks]
     title = (
         "Median; bars: lowest to highest of repeats that take turns. Two cores but where told. "
-        "*: with today's scripts, on a slower machine than the others"
+        "*: with today's scripts, on a machine with nothing else to do"
     )
     above.legend(
         handles=handles, loc="outside lower center", ncols=4, title=title, title_fontsize=7.5
