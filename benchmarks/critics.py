@@ -416,7 +416,7 @@ def draw(families: dict[str, Family]) -> None:
     handles = [plt.Line2D([], [], marker="o", **look) for look in looks]
     title = f"Bars: 95 % intervals, bootstrap over seeds by task {KNOWN}. "
     newer = [str(names.index(name) + 1) for name in (TODAY, ONE_FLAG) if name in families]
-    others = f" but those of group {' and '.join(newer)}" if newer else ""
+    others = f" but those of group{'s' * (len(newer) > 1)} {' and '.join(newer)}" if newer else ""
     title += f"Twins, single: two critics or one. All runs{others} are older ones"
     figure.legend(
         handles=handles, loc="outside lower center", ncols=3, title=title, title_fontsize=7.5
