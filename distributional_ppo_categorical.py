@@ -178,7 +178,7 @@ def bounded(kind: Any, *bounds: Any, above_low: bool = False) -> Any:
 class IdleWhile:
     """Says that a flag has no effect while another one, `flag`, equals `value`.
 
-    Without a `value`: while `flag` is set to anything but "", 0 or False.
+    Without a `value`, it has none while `flag` is set to anything but "", 0 or False.
     Typing a flag that has no effect is an error.
     """
 
@@ -2963,7 +2963,7 @@ def advice(error: Exception, args: Args) -> str:
             return f" Needed: pip install {package}"
 
     root = module.split(".")[0]
-    if module == "benchmarks.envs" and not (find_spec(root) and find_spec(module)):
+    if "No module named 'benchmarks" in str(error):
         return " Needed: a folder benchmarks with our envs.py, beside the script"
     if isinstance(error, ModuleNotFoundError) and root and not find_spec(root):
         return f" {root} is looked for in {os.getcwd()}, beside the script and by PYTHONPATH"

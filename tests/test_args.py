@@ -497,7 +497,8 @@ def test_flags_that_were_added_may_be_of_any_kind(script, kind, value):
 def test_a_package_that_a_preset_needs_is_named(script, monkeypatch, env_id, missing, told):
     """And the file of this repository that two of them need."""
     monkeypatch.setattr(script, "find_spec", lambda name: None if name == missing else name)
-    found = script.advice(ModuleNotFoundError(), script.Args(env_id=env_id))
+    fault = ModuleNotFoundError(f"No module named '{missing}'")
+    found = script.advice(fault, script.Args(env_id=env_id))
     assert told in found
 
 
