@@ -29,6 +29,12 @@ are there.
 beside those with `--dist-coef 0`, which changes nothing else. The rule is the same, said ahead of
 the runs.
 
+The two do not agree: their five seeds say "likely worse" of the one and leave the other undecided.
+So both are asked again on the five seeds that follow, in families that end with "second five". Said
+ahead of these runs: each is judged alone, by the same rule. What the first five said counts as
+found again only if the second five say it too. The pages then tell the ten seeds together, and the
+second five alone.
+
 Runs are kept as `learning.py` keeps them, and those of the defaults are the same. Two scores of a
 run: its final evaluation, and the mean of its training returns over all steps. Both count as
 (score - low) / (mean of the reference - low): 1 is what the scalar critic gets, on MuJoCo the
@@ -55,6 +61,7 @@ SCALAR = "--num-quantiles 1 --kappa 10 --value-from distribution"  # of the olde
 ALONE = " --num-quantiles 1 --dist-coef 0"  # V alone; a script has at least one quantile
 TODAY = "MuJoCo, today's scripts"
 ONE_FLAG = "MuJoCo, the script beside itself"
+SECOND = ", second five"  # what the name of a family that asks again ends with
 REPEATS = 10_000  # of the bootstrap
 KNOWN = "(reference's mean as known)"  # by an interval
 
@@ -75,7 +82,7 @@ class Family(NamedTuple):
     low: dict[str, float]  # return that counts as 0; 0 if a task is not named
     critics: dict[str, Critic]
     reference: str  # the row whose mean counts as 1
-    seeds: range  # of older runs, or as many of today's
+    seeds: range  # of older runs, or of today's, from RENEWED on
 
 
 def feed_forward() -> dict[str, Critic]:
@@ -166,13 +173,26 @@ FAMILIES = {
 }
 
 
+def asked_again(title: str, *names: str) -> Family:
+    """The family with some of its critics and the five seeds that follow its own."""
+    family = FAMILIES[title]
+    critics = {name: family.critics[name] for name in names}
+    seeds = range(family.seeds.stop, family.seeds.stop + 5)
+    return family._replace(critics=critics, seeds=seeds, reference=names[-1])
+
+
+FAMILIES[TODAY + SECOND] = asked_again(TODAY, "HL-Gauss, twins", "scalar, twins")
+FAMILIES[ONE_FLAG + SECOND] = asked_again(ONE_FLAG, "HL-Gauss, twins", "V alone, twins")
+OF_TODAY = (TODAY, ONE_FLAG, TODAY + SECOND, ONE_FLAG + SECOND)
+
+
 def cell_of(family: Family, critic: Critic, task: str) -> Cell:
     """The runs of one row on one task."""
     flags = family.tasks[task] + critic.flags
     seeds = family.seeds
-    if seeds.start == common.RENEWED:
-        first = common.first_seed(critic.script, task)
-        seeds = range(first, first + len(seeds))
+    if seeds.start >= common.RENEWED:
+        later = common.first_seed(critic.script, task) - common.RENEWED
+        seeds = range(seeds.start + later, seeds.stop + later)
     return Cell(task, critic.script, critic.variant, flags, seeds)
 
 
@@ -192,7 +212,7 @@ def told() -> dict[str, Family]:
     return {
         title: family
         for title, family in FAMILIES.items()
-        if title not in (TODAY, ONE_FLAG) or is_complete(family)
+        if title not in OF_TODAY or is_complete(family)
     }
 
 
@@ -344,7 +364,7 @@ def lost(title: str, family: Family) -> list[str]:
 
 
 # of the figure, from above
-ORDER = ("recurrent", TODAY, ONE_FLAG, "MuJoCo", "MuJoCo, fresh seeds", "MinAtar")
+ORDER = ("recurrent", *OF_TODAY, "MuJoCo", "MuJoCo, fresh seeds", "MinAtar")
 
 
 class Line(NamedTuple):
@@ -415,8 +435,8 @@ def draw(families: dict[str, Family]) -> None:
     )
     handles = [plt.Line2D([], [], marker="o", **look) for look in looks]
     title = f"Bars: 95 % intervals, bootstrap over seeds by task {KNOWN}. "
-    newer = [str(names.index(name) + 1) for name in (TODAY, ONE_FLAG) if name in families]
-    others = f" but those of group{'s' * (len(newer) > 1)} {' and '.join(newer)}" if newer else ""
+    newer = [names.index(name) + 1 for name in OF_TODAY if name in families]
+    others = f" but those of groups {min(newer)} to {max(newer)}" if newer else ""
     title += f"Twins, single: two critics or one. All runs{others} are older ones"
     figure.legend(
         handles=handles, loc="outside lower center", ncols=3, title=title, title_fontsize=7.5
@@ -463,7 +483,7 @@ def main() -> None:
     common.require("matplotlib")
     if not args.report:
         try:
-            cells = [*cells_of(FAMILIES[TODAY]), *cells_of(FAMILIES[ONE_FLAG])]
+            cells = [cell for title in OF_TODAY for cell in cells_of(FAMILIES[title])]
             runs = learning.missing(list(dict.fromkeys(cells)), args.only, args.seeds)
         except ValueError as error:
             parser.error(str(error))

@@ -1618,6 +1618,20 @@ def test_a_family_of_critics_is_told_once_it_is_complete(critics, monkeypatch):
     assert critics.TODAY in critics.told()
 
 
+def test_two_families_are_asked_again_on_the_seeds_that_follow(critics):
+    """Scalar rivals of another script have 8006 to 8010, and those of this one 8106 to 8110, since
+    its preset for robots has changed. Nothing else differs from the first five seeds."""
+    for title, rivals in ((critics.TODAY, 8006), (critics.ONE_FLAG, 8106)):
+        first, second = critics.FAMILIES[title], critics.FAMILIES[title + critics.SECOND]
+        for name, start in zip(second.critics, (8106, rivals), strict=True):
+            assert second.critics[name] == first.critics[name]
+            cell = critics.cell_of(second, second.critics[name], "Ant-v5")
+            assert list(cell.seeds) == list(range(start, start + 5))
+            before = critics.cell_of(first, first.critics[name], "Ant-v5")
+            assert cell == replace(before, seeds=cell.seeds)
+            assert before.seeds.stop == start
+
+
 def test_rows_of_other_flags_do_not_pass_as_done(monkeypatch, tmp_path):
     """Where a preset has changed since, the rows that it left are named. Of the committed ones none
     is such a row."""
