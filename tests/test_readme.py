@@ -339,8 +339,8 @@ def test_known_processes_that_are_close_to_the_truth():
             good.setdefault(row["variant"], []).append(calibration.reached(row))
     tuned, atoms = good["recommended"], good["201 atoms"]
     assert all(tuned)
-    assert f"all {len(tuned)} runs with tuned flags come close to the truth." in README
-    assert f"With the preset's 201 atoms {sum(atoms)} of {len(atoms)} come close." in README
+    told = f"all {len(tuned)} runs with tuned flags come close to the truth, and {sum(atoms)} of "
+    assert f"{told}{len(atoms)} with the preset's 201 atoms." in README
 
 
 def test_the_road_of_samples():
@@ -349,13 +349,15 @@ def test_the_road_of_samples():
         "road", "distributional_ppo_categorical", "weight 1"
     ]
     tail = mean(float(row["sampled_cvar"]) for row in rows)
-    assert f"Where they sample their actions, the worst tenth rises to {tail:.1f} only" in README
+    assert f"but where actions are sampled, the worst tenth has {tail:.1f} only." in README
     half = importlib.import_module("risk").groups()[
         "road", "distributional_ppo_categorical", "weight 0.5"
     ]
     tail, whole = (mean(float(row[name]) for row in half) for name in ("cvar", "mean"))
-    told = f"weight of 0.5 lifts it to {tail:.1f}, and lowers the mean to {whole:.1f}."
-    assert told in README
+    assert f" to {tail:.1f}, and lowers the mean of all from " in README
+    assert f" to {whole:.1f} (five runs" in README
+    script = importlib.import_module("distributional_ppo_categorical")
+    assert script.PRESETS["averse"].flags["cvar_weight"] == 0.5
 
 
 def test_what_a_gpu_gains():
@@ -389,8 +391,10 @@ def test_the_price_of_a_tail_on_the_road():
         assert len(rows) == 5
         found[variant] = [mean(float(row[key]) for row in rows) for key in ("mean", "cvar")]
     (mean_before, cvar_before), (mean_after, cvar_after) = found.values()
-    assert f"worst tenth of drives from {cvar_before:.1f} to {cvar_after:.1f}, and" in README
-    assert f"the mean of all from {mean_before:.1f} to {mean_after:.1f} (five runs" in README
+    told = f"`averse` lifts the mean of the worst tenth of drives from {cvar_before:.1f} to"
+    assert told in README
+    assert f"the mean of all from {mean_before:.1f} to" in README
+    assert f"With `--cvar-weight 1` they are {cvar_after:.1f} and {mean_after:.1f}, but" in README
 
 
 def errors_by_chance(episodes: int) -> tuple[float, float]:
@@ -406,9 +410,9 @@ def errors_by_chance(episodes: int) -> tuple[float, float]:
 def test_what_chance_makes_of_a_perfect_prediction():
     """With few episodes it fails the check now and then."""
     (few, _), (usual, fails), (many, seldom) = map(errors_by_chance, (16, 64, 256))
-    told = f"with 64 episodes, the default, {usual:.2f} on average, and more than 0.05 in "
-    told += f"{fails:.0%} of the checks; with `--episodes 256` it is {many:.2f}, and above 0.05 in "
-    assert f"{told}{seldom:.0%}.".replace("%", " %") in README
+    told = f"with `--episodes 256` it is {many:.2f} on average, and above 0.05 in {seldom:.0%} of "
+    told += f"the checks. With 64 episodes, the default, it is {usual:.2f}, and above 0.05 in "
+    assert f"{told}{fails:.0%}.".replace("%", " %") in README
     assert f"with 16 chance makes {few:.2f}, and 0.05 decides nothing." in README
 
 
@@ -442,11 +446,12 @@ def test_how_good_presets_for_calibration_are():
             plain = [errors[task, f"{one}, no bonus"] for one in ("presets", "critics")]
             assert f"| {task} | {told[0]} | {' | '.join(map(told_error, plain))} |" in README
             assert mean(plain[0]) < mean(plain[1])
-            assert "without the bonus it rose" in README
+            told_of = "On CartPoleNoVel-v1 `critics` helped only with the entropy bonus"
+            assert told_of in README
             first = errors[task, "presets, no bonus, before"]
             assert len(first) == 3
             assert min(first) > 0.05
-            assert "after three of the first runs had failed without it" in README
+            assert "The entropy bonus came after failures, too." in README
             told[0] = "-"
         assert f"| {name} | {' | '.join(told)} |" in README
     assert all(len(own) == 3 for _, *some in found.values() for own in some)
@@ -461,10 +466,18 @@ def test_how_good_presets_for_calibration_are():
     smaller = {task for task, verdict in verdicts.items() if verdict == "behind"}
     assert smaller == {"popgym:popgym-HigherLowerEasy-v0", "Hopper-v5"}
     assert sorted(verdicts.values()) == ["behind"] * 2 + ["undecided"] * 3
-    told = "By more than chance it made the error smaller on two of five tasks, HigherLowerEasy and"
-    assert f"{told} Hopper-v5; on the others three runs do not decide." in README
-    lander = [mean(own) for own in found["LunarLander-v3"][:2]]
-    assert "On LunarLander-v3 the error rose from {:.3f} to {:.3f}.".format(*lander) in README
+    plain = [
+        [mean(errors[task, "default"])]
+        + [
+            mean(errors[task, f"{one}, no bonus" if task == "CartPoleNoVel-v1" else one])
+            for one in ("presets", "critics")
+        ]
+        for task in found
+    ]
+    lowered = [sum(own[at] < own[at - 1] for own in plain) for at in (1, 2)]
+    assert (lowered, len(plain)) == ([4, 4], 5)
+    told = "The preset `calibrated` lowered the mean on four of five tasks, on HigherLowerEasy and"
+    assert f"{told} Hopper-v5 by more than chance. `critics` lowered it on four, on" in README
     beyond = {task for task, own in found.items() if falls_beyond_chance(own[1], own[2])}
     assert beyond == {"PendulumNoVel-v1", "LunarLander-v3"}
     assert "on PendulumNoVel-v1 and LunarLander-v3 by more than chance" in README
@@ -479,21 +492,19 @@ def test_how_good_presets_for_calibration_are():
     ]
     pairs = [pair for own in found.values() for pair in zip(own[1], own[2])]
     needed = sum(before <= 0.05 or after <= 0.05 for before, after in pairs)
-    assert f"Of {len(pairs)} runs on five tasks [{needed} reach it](#how-good-it-is)" in README
-    assert f"If `critics` follows a failed check alone, as advised above, {needed} are." in README
-    few = [sum(error <= 0.05 for own in found.values() for error in own[at]) for at in (1, 2)]
-    told = "{} are at most 0.05 with `calibrated`, and {} after `critics`."
-    assert told.format(*few) in README
-    worse = [pair for pair in zip(*found["Hopper-v5"][1:]) if pair[1] > pair[0]]
-    told = "of three Hoppers one went from {:.3f} to {:.3f}, and one from {:.3f} to {:.3f}."
-    assert told.format(*worse[0], *worse[1]) in README
-    assert len(worse) == 2
-    hopper = [mean(own) for own in found["Hopper-v5"][:2]]
-    told = "runs have {1:.3f} on average, and three without `calibrated` {0:.3f}.".format(*hopper)
+    told = f"Of {len(pairs)} runs on five tasks [{needed} pass our check](#how-good-it-is)"
     assert told in README
+    told = f"If `critics` follows only a failed check, as advised above, {needed} pass."
+    assert told in README
+    few = [sum(error <= 0.05 for own in found.values() for error in own[at]) for at in (1, 2)]
+    told = "{} of {} runs pass with `calibrated`, and {} after `critics`."
+    assert told.format(few[0], len(pairs), few[1]) in README
+    worse = [pair for pair in zip(*found["Hopper-v5"][1:]) if pair[1] > pair[0]]
+    assert (len(worse), len(found["Hopper-v5"][1])) == (2, 3)
+    assert "A single run may get worse, as two of three Hoppers did." in README
     earlier = [error for task in found for error in errors[task, "critics, before"]]
     high = sum(error > 0.05 for error in earlier)
-    assert f"(8001 to 8003) {high} of {len(earlier)} runs were above 0.05 after" in README
+    assert f"On the first ones {high} of {len(earlier)} runs had failed, and" in README
     default = [mean(errors[task, "default"]) for task in found]
     assert (sum(error > 0.22 for error in default), len(default)) == (2, 5)
     assert "On two of five tasks the default was worse than a single number at the true" in README
@@ -600,7 +611,8 @@ def test_what_the_preset_calibrated_costs_in_return():
         assert changes[task].verdict == "undecided"
     pole, pendulum, hopper, lander = (change.mean for change in changes.values())
     about = f"about {round(of_hopper, -2):.0f}"
-    assert f"three runs had {-hopper:.0f} less than without it, of {about}" in README
+    told = f"mean of three runs was lower by {-hopper:.0f} than without it, {about}, which chance"
+    assert told in README
     told = f"{-hopper:.0f} on Hopper-v5 (without it {about})"
     assert (
         f"lower by {told}, by {-lander:.0f} on LunarLander-v3 and by {-pendulum:.0f} on Pend"
@@ -688,8 +700,6 @@ def test_how_good_tuned_flags_for_calibration_are():
         "distributional_ppo_lstm": (2, 3),
         "distributional_ppo_categorical": (1, 3),
     }
-    told = "reach it on two of three tasks in the recurrent script, and on one of three in the feed"
-    assert told in README
     runs = [error for found in errors.values() for error in found]
     few = sum(error <= 0.05 for error in runs)
     assert f"{few} of {len(runs)} runs reach 0.05 (older)" in README
@@ -700,7 +710,7 @@ def test_the_picture_of_one_run():
     text = (RESULTS / "inspect.txt").read_text()
     episodes = re.search(r"of (\d+) episodes", text)[1]
     share = 100 * float(re.search(r"between deciles 1 and 9 ([\d.]+)", text)[1])
-    assert f"On the right are {episodes} episodes" in README
+    assert f"above](#the-predicted-distribution), with {episodes} episodes." in README
     assert f"Of the returns {share:.0f} % lie between the first and the ninth decile" in README
     error = float(re.search(r"decile error ([\d.]+)", text)[1])
     calibration = importlib.import_module("calibration")
@@ -710,9 +720,8 @@ def test_the_picture_of_one_run():
         if (row["task"], row["variant"]) == ("Hopper-v5", "presets")
     ]
     chance, _ = errors_by_chance(int(episodes))
-    told = f"calibrated` has {error:.2f} over {episodes} episodes, where a perfect prediction would"
-    assert f"{told} have {chance:.2f} on average, by chance." in README
-    assert f"three other such runs have {np.mean(others):.3f} on average" in README
+    told = f"its deciles are off by {error:.2f}, where chance alone makes {chance:.2f}, and three "
+    assert f"{told}others are off by {np.mean(others):.3f} [on average]" in README
     assert error < np.mean(others)
     assert len(others) == 3
 
@@ -873,8 +882,8 @@ def test_the_verdict_beside_tuned_flags():
     for task in below:  # within the interval of SB3's mean
         peer = np.array(scores_of(PEERS, task))
         assert abs(zoo[task] - peer.mean()) < common.half_width(peer)
-    assert "On Hopper and Ant the zoo's is worse than all of ours, but even its number is" in README
-    assert "below the mean of SB3's untuned defaults (not measurably)" in README
+    told = "On Hopper and Ant all our runs beat it. But the mean of SB3's untuned defaults is above"
+    assert told in README
     for task in ("CartPoleNoVel-v1", "PendulumNoVel-v1", "MountainCarContinuousNoVel-v0"):
         pair = (np.array(scores_of(names, task)) for names in (SCRIPTS, PEERS))
         assert common.welch(*pair).verdict == "undecided"
@@ -910,7 +919,7 @@ def test_robots_beside_the_highest_published_scores():
     rows = [row for row in rows_of("published.csv") if row["source"] == "rl-baselines3-zoo"]
     told = []
     for robot, kind in (
-        ("HalfCheetah", "PPO"), ("Hopper", "TRPO"), ("Walker2d", "TRPO"), ("Ant", "TRPO"),
+        ("Hopper", "TRPO"), ("Walker2d", "TRPO"), ("Ant", "TRPO"), ("HalfCheetah", "PPO"),
     ):  # fmt: skip
         ours = mean(float(row["return_mean"]) for row in default_runs(SCRIPTS[1], f"{robot}-v5"))
         own = [row for row in rows_of("published.csv") if row["task"] == f"{robot}-v5"]
@@ -919,8 +928,8 @@ def test_robots_beside_the_highest_published_scores():
         assert ("TRPO" if best["kind"] == "TRPO" else "PPO") == kind
         assert ours < float(best["value"])
         told.append(best["value"])
-    words = "{} of PPO on HalfCheetah, and of TRPO {} on Hopper, {} on Walker2d and {} on Ant."
-    assert words.format(*told) in README
+    words = "found for Hopper, Walker2d and Ant, single runs of TRPO, are above our means: {}, {} "
+    assert f"{words}and {{}} (HalfCheetah: {{}}, of PPO).".format(*told) in README
 
 
 def test_the_table_of_defaults():
