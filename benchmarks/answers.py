@@ -245,10 +245,15 @@ def single_gap(task: str) -> str:
     return welch(*pair).told() if pair and all(map(len, pair)) else "-"
 
 
-def newer(cell: common.Cell) -> str:
-    """A star where all rows are of today's update."""
+def newer(cell: common.Cell) -> bool:
+    """Whether it has rows, and all are of today's scripts."""
     rows = learning.rows_of(cell)
-    return "*" if rows and not any(map(common.is_older, rows)) else ""
+    return bool(rows) and not any(map(common.is_older, rows))
+
+
+def age(cell: common.Cell) -> str:
+    """What stands beside numbers of older scripts."""
+    return "" if newer(cell) else " (older)"
 
 
 def task_row(line: Line) -> dict[str, str]:
@@ -259,7 +264,7 @@ def task_row(line: Line) -> dict[str, str]:
     own = scores(script, task)
     steps = int(learning.rows_of(cell)[0]["steps"]) if len(own) else 0
     return {
-        "task": f"{name}{newer(cell)}, {common.brief_count(steps)}" if steps else name,
+        "task": f"{name}{age(cell)}, {common.brief_count(steps)}" if steps else name,
         "ours": measured(script, task),
         "worst": figure(own.min(), abs(own).max()) if len(own) else "-",
         "single quantile critic minus twins": single_gap(task),
@@ -300,7 +305,7 @@ def long_table() -> list[str]:
             name = learning.name_of(cell)
             mean, *runs = (figure(score, own.max()) for score in (own.mean(), *own))
             theirs = [known(published(name, source, steps), steps) for source in sources]
-            columns = [f"{name}{newer(cell)}", mean, joined(runs), *theirs]
+            columns = [f"{name}{age(cell)}", mean, joined(runs), *theirs]
             lines.append(common.markdown_row(columns))
     return [*lines, ""] if len(lines) > heads else []
 
@@ -326,12 +331,12 @@ def blind_table() -> list[str]:
                 common.markdown_row(
                     [
                         task,
-                        with_interval(own) + newer(learning.cell_of(LSTM, task, "default")),
+                        with_interval(own) + age(learning.cell_of(LSTM, task, "default")),
                         figure(own.min(), abs(own).max()),
-                        with_interval(control) + newer(feed_forward_of(task)),
+                        with_interval(control) + age(feed_forward_of(task)),
                         welch(own, control).told(0),
                         measured(CATEGORICAL, seen)
-                        + newer(learning.cell_of(CATEGORICAL, seen, "default")),
+                        + age(learning.cell_of(CATEGORICAL, seen, "default")),
                     ]
                 )
             )
@@ -348,7 +353,8 @@ def short_table() -> list[str]:
     for task in learning.SHORT_ROBOTS:
         own, peer = (scores(script, task, "short") for script in (LSTM, CONTRIB))
         if len(own) and len(peer):
-            columns = [f"{task}, 300k*", with_interval(own), with_interval(peer)]
+            older = age(learning.cell_of(LSTM, task, "short"))
+            columns = [f"{task}{older}, 300k", with_interval(own), with_interval(peer)]
             lines.append(common.markdown_row([*columns, welch(own, peer).told(0)]))
     return [*lines, ""] if len(lines) > heads else []
 
@@ -362,13 +368,13 @@ def memory_table() -> list[str]:
     )
     for name, gap in popgym().items():
         task = f"popgym:popgym-{name}"
-        star = newer(learning.cell_of(LSTM, task, "default"))
+        older = age(learning.cell_of(LSTM, task, "default"))
         ours, peer = measured(LSTM, task), measured(CONTRIB, task, "equal_time")
-        columns = [f"{name}{star}", ours, peer, gap.told(2)]
+        columns = [f"{name}{older}", ours, peer, gap.told(2)]
         lines.append(common.markdown_row(columns))
     grid = learning.cell_of(LSTM, "envs:MiniGrid-MemoryS7-OneHot-v0", "default")
     columns = [
-        f"MiniGrid-MemoryS7-OneHot-v0{newer(grid)}, 300k",
+        f"MiniGrid-MemoryS7-OneHot-v0{age(grid)}, 300k",
         measured(LSTM, grid.task),
         "-",
         "-",
@@ -551,19 +557,27 @@ class Contest(NamedTuple):
     told: str
 
 
-RECURRENT = Contest("recurrent", "32 quantiles", "recurrent tasks, twins of 32 quantiles (default)")
+RECURRENT = Contest(
+    "recurrent", "32 quantiles", "recurrent tasks, twins of 32 quantiles (default, older)"
+)
 ROBOTS = Contest("MuJoCo", "HL-Gauss, twins", "MuJoCo, HL-Gauss twins of 51 atoms (older preset)")
 SINGLE = Contest(
-    "MuJoCo", "51 quantiles, single", "MuJoCo, single quantile critic, seeds 1 to 5, which chose it"
+    "MuJoCo",
+    "51 quantiles, single",
+    "MuJoCo, single quantile critic, seeds 1 to 5, which chose it (older)",
 )
-AGAIN = Contest("MuJoCo, fresh seeds", "51 quantiles, single", "the same, seeds 6 to 10 (fresh)")
-GAMES = Contest("MinAtar", "HL-Gauss, twins", "MinAtar, HL-Gauss twins of 51 atoms (default)")
-QUANTILES = Contest("MinAtar", "51 quantiles, twins", "MinAtar, twins of 51 quantiles")
-TODAY = Contest(critics.TODAY, "HL-Gauss, twins", "MuJoCo*, HL-Gauss twins of 51 atoms (preset)")
+AGAIN = Contest(
+    "MuJoCo, fresh seeds", "51 quantiles, single", "the same, seeds 6 to 10 (fresh, older)"
+)
+GAMES = Contest(
+    "MinAtar", "HL-Gauss, twins", "MinAtar, HL-Gauss twins of 51 atoms (default, older)"
+)
+QUANTILES = Contest("MinAtar", "51 quantiles, twins", "MinAtar, twins of 51 quantiles (older)")
+TODAY = Contest(critics.TODAY, "HL-Gauss, twins", "MuJoCo, HL-Gauss twins of 51 atoms (preset)")
 SAME = Contest(
-    critics.ONE_FLAG, "HL-Gauss, twins", "MuJoCo*, the same beside itself with `--dist-coef 0`"
+    critics.ONE_FLAG, "HL-Gauss, twins", "MuJoCo, the same beside itself with `--dist-coef 0`"
 )
-TODAY_SINGLE = Contest(critics.TODAY, "51 quantiles, single", "MuJoCo*, single quantile critic")
+TODAY_SINGLE = Contest(critics.TODAY, "51 quantiles, single", "MuJoCo, single quantile critic")
 CONTESTS = (RECURRENT, TODAY, SAME, TODAY_SINGLE, ROBOTS, SINGLE, AGAIN, GAMES, QUANTILES)
 DEFAULTS = {  # contests of the scripts' own critics
     TODAY: "on MuJoCo beside the quantile script's",
@@ -651,7 +665,7 @@ def critics_notes() -> list[str]:
         f"scalar critic (a single one on MuJoCo, twins elsewhere), as if it were known, and 0 is a "
         f"return of 0 "
         f"({pendulum} on PendulumNoVel-v1, a random policy's; -1 on POPGym).",
-        f"Rows without a * are older, with {seeds_told()} seeds a task, so that intervals are [too "
+        f"Older rows have {seeds_told()} seeds a task, so that their intervals are [too "
         f"narrow](#how-to-read-the-numbers). Three recurrent tasks are at their ceiling. Twins are "
         f"compared with scalar twins, single critics with a single one. The scalar critic is "
         f"the quantile script's, without the loss of the distribution. In older rows V's loss is "
@@ -1543,7 +1557,7 @@ def current() -> str:
     older = [cell for cell in cells if not newer(cell)]
     told = families(cell for cell in older if cell.script == LSTM)
     if any(cell.script == CATEGORICAL for cell in older):
-        told.append("feed-forward ones without a *")
+        told.append("feed-forward ones that say so")
     if True in set().union(*(ages(contest) for contest in CONTESTS)):
         told.append("the [critics](#what-the-distribution-buys) but on MuJoCo")
     if any(not newer(cell) for cell in learning.ABLATIONS if learning.rows_of(cell)):
@@ -1568,7 +1582,7 @@ def current() -> str:
     return (
         f"**Two changes made numbers old.** First actor and critics got losses and optimizers of "
         f"their own. Then `--preset mujoco` got another V. {len(cells) - len(older)} of "
-        f"{len(cells)} results of ours in the tables of tasks (*) are of today's scripts. Older "
+        f"{len(cells)} results of ours in the tables of tasks are of today's scripts. Older "
         f"are {joined(told)}. {effect}"
     )
 

@@ -1100,8 +1100,8 @@ def draw_learning() -> None:
     for number, (panel, task) in enumerate(zip(axes.flat, tasks)):
         own = [cell for cell in drawn if cell.task == task]
         draw_curves(panel, own)
-        star = "*" if "today's" in map(version_of, own) else ""
-        common.letter(panel, number, f"{common.title_of(task)}{star}", fontsize=7.5, pad=13)
+        older = " (older)" if "older" in map(version_of, own) else ""
+        common.letter(panel, number, f"{common.title_of(task)}{older}", fontsize=7.5, pad=13)
     for panel in axes.flat[len(tasks) :]:
         panel.set_axis_off()
     for panel in axes[:, 0]:

@@ -270,7 +270,7 @@ def test_age_is_told_from_the_rows(answers, monkeypatch):
     monkeypatch.setattr(answers, "changes", lambda: [change])
     monkeypatch.setattr(answers, "welch", lambda *_: common.Difference(-1, -3, 1))
     told = answers.current()
-    assert " 1 of 5 results of ours in the tables of tasks (*) are of today's scripts." in told
+    assert " 1 of 5 results of ours in the tables of tasks are of today's scripts." in told
     assert "are POPGym, MinAtar at 2M steps, E, some of truth and all of calibration." in told
     assert (
         "tasks the first change moved no mean measurably, but a loss of up to 30 % (on F)" in told
@@ -285,7 +285,7 @@ def test_age_is_told_from_the_rows(answers, monkeypatch):
     monkeypatch.setattr(answers, "ages", lambda contest: {False})
     cells[2] = common.Cell("Hopper-v5", answers.CATEGORICAL, "default", "", range(1))
     commits["Hopper-v5"] = "new"  # but its seed is below 8101
-    assert "Older are feed-forward ones without a *. " in answers.current()
+    assert "Older are feed-forward ones that say so. " in answers.current()
     cells[2] = game
     assert answers.current() == "**All numbers are of today's scripts.**"
 
@@ -565,7 +565,7 @@ def test_longer_games_stand_beside_longer_games(answers, monkeypatch):
         "| MinAtar, 10M | our mean | our runs | gymnax-blines | purejaxrl and CleanRL | pgx |"
     )
     assert found[2:] == [
-        "| MinAtar-Breakout-v1* | 32.5 | 30.0 and 35.0 | 43 | 38 | 50 at 20M |",
+        "| MinAtar-Breakout-v1 | 32.5 | 30.0 and 35.0 | 43 | 38 | 50 at 20M |",
         "",
     ]
     monkeypatch.setattr(answers.learning, "scores_of", lambda cell: [])
@@ -635,16 +635,16 @@ def test_what_memory_buys_worked_by_hand(answers, monkeypatch):
     )
     older = ("HopperNoVel-v5", "HalfCheetah-v5", "Hopper-v5")  # of the feed-forward runs
 
-    def star(cell):
-        return "" if cell.script == answers.CATEGORICAL and cell.task in older else "*"
+    def newer(cell):
+        return cell.script != answers.CATEGORICAL or cell.task not in older
 
-    monkeypatch.setattr(answers, "newer", star)
+    monkeypatch.setattr(answers, "newer", newer)
     cheetah, hopper = answers.blind_table()[2:-1]
-    first = "| HalfCheetahNoVel-v5 | 3000 ± 25 (3)* | 2990 | 1000 ± 25 (3)* | +20"
+    first = "| HalfCheetahNoVel-v5 | 3000 ± 25 (3) | 2990 | 1000 ± 25 (3) | +20"
     assert cheetah.startswith(first)
-    assert cheetah.endswith(" | 4500 ± 6353 (2) |")
+    assert cheetah.endswith(" | 4500 ± 6353 (2) (older) |")
     assert hopper.startswith(
-        "| HopperNoVel-v5 | 1000 ± 12706 (2)* | 0 | 550.0 ± 635.3 (2) | +450 (-"
+        "| HopperNoVel-v5 | 1000 ± 12706 (2) | 0 | 550.0 ± 635.3 (2) (older) | +450 (-"
     )
     runs.clear()
     assert answers.blind_table() == []
@@ -664,7 +664,7 @@ def test_equal_flags_beside_the_peer_worked_by_hand(answers, monkeypatch):
     )
     [line] = answers.short_table()[2:-1]
     assert line.startswith(
-        "| HalfCheetahNoVel-v5, 300k* | 600.0 ± 24.8 (3) | 500.0 ± 24.8 (3) | +100 (+"
+        "| HalfCheetahNoVel-v5, 300k | 600.0 ± 24.8 (3) | 500.0 ± 24.8 (3) | +100 (+"
     )
     runs.clear()
     assert answers.short_table() == []
@@ -829,11 +829,9 @@ def test_the_price_of_calibration_worked_by_hand(answers, monkeypatch):
     def scores(script, task, variant="default", seeds=None):
         return np.array(runs.get((task, seeds[0] if seeds else variant), ()), float)
 
-    stars = {"default": "*", "calibrated": ""}
+    newer = {"default": True, "calibrated": False}
     monkeypatch.setattr(answers, "scores", scores)
-    monkeypatch.setattr(
-        answers, "newer", lambda cell: stars[cell.variant] if cell.task[0] == "H" else "*"
-    )
+    monkeypatch.setattr(answers, "newer", lambda cell: cell.task[0] != "H" or newer[cell.variant])
     assert answers.price("CartPoleNoVel-v1") == "+3.0 (+0.7 to +5.3)"
     assert answers.price("PendulumNoVel-v1").startswith("-10.0 (")
     assert answers.price("Hopper-v5") == "+3.0 (+0.7 to +5.3)"

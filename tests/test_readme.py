@@ -27,7 +27,7 @@ PAGES = [Path("README.md"), Path("tests/README.md")]
 PAGES += sorted(path.relative_to(ROOT) for path in ROOT.glob("benchmarks/*.md"))
 SCRIPTS = ("distributional_ppo_lstm", "distributional_ppo_categorical")
 RECIPE = re.compile(
-    r"\| [^|*]+(\*?) \| `python (\w+)\.py ?([^`]*)` \| (\w+) \| ([-\d.]+) \| ([-\d.]+) \| (\d+) "
+    r"\| [^|*]+ \| `python (\w+)\.py ?([^`]*)` \| (\w+) \| ([-\d.]+) \| ([-\d.]+) \| (\d+) "
     r"\| (\d+) \|"
 )
 MINUTES = (1, 2, 5, 10, 20, 30)
@@ -74,7 +74,7 @@ def test_every_command_is_one_that_the_script_takes(monkeypatch, tmp_path):
     """Recipes parse, name tasks of presets, and the example of a task runs under the script."""
     commands = RECIPE.findall(README)
     assert len(commands) == 13
-    for _, name, flags, *_ in commands:
+    for name, flags, *_ in commands:
         script = importlib.import_module(name)
         words = [word for word in shlex.split(flags) if word != "--compile"]
         assert script.parse_args(words).env_id
@@ -286,18 +286,18 @@ def test_links_lead_somewhere(page):
 
 
 # ------------------------------------------------------------------------------- what the rows say
-@pytest.mark.parametrize("recipe", RECIPE.findall(README), ids=lambda recipe: recipe[2] or "none")
+@pytest.mark.parametrize("recipe", RECIPE.findall(README), ids=lambda recipe: recipe[1] or "none")
 def test_recipes_tell_what_the_runs_had(recipe):
     """The steps of the preset; the mean and the worst evaluation of its runs, their number and
-    median time, rounded up. A star marks runs of today's scripts."""
-    star, name, flags, steps, expect, worst, seeds, minutes = recipe
+    median time, rounded up. All are of today's scripts."""
+    name, flags, steps, expect, worst, seeds, minutes = recipe
     words = [word for word in shlex.split(flags) if word != "--compile"]
     args = importlib.import_module(name).parse_args(words)
     runs = default_runs(name, args.env_id)
     thousands = args.total_timesteps // 1000
     assert steps == (f"{thousands}k" if thousands < 1000 else f"{thousands // 1000}M")
     assert len(runs) == int(seeds)
-    assert bool(star) == (not any(map(common.is_older, runs)))
+    assert not any(map(common.is_older, runs))
     scores = [float(row["return_mean"]) for row in runs]
     for told, score in ((expect, mean(scores)), (worst, min(scores))):
         assert told in (f"{score:.0f}", f"{score:.1f}", f"{score:.2f}")
@@ -682,7 +682,7 @@ def test_the_chance_that_a_distribution_helps():
     )
     assert f"about a half](benchmarks/README.md#what-the-distribution-buys): {recurrent}" in README
     assert f"{recurrent} on recurrent tasks and {games} on MinAtar, with older versions." in README
-    [single] = re.findall(r"\| MuJoCo\*, single quantile critic \| ([^|]+) \|", page)
+    [single] = re.findall(r"\| MuJoCo, single quantile critic \| ([^|]+) \|", page)
     assert f"With a single critic, of quantiles or of V alone, it is {single}." in README
     [twins] = re.findall(r"better beside a single scalar critic, (\S+ \(.*?\))\. The", page)
     assert f"ends above a run with one with a chance of {twins}." in README
@@ -738,7 +738,9 @@ def test_slow_simulators():
 
 
 MEAN = r"(\S+) ± (\S+) \((\d+)\)"
-RESULT = re.compile(rf"^\| ([\w-]+)(\*?), \w+ \| {MEAN} \| (\S+) \| {MEAN} \|(.*)$", re.MULTILINE)
+RESULT = re.compile(
+    rf"^\| ([\w-]+)( \(older\))?, \w+ \| {MEAN} \| (\S+) \| {MEAN} \|(.*)$", re.MULTILINE
+)
 PEERS = ("sb3_contrib_recurrent_ppo", "stable_baselines3_ppo")
 
 
@@ -759,11 +761,10 @@ def training_returns(task: str) -> list[float]:
 
 @pytest.mark.parametrize("row", RESULT.findall(README), ids=lambda row: row[0])
 def test_results_are_those_of_the_runs(row):
-    """Mean, 95 % interval and number of seeds, ours and the peer's, and the worst seed of ours. A
-    star marks rows of today's scripts."""
-    task, star, ours, our_width, seeds, worst, peer, peer_width, peer_seeds, more = row
+    """Mean, 95 % interval and number of seeds, ours and the peer's, and the worst seed of ours."""
+    task, older, ours, our_width, seeds, worst, peer, peer_width, peer_seeds, more = row
     todays = {one.replace("/", "-") for one in tasks_of_today()}
-    assert bool(star) == (task in todays)
+    assert bool(older) == (task not in todays)
     own, other = scores_of(SCRIPTS, task), scores_of(PEERS, task)
     assert (len(own), len(other)) == (int(seeds), int(peer_seeds))
     for told, value in (
@@ -802,10 +803,10 @@ def test_what_memory_buys_on_robots():
         own, control, seen = (np.array(learning.scores_of(cell)) for cell in cells)
         if len(own) and len(control):
             expected.append(task)
-            stars = ["*" * (learning.version_of(cell) == "today's") for cell in cells]
+            assert {learning.version_of(cell) for cell in cells} == {"today's"}
             means = [
-                f"{x.mean():.0f} ± {common.half_width(x):.0f} ({len(x)}){star}"
-                for x, star in zip((own, control, seen), stars)
+                f"{x.mean():.0f} ± {common.half_width(x):.0f} ({len(x)})"
+                for x in (own, control, seen)
             ]
             told = [task, means[0], f"{own.min():.0f}", *means[1:]]
             assert f"| {' | '.join(told)} |" in README
