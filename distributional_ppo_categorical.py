@@ -167,9 +167,9 @@ class Range:
 def bounded(kind: Any, *bounds: Any, above_low: bool = False) -> Any:
     """Return an annotated type. `--help` shows its range, and `check_range` enforces it."""
     allowed = Range(*bounds, above_low=above_low)
-    word = "INT" if kind is int else "FLOAT"
+    word = "INT" if kind in (int, int | None) else "FLOAT"
     metavar = str(allowed) if "," in str(allowed) else f"{word}{allowed}"
-    if kind == float | None:
+    if type(None) in get_args(kind):
         metavar = f"None|{metavar}"
     return Annotated[kind, allowed, tyro.conf.arg(metavar=metavar)]
 
@@ -669,7 +669,7 @@ def gae(
         raise TypeError("gae: terminated and truncated must be tensors of bool")
     shapes = [tuple(x.shape) for x in (rewards, values, next_values, terminated, truncated)]
     steps = rewards.shape[: terminated.dim()]  # masks lack further axes
-    if shapes != [rewards.shape] * 3 + [steps] * 2:
+    if not steps or shapes != [rewards.shape] * 3 + [steps] * 2:
         names = "rewards, values, next_values, terminated and truncated"
         raise ValueError(f"gae: the shapes of {names} are {shapes}")
     if not len(rewards):
@@ -2269,11 +2269,11 @@ class CategoricalActions(nn.Module):
 
 def make_action_dist(space: gym.Space, args: Args) -> GaussianActions | CategoricalActions:
     """Make the distribution of actions for a space. Raises `UsageError` for spaces without one."""
-    if isinstance(space, Box) and np.issubdtype(space.dtype, np.floating):
+    if isinstance(space, Box) and np.issubdtype(space.dtype, np.floating) and 0 not in space.shape:
         return GaussianActions(space, args.log_std_init)
     if isinstance(space, Discrete | MultiDiscrete | MultiBinary):
         return CategoricalActions(space)
-    text = "must be floats (Box), Discrete, MultiDiscrete or MultiBinary"
+    text = "must be one or more floats (Box), Discrete, MultiDiscrete or MultiBinary"
     raise UsageError(f"--env-id {args.env_id}: its actions are {space}; they {text}")
 
 
@@ -2607,7 +2607,7 @@ def unfit_part(space: gym.Space, name: str = "observation") -> str:
             return f"{name} is {space}, a stack of images; move the stack into the channels"
         if channel_axis(space) is not None:
             text = "which counts as an image (a flat one would not); images are not joined with"
-            return f"{name} is {space}, {text} other parts; wrap the task and leave one out"
+            return f"{name} is {space}, {text} other parts; wrap the task to give it alone, or not"
         return ""
 
     if isinstance(space, Discrete | MultiDiscrete | MultiBinary):
@@ -2626,6 +2626,8 @@ def vector_view(space: gym.Space, args: Args, hidden: tuple[int, ...]) -> tuple[
         raise UsageError(f"--env-id {args.env_id}: {unfit}")
     is_flat = isinstance(space, Box) and len(space.shape) == 1
     keep = np.ones(gym.spaces.flatdim(space), bool)
+    if not len(keep):
+        raise UsageError(f"--env-id {args.env_id}: its observations are {space}, which is empty")
     if hidden and max(hidden) >= len(keep):
         text = f"it shows {len(keep)} entries, and its velocities are said to be further on"
         raise UsageError(f"--env-id {args.env_id}: {text}; use the newest version of the task")
@@ -2725,7 +2727,7 @@ def as_rows(obs: np.ndarray, space: Box) -> tuple[np.ndarray, bool]:
     for row in rows:
         found = misfit(space, row)
         if found:
-            raise ValueError(found)
+            raise ValueError(f"{found} (make_env's `see` makes it from the task's own observation)")
     if len(space.shape) == 1:
         rows = np.where((space.low == 0) & (space.high == 0), 0, rows)
     for row in rows:
@@ -3718,7 +3720,7 @@ def take_weights(agent: Agent, args: Args, here: Path) -> None:
     for name in theirs | ours:
         if theirs.get(name) != ours.get(name):
             differ = f"{name} is {theirs.get(name)} there, {ours.get(name)} by these flags"
-            text = f"{differ}; give the flags in its args.json, and a task with the same spaces"
+            text = f"{differ}; give the flags in its args.json, its networks and its spaces"
             raise flag_error(args, "init_from", text)
 
     unknown = sorted(hidden_entries(stored) - hidden_entries(args))

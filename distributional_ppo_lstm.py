@@ -171,9 +171,9 @@ class Range:
 def bounded(kind: Any, *bounds: Any, above_low: bool = False) -> Any:
     """Return an annotated type. `--help` shows its range, and `check_range` enforces it."""
     allowed = Range(*bounds, above_low=above_low)
-    word = "INT" if kind is int else "FLOAT"
+    word = "INT" if kind in (int, int | None) else "FLOAT"
     metavar = str(allowed) if "," in str(allowed) else f"{word}{allowed}"
-    if kind == float | None:
+    if type(None) in get_args(kind):
         metavar = f"None|{metavar}"
     return Annotated[kind, allowed, tyro.conf.arg(metavar=metavar)]
 
@@ -678,9 +678,7 @@ def run_critics(
         if first % args.sequence_length == 0:  # a training sequence begins; a limit only cuts
             states.append(state)
         starts = rollout.episode_start[first:end]
-        h_and_c = state.split(1)  # (1, N, H) each
-        stretch, after = unroll_lstm(body.lstm, inputs[first:end], h_and_c, starts)
-        state = torch.cat(after)
+        stretch, state = body.unroll(inputs[first:end], state, starts)
         successor, _ = body.step(next_obs[end - 1], state)
         features.append(stretch)
         next_features.append(stretch[1:])
@@ -725,7 +723,7 @@ def gae(
         raise TypeError("gae: terminated and truncated must be tensors of bool")
     shapes = [tuple(x.shape) for x in (rewards, values, next_values, terminated, truncated)]
     steps = rewards.shape[: terminated.dim()]  # masks lack further axes
-    if shapes != [rewards.shape] * 3 + [steps] * 2:
+    if not steps or shapes != [rewards.shape] * 3 + [steps] * 2:
         names = "rewards, values, next_values, terminated and truncated"
         raise ValueError(f"gae: the shapes of {names} are {shapes}")
     if not len(rewards):
@@ -1514,9 +1512,10 @@ def quantile_huber_loss(quantiles: Tensor, targets: Tensor, taus: Tensor, kappa:
 
     The loss is divided by kappa as in IQN, so that it meets the pinball loss as kappa goes to 0. It
     is a mean over i, where QR-DQN sums, so that its size does not depend on K.
-    Raises ValueError unless targets are (..., J) for the same states as the quantiles. Targets of
-    one number for each state, (...), would be taken for samples that all states share: give them as
-    (..., 1). No error tells where they are (T, N) and T equals N.
+    Raises ValueError for a kappa below 0, for levels that are not K, and unless targets are
+    (..., J) for the same states as the quantiles. Targets of one number for each state, (...),
+    would be taken for samples that all states share: give them as (..., 1). No error tells where
+    they are (T, N) and T equals N.
     Source: Dabney et al. 2018a (QR-DQN), eq. 8 to 10; 2018b (IQN), eq. 3.
     """
     states = quantiles.shape[-targets.dim() : -1]
@@ -1524,6 +1523,11 @@ def quantile_huber_loss(quantiles: Tensor, targets: Tensor, taus: Tensor, kappa:
     if lacks_samples or targets.shape[:-1] != states:
         shapes = f"{tuple(targets.shape)} and quantiles {tuple(quantiles.shape)}"
         raise ValueError(f"quantile_huber_loss: targets are {shapes}; give (..., J) samples")
+    if kappa < 0:
+        raise ValueError(f"quantile_huber_loss: kappa is {kappa}; it must not be below 0")
+    if taus.shape[-1] != quantiles.shape[-1]:
+        shapes = f"{tuple(taus.shape)} and quantiles {tuple(quantiles.shape)}"
+        raise ValueError(f"quantile_huber_loss: taus are {shapes}; give a level for each")
     u = targets[..., None, :] - quantiles[..., None]  # (..., K, J)
     distance = u.abs()
     error = distance  # the pinball loss, for kappa = 0
@@ -2010,10 +2014,10 @@ def unroll_lstm(
             outputs[t], state = lstm(inputs[t : t + 1], state)
 
     The function makes one fused call instead of T. inputs are (T, N, F). state is (h, c), each
-    (1, N, H), ahead of step 0. episode_start is (T, N) bool: the state is zero when a step opens an
-    episode. Returns outputs (T, N, H) and the state after the last step. The lstm has one layer,
-    one direction, biases, no projection, and batch_first=False. Raises ValueError for another lstm,
-    and TypeError for another dtype of episode_start.
+    (1, N, H), ahead of step 0. episode_start is (T, N) bool: the state is multiplied by zero when a
+    step opens an episode. Returns outputs (T, N, H) and the state after the last step. The lstm has
+    one layer, one direction, biases, no projection, and batch_first=False. Raises ValueError for
+    another lstm or another shape of episode_start, and TypeError for another dtype of it.
 
     The trick is that a reset becomes one more time step of the LSTM. Each environment is a column
     of rows: its T steps, and one reset row before each step that opens an episode. Columns with
@@ -2035,9 +2039,13 @@ def unroll_lstm(
     """
     if episode_start.dtype != torch.bool:  # integers would pick steps by their number
         raise TypeError("unroll_lstm: episode_start must be a tensor of bool")
-    if len(lstm.all_weights) > 1 or len(lstm.all_weights[0]) != 4 or lstm.batch_first:
+    is_lstm = isinstance(lstm, nn.LSTM) and len(lstm.all_weights[0]) == 4
+    if not is_lstm or len(lstm.all_weights) > 1 or lstm.batch_first:
         text = "one layer, one direction, biases, no projection, and batch_first=False"
-        raise ValueError(f"unroll_lstm: the lstm must have {text}")
+        raise ValueError(f"unroll_lstm: the lstm must be an nn.LSTM with {text}")
+    if episode_start.shape != inputs.shape[:2]:
+        shapes = f"{tuple(episode_start.shape)} and inputs {tuple(inputs.shape)}"
+        raise ValueError(f"unroll_lstm: episode_start is {shapes}; give (T, N) and (T, N, F)")
     if not episode_start.any():
         return lstm(inputs, state)
     T, N, F = inputs.shape
@@ -2282,11 +2290,11 @@ class CategoricalActions(nn.Module):
 
 def make_action_dist(space: gym.Space, args: Args) -> GaussianActions | CategoricalActions:
     """Make the distribution of actions for a space. Raises `UsageError` for spaces without one."""
-    if isinstance(space, Box) and np.issubdtype(space.dtype, np.floating):
+    if isinstance(space, Box) and np.issubdtype(space.dtype, np.floating) and 0 not in space.shape:
         return GaussianActions(space, args.log_std_init)
     if isinstance(space, Discrete | MultiDiscrete | MultiBinary):
         return CategoricalActions(space)
-    text = "must be floats (Box), Discrete, MultiDiscrete or MultiBinary"
+    text = "must be one or more floats (Box), Discrete, MultiDiscrete or MultiBinary"
     raise UsageError(f"--env-id {args.env_id}: its actions are {space}; they {text}")
 
 
@@ -2378,8 +2386,14 @@ class Body(nn.Module):
 
     def forward(self, obs: Tensor, state: Tensor, episode_start: Tensor) -> Tensor:
         """Return features (L, M, H) of sequences (L, M, D), from the states ahead of them."""
-        features, _ = unroll_lstm(self.lstm, self.encoder(obs), state.split(1), episode_start)
+        features, _ = self.unroll(self.encoder(obs), state, episode_start)
         return features
+
+    def unroll(self, x: Tensor, state: Tensor, episode_start: Tensor) -> tuple[Tensor, Tensor]:
+        """Return features (L, M, H) of encoded observations, and the state after the last step."""
+        h_and_c = state.split(1)  # (1, M, H) each
+        features, after = unroll_lstm(self.lstm, x, h_and_c, episode_start)
+        return features, torch.cat(after)
 
     def step(self, obs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return features (N, H) of one step (N, D), and the next state.
@@ -2714,7 +2728,7 @@ def unfit_part(space: gym.Space, name: str = "observation") -> str:
             return f"{name} is {space}, a stack of images; move the stack into the channels"
         if channel_axis(space) is not None:
             text = "which counts as an image (a flat one would not); images are not joined with"
-            return f"{name} is {space}, {text} other parts; wrap the task and leave one out"
+            return f"{name} is {space}, {text} other parts; wrap the task to give it alone, or not"
         return ""
 
     if isinstance(space, Discrete | MultiDiscrete | MultiBinary):
@@ -2733,6 +2747,8 @@ def vector_view(space: gym.Space, args: Args, hidden: tuple[int, ...]) -> tuple[
         raise UsageError(f"--env-id {args.env_id}: {unfit}")
     is_flat = isinstance(space, Box) and len(space.shape) == 1
     keep = np.ones(gym.spaces.flatdim(space), bool)
+    if not len(keep):
+        raise UsageError(f"--env-id {args.env_id}: its observations are {space}, which is empty")
     if hidden and max(hidden) >= len(keep):
         text = f"it shows {len(keep)} entries, and its velocities are said to be further on"
         raise UsageError(f"--env-id {args.env_id}: {text}; use the newest version of the task")
@@ -2832,7 +2848,7 @@ def as_rows(obs: np.ndarray, space: Box) -> tuple[np.ndarray, bool]:
     for row in rows:
         found = misfit(space, row)
         if found:
-            raise ValueError(found)
+            raise ValueError(f"{found} (make_env's `see` makes it from the task's own observation)")
     if len(space.shape) == 1:
         rows = np.where((space.low == 0) & (space.high == 0), 0, rows)
     for row in rows:
@@ -3812,7 +3828,7 @@ def take_weights(agent: Agent, args: Args, here: Path) -> None:
     for name in theirs | ours:
         if theirs.get(name) != ours.get(name):
             differ = f"{name} is {theirs.get(name)} there, {ours.get(name)} by these flags"
-            text = f"{differ}; give the flags in its args.json, and a task with the same spaces"
+            text = f"{differ}; give the flags in its args.json, its networks and its spaces"
             raise flag_error(args, "init_from", text)
 
     unknown = sorted(hidden_entries(stored) - hidden_entries(args))

@@ -274,6 +274,15 @@ def test_a_box_of_whole_numbers_is_refused(script):
         script.make_action_dist(gym.spaces.Box(0, 9, (2,), np.int64), script.Args())
 
 
+def test_spaces_without_an_entry_are_refused(script):
+    """Of actions, and of observations, also where nothing is joined."""
+    with pytest.raises(script.UsageError, match="must be one or more floats"):
+        script.make_action_dist(gym.spaces.Box(-1, 1, (0,), np.float32), script.Args())
+    for space in (gym.spaces.Dict(), gym.spaces.Box(-1, 1, (0,), np.float32)):
+        with pytest.raises(script.UsageError, match=r"its observations are .*, which is empty"):
+            script.vector_view(space, script.Args(), ())
+
+
 def test_actions_of_two_axes(script):
     """A table of 2 x 3 floats or switches has six of them, and its shape in the environment."""
     for space in (gym.spaces.Box(-1, 1, (2, 3)), gym.spaces.MultiBinary((2, 3))):

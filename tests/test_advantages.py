@@ -339,6 +339,9 @@ def test_shapes_that_would_be_broadcast_are_refused(script, name, change):
     terms = {key: torch.randn(5, 3, 2) for key in NAMES}
     with pytest.raises(ValueError, match=r"^gae: the shapes"):
         script.gae(**inputs | terms | {"values": inputs["values"]}, gamma=0.9, gae_lambda=0.9)
+    never = torch.tensor(False)  # for all steps at once
+    with pytest.raises(ValueError, match=r"^gae: the shapes"):
+        script.gae(**inputs | {"terminated": never, "truncated": never}, gamma=0.9, gae_lambda=0.9)
 
 
 def test_a_rollout_without_steps_is_refused(script):

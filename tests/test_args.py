@@ -96,7 +96,7 @@ BAD = [
     ("--env-id Nothing-v0", "Nothing-v0", "A task of your own is named module:id"),
     ("--init-from nowhere", "nowhere", "no run or checkpoint"),
     ("--env-id probes:Walk-v0 --capture-video", "capture-video", "renders rgb_array"),
-    ("--env-id probes:TextAction-v0", "actions are Text", "must be floats (Box), Discrete"),
+    ("--env-id probes:TextAction-v0", "actions are Text", "must be one or more floats (Box), Disc"),
     ("--gama 0.9", "gama", "gamma"),
 ]
 BAD_LSTM = [
@@ -794,6 +794,7 @@ def test_help_shows_every_range(script, capsys):
         assert f" {flag} {shown} " in text, name
     assert " --gamma [0, 1] " in text
     assert " --num-envs INT>=1 " in text
+    assert script.bounded(int | None, 1).__metadata__[1].metavar == "None|INT>=1"  # an added flag
     assert " --target-kl None|FLOAT>0 " in text
 
 

@@ -217,13 +217,23 @@ def test_other_lstms_are_refused(kind):
     import distributional_ppo_lstm as script
 
     lstm, state = torch.nn.LSTM(2, 3, **kind), (torch.zeros(1, 2, 3), torch.zeros(1, 2, 3))
+    projecting = torch.nn.LSTM(2, 3, proj_size=2)
+    for other in (lstm, projecting, torch.nn.GRU(2, 3), torch.nn.RNN(2, 3)):
+        for started in (False, True):
+            starts = torch.full((3, 2), started)
+            with pytest.raises(ValueError, match=r"must be an nn\.LSTM with one layer"):
+                script.unroll_lstm(other, torch.zeros(3, 2, 2), state, starts)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (3, 1), (3,), (3, 2, 1)])
+def test_starts_of_another_shape_are_refused(shape):
+    """With and without a start: whether a mistake is found does not depend on the data."""
+    import distributional_ppo_lstm as script
+
+    lstm, state = torch.nn.LSTM(2, 3), (torch.zeros(1, 2, 3), torch.zeros(1, 2, 3))
     for started in (False, True):
-        starts = torch.full((3, 2), started)
-        with pytest.raises(ValueError, match="unroll_lstm: the lstm must have one layer"):
-            script.unroll_lstm(lstm, torch.zeros(3, 2, 2), state, starts)
-    lstm = torch.nn.LSTM(2, 3, proj_size=2)
-    with pytest.raises(ValueError, match="unroll_lstm: the lstm must have one layer"):
-        script.unroll_lstm(lstm, torch.zeros(3, 2, 2), state, starts)
+        with pytest.raises(ValueError, match=r"episode_start is .* and inputs \(3, 2, 2\); give"):
+            script.unroll_lstm(lstm, torch.zeros(3, 2, 2), state, torch.full(shape, started))
 
 
 def test_integers_are_not_normalised(script):

@@ -181,6 +181,8 @@ def test_an_agent_acts_on_what_belongs_to_its_space(script):
     agent = make_agent(script, small_args(script, "VectorBox"))
     with pytest.raises(ValueError, match=r"^observation has the shape \(8,\); its space"):
         act(agent, np.zeros(8, np.float32))
+    with pytest.raises(ValueError, match="`see` makes it from the task's own observation"):
+        act(agent, {"place": np.zeros(4, np.float32)})
     with pytest.raises(ValueError, match="not finite"):
         act(agent, np.full((2, 4), np.nan, np.float32))
     agent = make_agent(script, task(script, "Rude"))
@@ -1948,7 +1950,7 @@ def test_a_stack_of_bytes_is_told_what_to_do(script):
     assert text.endswith("a stack of images; move the stack into the channels")
     text = script.unfit_part(gym.spaces.Dict(eye=gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)))
     assert "counts as an image" in text
-    assert text.endswith("not joined with other parts; wrap the task and leave one out")
+    assert text.endswith("not joined with other parts; wrap the task to give it alone, or not")
     text = script.unfit_part(gym.spaces.Dict(image_caption=gym.spaces.Text(8)))
     assert text.endswith("no place in a vector; wrap the task in a module of yours, module:id")
     assert script.unfit_part(gym.spaces.Box(0, 255, (64,), np.uint8)) == ""

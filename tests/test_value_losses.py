@@ -410,6 +410,16 @@ def test_each_state_may_have_levels_of_its_own():
     assert_close(together, torch.stack(alone))
 
 
+def test_quantile_huber_loss_refuses_other_levels_and_thresholds():
+    """One level would stand for all quantiles; a threshold below 0 would pass for one of 0."""
+    quantiles, targets = torch.zeros(3, 3), torch.zeros(3, 2)
+    for taus in (torch.tensor([0.5]), lstm.quantile_midpoints(4), torch.rand(3, 1)):
+        with pytest.raises(ValueError, match=r"taus are .* give a level for each"):
+            lstm.quantile_huber_loss(quantiles, targets, taus, 1.0)
+    with pytest.raises(ValueError, match=r"kappa is -1\.0; it must not be below 0"):
+        lstm.quantile_huber_loss(quantiles, targets, lstm.quantile_midpoints(3), -1.0)
+
+
 @pytest.mark.parametrize(
     ("targets", "quantiles"), [((1, 4), (1, 4, 3)), ((4, 1), (4, 1, 3)), ((5, 2), (4, 3))]
 )
