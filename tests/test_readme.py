@@ -667,7 +667,7 @@ def test_the_chance_that_a_distribution_helps():
     """The report computes it, with intervals; the single critics and twins of V alone as well."""
     page = (ROOT / "benchmarks" / "README.md").read_text()
     told = re.search(
-        r"scalar twins with probability ([\d.]+ \(.*?\)) on MuJoCo beside the quantile script's "
+        r"one with scalar twins is ([\d.]+ \(.*?\)) on MuJoCo beside the quantile script's "
         r"\(likely worse\), ([\d.]+ \(.*?\)) there beside its own with `--dist-coef 0` "
         r"\(undecided\), ([\d.]+) \(.*?\) on recurrent tasks \(undecided\) and ([\d.]+) \(.*?\) on "
         r"MinAtar \(undecided\)",
@@ -684,7 +684,7 @@ def test_the_chance_that_a_distribution_helps():
     assert f"{recurrent} on recurrent tasks and {games} on MinAtar, with older versions." in README
     [single] = re.findall(r"\| MuJoCo, single quantile critic \| ([^|]+) \|", page)
     assert f"With a single critic, of quantiles or of V alone, it is {single}." in README
-    [twins] = re.findall(r"better beside a single scalar critic, (\S+ \(.*?\))\. The", page)
+    [twins] = re.findall(r"better than a single scalar critic, (\S+ \(.*?\))\. The", page)
     assert f"ends above a run with one with a chance of {twins}." in README
 
 
