@@ -5,7 +5,7 @@
 
 One iteration of `train` has four parts:
 
-    collect_rollout      The actor alone acts for T steps in N environments.
+    collect_rollout      Only the actor runs. It acts for T steps in N environments.
     prepare_batch        The critics run over the whole rollout. What they predict gives advantages
                          and targets. Then the return statistics move.
     update               Adam takes a step on each minibatch of shuffled rows, epoch after epoch.
@@ -161,7 +161,7 @@ class Range:
             return f"{'(' if self.above_low else '['}{self.low:g}, {self.high:g}]"
         if math.isfinite(self.low):
             return f"{'>' if self.above_low else '>='}{self.low:g}"
-        return ""
+        return f"<={self.high:g}" if math.isfinite(self.high) else ""
 
 
 def bounded(kind: Any, *bounds: Any, above_low: bool = False) -> Any:
@@ -242,13 +242,13 @@ class NetworkArgs:
     run that starts from nothing is only clipped."""
 
 
-# For flags that only the actor's update reads: they have no effect while it is not trained.
+# For flags of the actor's update: they have no effect on weights while it is not trained.
 ACTOR_ONLY = IdleWhile("learning_rate", 0.0)
 
 
 @dataclass
 class PPOArgs:
-    """Advantages and the policy's update."""
+    """Advantages, the policy's update, and how both losses go through a rollout."""
 
     learning_rate: NonNegative = 1.5e-3
     """Learning rate of the actor's Adam at the start of the run. 0 keeps the actor's weights, and
@@ -301,7 +301,7 @@ class CriticArgs:
     """Where V comes from. distribution: the mean of the predicted distribution. mean_head: V
     uses one more output, the mean output (--mean-output), and squared error fits V. Targets beyond
     the atoms are clamped to them, so the mean alone misses rare large rewards."""
-    dist_coef: Annotated[NonNegative, IdleWhile("value_from", "distribution")] = 1.0
+    dist_coef: NonNegative = 1.0
     """Weight of the distribution's loss beside that of V. With 0 the critics learn V alone, and the
     distribution that they predict means nothing."""
     twin_reduce: Annotated[Literal["min", "mean"], IdleWhile("num_critics", 1)] = "min"
@@ -371,7 +371,8 @@ class RiskArgs:
     cvar_alpha: TailMass = 0.05
     """Share of the worst returns that CVaR averages. 1 gives the mean."""
     cvar_weight: Annotated[Fraction, IdleWhile("cvar_alpha", 1.0), ACTOR_ONLY] = 0.0
-    """Weight of the CVaR advantage. 0 learns from the mean alone, 1 from CVaR alone. Use it with
+    """Weight of the CVaR advantage. 0 learns from the mean alone, as any weight does with
+    --cvar-alpha 1, and a weight of 1 from CVaR alone. Use it with
     the flags of the preset averse, since lambda-returns vary too little."""
 
 
@@ -435,7 +436,7 @@ class MachineArgs:
     train under its main guard."""
     torch_threads: Count = 1
     """CPU threads of torch, and as many again where actor and critics train at once. One is the
-    fastest for small networks. Acting on vectors, in NumPy, takes one in any case."""
+    fastest for small networks. Acting on vectors is NumPy's, which takes one."""
     compile: bool = False
     """Compile losses and gradients by torch.compile, which needs g++. It takes up to a minute, and
     pays for long runs on vectors."""
@@ -651,7 +652,7 @@ def gae(
 
     All tensors are (T, N), and terminated and truncated are bool. s'_t is the true successor: the
     final observation where an episode ended. A step that is terminated and truncated counts as
-    terminated. After the last step A is 0, since next_values has what follows. A + V is the
+    terminated. After the last step A is 0, since V(s') has what follows. A + V is the
     lambda-return, since next_values[t] is values[t + 1] inside episodes. The results keep the
     graphs of rewards, values and next_values. Where values have one, detach next_values.
 
@@ -702,7 +703,7 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     The order matters (van Hasselt et al. 2016). The return statistics of earlier rollouts,
     `dist.moments`, turn this one's values into the task's units: std * value + mean. These values
     give advantages and targets. Then the statistics take in the targets' mean and a variance: that
-    of the targets, or the mean of (V - their mean)^2 if that is larger.
+    of the targets, or the mean of (V - the targets' mean)^2 if that is larger.
     The mean outputs are rescaled at the same time. (Atoms cannot be, see `move_statistics`.)
 
     The new statistics normalise targets and old values for the update, and decode the next rollout.
@@ -715,7 +716,7 @@ def prepare_batch(agent: Agent, rollout: Rollout, args: Args) -> tuple[Batch, di
     dist = agent.value_dist
 
     # 0. The first rollout has no statistics before it. The sums of its rewards set them. Its
-    #    targets are taken in as well, in step 3, so it counts twice. Later ones soon outweigh it.
+    #    targets are taken in as well, in step 3. So it counts twice, until later ones outweigh it.
     if args.norm_returns and dist.moments.count == 0:
         dist.moments.merge(*first_return_moments(rollout, args), weight=1)
 
@@ -831,7 +832,8 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
     agent.adv_moments.merge(torch.zeros_like(variance), variance, weight=1)
     std_ratio = (variance / agent.adv_moments.var).sqrt()
     std_ratio = std_ratio.nan_to_num(1.0)  # 0 / 0: no rollout has varied yet
-    # (A - mean) / std * min(1, std / running std) = (A - mean) / max(std, running std)
+    # The result is (A - mean) / std * min(1, std / running std), which is
+    #               (A - mean) / max(std, running std).
     return normalized * std_ratio.clamp(max=1)
 
 
@@ -962,8 +964,8 @@ def update(
     Where that is faster (`second_thread_pays`) and there are cores for it, both loops run at the
     same time (`run_both`). The result is the same, since neither draws random numbers, and neither
     writes what the other reads. The critics do not know when the actor will stop, so they wait for
-    a ticket before each step. The actor puts one into a queue for each minibatch that it is done
-    with, and `run_both` puts None when its loop is over.
+    a ticket before each step. The actor puts one into a queue for each minibatch that it
+    has evaluated, and `run_both` puts None when its loop is over.
 
     Returns the metrics of `describe_advantages` and `describe_update`, and what `schedules` gave.
     Raises RuntimeError for a loss or a gradient that is not finite.
@@ -977,7 +979,7 @@ def update(
 
     actor_batches = minibatches(batch.for_actor(), args)
     critic_batches = minibatches(batch.for_critics(), args)
-    tickets = SimpleQueue()  # one for each minibatch that the actor is done with, and None at last
+    tickets = SimpleQueue()  # one for each minibatch that the actor has evaluated, and None last
     (actor_metrics, actor_norms), (critic_metrics, critic_norms) = run_both(
         partial(train_actor, agent, optimizers.actor, actor_batches, args, ent_coef, tickets),
         partial(train_critics, agent, optimizers.critics, critic_batches, args, tickets),
@@ -1047,7 +1049,7 @@ def train_critics(
     args: Args,
     tickets: SimpleQueue,
 ) -> tuple[list[dict], list[float]]:
-    """Take a step of the critics on each minibatch, on as many as the actor is done with.
+    """Take a step of the critics on each minibatch, on as many as the actor has evaluated.
 
     A ticket permits one step, and None ends the loop. Returns metrics of each minibatch, and the
     norm of each gradient.
@@ -1366,7 +1368,7 @@ class RunningMoments(nn.Module):
     @property
     def at_floor(self) -> bool:
         """Tell whether the std is within 100 times its least value, as when all data are equal."""
-        return bool((self.var <= 1e4 * self.floor).all())  # 100 stds squared
+        return bool((self.var <= 1e4 * self.floor).all())  # (100 times the least std) squared
 
     @property
     def std(self) -> Tensor:
@@ -1705,11 +1707,12 @@ class WeightedReturns(NamedTuple):
     probs: Tensor  # (T, N, J)
 
 
-# A value distribution is a module with these members. An iteration uses them in this order:
+# A value distribution is a module with these members. An iteration uses those from `reduce_twins`
+# on, in this order:
 #
 #     args, support             its flags, and the levels or the atoms
 #     meaning                   names of flags that --init-from compares besides the shapes
-#     num_outputs, moments      the number O of a critic's outputs, and the statistics of returns
+#     num_outputs, moments      the number O of a critic's outputs, and `RunningMoments` of returns
 #     reduce_twins(outputs)     one set of outputs, (..., O), from those of C critics, (C, ..., O)
 #     value(outputs)            V, (...), float64
 #     point_targets(returns)    targets, of a type of its own, from lambda-returns (T, N)
@@ -1739,9 +1742,12 @@ class ValueDistribution(nn.Module):
 
     def __init__(self, args: Args) -> None:
         super().__init__()
+        if args.dist_coef != 1 and args.value_from == "distribution":
+            text = "must be 1 with --value-from distribution, which has no other loss"
+            raise flag_error(args, "dist_coef", text)
+        uses_tail = args.cvar_weight > 0 and args.cvar_alpha < 1 and args.learning_rate > 0
         readers = {
-            "--cvar-weight": args.cvar_weight > 0 and args.learning_rate > 0,
-            "--value-from distribution": args.value_from == "distribution",
+            "--cvar-weight": uses_tail,
             "--mean-output correction": args.mean_output == "correction",
         }
         reading = [name for name, reads in readers.items() if reads]
@@ -2113,6 +2119,7 @@ class Convolutions(nn.Module):
 # A kind of action is a module with these members, and `make_action_dist` chooses it:
 #
 #     space, num_outputs       the space of the actions, and how many outputs the actor has for it
+#     kind                     the space in words, which checkpoints hold and messages tell
 #     forward(outputs)         params of the distribution; outputs may have any leading axes
 #     log_prob, entropy, kl    of params, (...), in nats; kl(old, new) is exact
 #     entropy_range()          the least and the largest entropy of any policy, in nats
@@ -2405,7 +2412,8 @@ class Agent(nn.Module):
         """Take in a rollout's raw observations (T, N, D), merged with those of other processes.
 
         Their weight is `args.batch_size`, the samples of all processes together. A policy that is
-        not trained (a learning rate of 0) keeps its statistics: others would change what it does.
+        not trained (a learning rate of 0) keeps statistics that it has, since others would change
+        what it does.
         """
         keeps = self.args.learning_rate == 0 and self.obs_moments.count > 0
         if self.args.norm_obs and not self.sees_images and not keeps:
@@ -2483,7 +2491,7 @@ class Agent(nn.Module):
     def value(self, obs: np.ndarray) -> np.ndarray:
         """Predict V, the estimated discounted return, () or (N,). obs are those of `act`.
 
-        By default it need not be the mean of the quantiles, see `value_from`.
+        By default it need not be the mean of the distribution, see `value_from`.
         """
         batch, alone = self.as_batch(obs)
         outputs = self.value_dist.reduce_twins(self.value_outputs(batch))
@@ -2497,7 +2505,7 @@ class Agent(nn.Module):
 #     start, open_episodes                 begin a run, anew or resumed
 #     iterations, lap, end_iteration       keep its time, log, evaluations and checkpoints (`Run`)
 #     results                              returns the last metrics and the run's directory
-#     check_flags, UsageError              refuse flags that cannot work
+#     check_flags, flag_error, UsageError  refuse flags that cannot work
 #     tasks_draw_apart                     keeps random numbers of tasks apart
 #     finished_episodes                    reads returns and lengths from gymnasium's info
 #     check_finite, check_step             raise where a number is not finite

@@ -5,7 +5,7 @@
 
 One iteration of `train` has four parts:
 
-    collect_rollout      The actor alone acts for T steps in N environments.
+    collect_rollout      Only the actor runs. It acts for T steps in N environments.
     prepare_batch        The critics run over the whole rollout. What they predict gives advantages
                          and targets. Then the return statistics move.
     update               Adam takes a step on each minibatch of sequences, epoch after epoch. With
@@ -165,7 +165,7 @@ class Range:
             return f"{'(' if self.above_low else '['}{self.low:g}, {self.high:g}]"
         if math.isfinite(self.low):
             return f"{'>' if self.above_low else '>='}{self.low:g}"
-        return ""
+        return f"<={self.high:g}" if math.isfinite(self.high) else ""
 
 
 def bounded(kind: Any, *bounds: Any, above_low: bool = False) -> Any:
@@ -248,13 +248,13 @@ class NetworkArgs:
     run that starts from nothing is only clipped."""
 
 
-# For flags that only the actor's update reads: they have no effect while it is not trained.
+# For flags of the actor's update: they have no effect on weights while it is not trained.
 ACTOR_ONLY = IdleWhile("learning_rate", 0.0)
 
 
 @dataclass
 class PPOArgs:
-    """Advantages and the policy's update."""
+    """Advantages, the policy's update, and how both losses go through a rollout."""
 
     learning_rate: NonNegative = 1e-3
     """Learning rate of the actor's Adam at the start of the run. 0 keeps the actor's weights, and
@@ -308,7 +308,7 @@ class CriticArgs:
     value_from: Literal["distribution", "mean_head"] = "mean_head"
     """Where V comes from. distribution: its mean. mean_head: the mean output, one more output.
     Squared error fits it, so V learns rare rewards, too."""
-    dist_coef: Annotated[NonNegative, IdleWhile("value_from", "distribution")] = 1.0
+    dist_coef: NonNegative = 1.0
     """Weight of the distribution's loss beside that of V. With 0 the critics learn V alone, and the
     distribution that they predict means nothing."""
     twin_reduce: Annotated[Literal["min", "mean"], IdleWhile("num_critics", 1)] = "min"
@@ -362,7 +362,8 @@ class RiskArgs:
     cvar_alpha: TailMass = 0.05
     """Share of the worst returns that CVaR averages. 1 gives the mean."""
     cvar_weight: Annotated[Fraction, IdleWhile("cvar_alpha", 1.0), ACTOR_ONLY] = 0.0
-    """Weight of the CVaR advantage. 0 learns from the mean alone, 1 from CVaR alone. Use it with
+    """Weight of the CVaR advantage. 0 learns from the mean alone, as any weight does with
+    --cvar-alpha 1, and a weight of 1 from CVaR alone. Use it with
     the flags of the preset averse, since lambda-returns vary too little."""
 
 
@@ -426,7 +427,7 @@ class MachineArgs:
     train under its main guard."""
     torch_threads: Count = 1
     """CPU threads of torch, and as many again where actor and critics train at once. One is the
-    fastest for small networks. Acting on vectors, in NumPy, takes one in any case."""
+    fastest for small networks. Acting on vectors is NumPy's, which takes one."""
 
 
 GROUPS = {  # in the order of --help; a new one is also a base of `Args`
@@ -648,7 +649,8 @@ def run_critics(
 
     The pass over time is cut into stretches. A stretch ends for one of two reasons:
 
-        a training sequence ends        Its last state is needed, and nn.LSTM returns no other.
+        a training sequence ends        The next one starts from the state after it, and nn.LSTM
+                                        returns only the state after its last step.
         a time limit cuts an episode    There s'_t is not s_{t+1} but the final observation, in one
                                         environment or more (Pardo et al. 2018).
 
@@ -660,7 +662,7 @@ def run_critics(
     the targets multiply them by 0. (0 times NaN would be NaN, but `gae` refuses values that
     are not finite.)
 
-    The returned states are raw: where an episode opens, they still hold that of the last episode.
+    The returned states are raw: where an episode opens, they still hold that of the previous one.
     `unroll_lstm` sets it to zero there. The update starts its training sequences from
     these states in every epoch, although the weights have moved since. The state ahead of step 0
     comes from the weights of earlier passes.
@@ -705,7 +707,7 @@ def gae(
 
     All tensors are (T, N), and terminated and truncated are bool. s'_t is the true successor: the
     final observation where an episode ended. A step that is terminated and truncated counts as
-    terminated. After the last step A is 0, since next_values has what follows. A + V is the
+    terminated. After the last step A is 0, since V(s') has what follows. A + V is the
     lambda-return, since next_values[t] is values[t + 1] inside episodes. The results keep the
     graphs of rewards, values and next_values. Where values have one, detach next_values.
 
@@ -758,7 +760,7 @@ def prepare_batch(
     The order matters (van Hasselt et al. 2016). The return statistics of earlier rollouts,
     `dist.moments`, turn this one's values into the task's units: std * value + mean. These values
     give advantages and targets. Then the statistics take in the targets' mean and a variance: that
-    of the targets, or the mean of (V - their mean)^2 if that is larger.
+    of the targets, or the mean of (V - the targets' mean)^2 if that is larger.
     The value heads are rescaled at the same time.
 
     The new statistics normalise targets and old values for the update, and decode the next rollout.
@@ -771,7 +773,7 @@ def prepare_batch(
     dist = agent.value_dist
 
     # 0. The first rollout has no statistics before it. The sums of its rewards set them. Its
-    #    targets are taken in as well, in step 3, so it counts twice. Later ones soon outweigh it.
+    #    targets are taken in as well, in step 3. So it counts twice, until later ones outweigh it.
     if args.norm_returns and dist.moments.count == 0:
         dist.moments.merge(*first_return_moments(rollout, args), weight=1)
 
@@ -905,7 +907,8 @@ def scale_advantages(agent: Agent, advantages: Tensor, args: Args) -> Tensor:
     agent.adv_moments.merge(torch.zeros_like(variance), variance, weight=1)
     std_ratio = (variance / agent.adv_moments.var).sqrt()
     std_ratio = std_ratio.nan_to_num(1.0)  # 0 / 0: no rollout has varied yet
-    # (A - mean) / std * min(1, std / running std) = (A - mean) / max(std, running std)
+    # The result is (A - mean) / std * min(1, std / running std), which is
+    #               (A - mean) / max(std, running std).
     return normalized * std_ratio.clamp(max=1)
 
 
@@ -1040,8 +1043,8 @@ def update(
     Where that is faster (`second_thread_pays`) and there are cores for it, both loops run at the
     same time (`run_both`). The result is the same, since neither draws random numbers, and neither
     writes what the other reads. The critics do not know when the actor will stop, so they wait for
-    a ticket before each step. The actor puts one into a queue for each minibatch that it is done
-    with, and `run_both` puts None when its loop is over.
+    a ticket before each step. The actor puts one into a queue for each minibatch that it
+    has evaluated, and `run_both` puts None when its loop is over.
 
     Returns the metrics of `describe_advantages` and `describe_update`, and what `schedules` gave.
     Raises RuntimeError for a loss or a gradient that is not finite.
@@ -1055,7 +1058,7 @@ def update(
 
     actor_batches = minibatches(batch.for_actor(), args)
     critic_batches = minibatches(batch.for_critics(), args)
-    tickets = SimpleQueue()  # one for each minibatch that the actor is done with, and None at last
+    tickets = SimpleQueue()  # one for each minibatch that the actor has evaluated, and None last
     (actor_metrics, actor_norms), (critic_metrics, critic_norms) = run_both(
         partial(train_actor, agent, optimizers.actor, actor_batches, args, ent_coef, tickets),
         partial(train_critics, agent, optimizers.critics, critic_batches, args, tickets),
@@ -1123,7 +1126,7 @@ def train_critics(
     args: Args,
     tickets: SimpleQueue,
 ) -> tuple[list[dict], list[float]]:
-    """Take a step of the critics on each minibatch, on as many as the actor is done with.
+    """Take a step of the critics on each minibatch, on as many as the actor has evaluated.
 
     A ticket permits one step, and None ends the loop. Returns metrics of each minibatch, and the
     norm of each gradient.
@@ -1436,7 +1439,7 @@ class RunningMoments(nn.Module):
     @property
     def at_floor(self) -> bool:
         """Tell whether the std is within 100 times its least value, as when all data are equal."""
-        return bool((self.var <= 1e4 * self.floor).all())  # 100 stds squared
+        return bool((self.var <= 1e4 * self.floor).all())  # (100 times the least std) squared
 
     @property
     def std(self) -> Tensor:
@@ -1686,8 +1689,8 @@ def sr_lambda_targets(
                 theta_i(s'_t) otherwise, and at time limits and at the end of the rollout
 
     rewards, terminated and truncated are (T, N). next_quantiles are theta(s'_t), (T, N, K), of true
-    successors. Where V is the mean of theta, the mean of X_t,i over draws and over i is the
-    lambda-return of `gae`.
+    successors. Where V is the mean of theta, and V(s'_t) is V(s_{t+1}) inside episodes, the mean of
+    X_t,i over draws and over i is the lambda-return of `gae`.
     All are in the units of the rewards. `draws` are uniform numbers in [0, 1), (T, N, K), to use in
     place of new ones. Raises ValueError for other shapes and for no steps at all, and TypeError for
     masks that are not bool and for integer quantiles.
@@ -1763,11 +1766,12 @@ def rescale_head(
         linear.bias.copy_(bias)
 
 
-# A value distribution is a module with these members. An iteration uses them in this order:
+# A value distribution is a module with these members. An iteration uses those from `reduce_twins`
+# on, in this order:
 #
 #     args, support             its flags, and the levels or the atoms
 #     meaning                   names of flags that --init-from compares besides the shapes
-#     num_outputs, moments      the number O of a critic's outputs, and the statistics of returns
+#     num_outputs, moments      the number O of a critic's outputs, and `RunningMoments` of returns
 #     reduce_twins(outputs)     one set of outputs, (..., O), from those of C critics, (C, ..., O)
 #     value(outputs)            V, (...), float64
 #     point_targets(returns)    targets, of a type of its own, from lambda-returns (T, N)
@@ -1786,22 +1790,25 @@ class ValueDistribution(nn.Module):
     """The critics predict this value distribution: K quantiles at the levels `support`.
 
     A critic's outputs are K quantiles and, with `value_from` mean_head, the mean output, which is
-    V: (..., K or K + 1). They are normalised by `moments`, and so are the arguments of `loss`. All
-    other values, targets and advantages are in the task's units. The targets of a rollout are J
-    equally likely samples of the return for each step, (T, N, J).
+    V: (..., K or K + 1). They are normalised by `moments`, and so are the arguments of `loss`. What
+    `encode_targets` and `move_statistics` return is normalised as well. All else is in the task's
+    units. The targets of a rollout are J equally likely returns for each step, (T, N, J): its
+    lambda-return, or samples.
     """
 
     def __init__(self, args: Args) -> None:
         super().__init__()
-        uses_tail = args.cvar_weight > 0 and args.learning_rate > 0
+        if args.dist_coef != 1 and args.value_from == "distribution":
+            text = "must be 1 with --value-from distribution, which has no other loss"
+            raise flag_error(args, "dist_coef", text)
+        uses_tail = args.cvar_weight > 0 and args.cvar_alpha < 1 and args.learning_rate > 0
         if uses_tail and args.cvar_alpha * args.num_quantiles < 1:
             K = args.num_quantiles
             text = f"the tail of --cvar-weight is smaller than one of {K} quantiles"
             least = f"at least {math.ceil(1e4 / K) / 1e4}, or " if K > 1 else ""
             raise flag_error(args, "cvar_alpha", f"{text}; take {least}more --num-quantiles")
-        if args.dist_coef == 0 and (uses_tail or args.value_from == "distribution"):
-            reader = "--cvar-weight" if uses_tail else "--value-from distribution"
-            text = f"must be above 0 with {reader}, which reads the distribution"
+        if args.dist_coef == 0 and uses_tail:
+            text = "must be above 0 with --cvar-weight, which reads the distribution"
             raise flag_error(args, "dist_coef", text)
         self.args = args
         # Without `norm_returns` these never move. Their mean of 0 and std of 1 change nothing.
@@ -1840,9 +1847,10 @@ class ValueDistribution(nn.Module):
     def reduce_twins(self, outputs: Tensor) -> Tensor:
         """Reduce outputs of C critics, (C, ..., K or K + 1), to one set (...), by `twin_reduce`.
 
-        min:   the critic with the smaller V (Fujimoto et al. 2018)
-        mean:  the 2 K quantiles of both, sorted, each pair of neighbours averaged; the mean output
-               is the mean of both
+        min:   the critic with the smaller V. Fujimoto et al. 2018 take it against a maximum over
+               actions. There is none here, so V is a little too small.
+        mean:  the 2 K quantiles of both, sorted, each pair of neighbours averaged, which narrows
+               them a little; the mean output is the mean of both
         """
         if len(outputs) != self.args.num_critics:  # axis 0 would be one of states
             raise ValueError(f"reduce_twins: {len(outputs)} critics, not {self.args.num_critics}")
@@ -2134,6 +2142,7 @@ class Convolutions(nn.Module):
 # A kind of action is a module with these members, and `make_action_dist` chooses it:
 #
 #     space, num_outputs       the space of the actions, and how many outputs the actor has for it
+#     kind                     the space in words, which checkpoints hold and messages tell
 #     forward(outputs)         params of the distribution; outputs may have any leading axes
 #     log_prob, entropy, kl    of params, (...), in nats; kl(old, new) is exact
 #     entropy_range()          the least and the largest entropy of any policy, in nats
@@ -2483,7 +2492,8 @@ class Agent(nn.Module):
         """Take in a rollout's raw observations (T, N, D), merged with those of other processes.
 
         Their weight is `args.batch_size`, the samples of all processes together. A policy that is
-        not trained (a learning rate of 0) keeps its statistics: others would change what it does.
+        not trained (a learning rate of 0) keeps statistics that it has, since others would change
+        what it does.
         """
         keeps = self.args.learning_rate == 0 and self.obs_moments.count > 0
         if self.args.norm_obs and not self.sees_images and not keeps:

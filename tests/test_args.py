@@ -506,7 +506,6 @@ def test_a_package_that_a_preset_needs_is_named(script, monkeypatch, env_id, mis
 NEEDED = {  # what stands beside a flag: without effect by the first, with one by the second
     "norm_adv_memory": ("--no-norm-adv", "--norm-adv"),
     "min_entropy": ("--min-entropy-penalty 0", "--min-entropy-penalty 0.5"),
-    "dist_coef": ("--value-from distribution", "--value-from mean_head"),
     "twin_reduce": ("--num-critics 1", "--num-critics 2"),
     "norm_returns_memory": ("--no-norm-returns", "--norm-returns"),
     "vf_clip_coef": ("--vf-clip none", "--vf-clip mean_only"),
@@ -521,7 +520,6 @@ NEEDED = {  # what stands beside a flag: without effect by the first, with one b
 OTHERS = {  # a value that is not the default
     "norm_adv_memory": 7,
     "min_entropy": -0.5,
-    "dist_coef": 0.5,
     "twin_reduce": "mean",
     "norm_returns_memory": 7,
     "vf_clip_coef": 0.5,
@@ -794,6 +792,7 @@ def test_help_shows_every_range(script, capsys):
         assert f" {flag} {shown} " in text, name
     assert " --gamma [0, 1] " in text
     assert " --num-envs INT>=1 " in text
+    assert str(script.Range(high=5.0)) == "<=5"
     assert script.bounded(int | None, 1).__metadata__[1].metavar == "None|INT>=1"  # an added flag
     assert " --target-kl None|FLOAT>0 " in text
 

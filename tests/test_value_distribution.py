@@ -1084,7 +1084,6 @@ def test_the_weight_of_the_distribution(script, vf_clip):
     ("flags", "reader"),
     [
         ({"cvar_weight": 0.5, "cvar_alpha": 0.5}, "--cvar-weight"),
-        ({"value_from": "distribution"}, "--value-from distribution"),
         ({"mean_output": "correction"}, "--mean-output correction"),
     ],
 )
@@ -1095,6 +1094,20 @@ def test_a_distribution_that_is_read_has_to_learn(script, flags, reader):
         pytest.skip("its V is always an output of its own")
     with pytest.raises(script.UsageError, match=f"--dist-coef 0.0: must be above 0 with {reader},"):
         of(script, dist_coef=0, **flags)
+
+
+def test_a_weight_beside_nothing_is_refused(script):
+    """Where V is the distribution's mean, there is no other loss to weigh it against."""
+    for weight in (0.0, 0.5, 2.0):
+        with pytest.raises(script.UsageError, match="must be 1 with --value-from distribution"):
+            of(script, value_from="distribution", dist_coef=weight)
+    of(script, value_from="distribution", dist_coef=1.0)
+
+
+def test_a_tail_of_all_returns_is_not_read(script):
+    """With alpha 1 the CVaR advantage is left out, so critics may learn V alone."""
+    flags = {"value_from": "mean_head"} | VALUE_ALONE.get(script, {})
+    of(script, dist_coef=0, cvar_weight=0.5, cvar_alpha=1.0, **flags)
 
 
 VALUE_ALONE = {categorical: {"mean_output": "value"}}
