@@ -1555,8 +1555,9 @@ def age_told() -> str:
     """The line at the top about numbers of older scripts."""
     cells = shown_cells()
     today = sum(map(newer, cells))
+    share = "All" if today == len(cells) else f"{today} of {len(cells)}"
     return (
-        f"{today} of {len(cells)} results of ours in the tables of tasks are of today's scripts. "
+        f"{share} results of ours in the tables of tasks are of today's scripts. "
         f"What is *older* says so ([why](#how-to-read-the-numbers))."
     )
 

@@ -1114,7 +1114,7 @@ def draw_learning() -> None:
         loc="outside lower center",
         ncols=2,
         title="Interquartile mean over seeds (mean of three); band: 95 % bootstrap interval, "
-        "of three or four seeds the whole range; * ours is of today's scripts",
+        "of three or four seeds the whole range",
         title_fontsize=7.5,
     )
     common.save(figure, RESULTS / "learning.png")

@@ -285,6 +285,7 @@ def test_age_is_told_from_the_rows(answers, monkeypatch):
     commits["Hopper-v5"] = "new"  # but its seed is below 8101
     assert "Older are some feed-forward results, and what says so. " in answers.current()
     cells[2] = game
+    assert answers.age_told().startswith("All results of ours in the tables of tasks are of")
     assert answers.current() == "* **Age.** All numbers are of today's scripts."
 
 
