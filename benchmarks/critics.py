@@ -33,7 +33,7 @@ The two do not agree: their five seeds say "likely worse" of the one and leave t
 So both are asked again on the five seeds that follow, in families that end with "second five". Said
 ahead of these runs: each is judged alone, by the same rule. What the first five said counts as
 found again only if the second five say it too. The pages then tell the ten seeds together, and the
-second five alone.
+second five alone. (Single critics have five seeds.)
 
 Runs are kept as `learning.py` keeps them, and those of the defaults are the same. Two scores of a
 run: its final evaluation, and the mean of its training returns over all steps. Both count as
@@ -73,6 +73,7 @@ class Critic(NamedTuple):
     variant: str  # in the rows of its runs
     flags: str
     rival: str  # the row of the scalar critic with as many heads
+    at_most: int | None = None  # of the family's seeds, the first ones
 
 
 class Family(NamedTuple):
@@ -134,12 +135,12 @@ FAMILIES = {
             "HL-Gauss, twins": Critic(CATEGORICAL, "default", "", "scalar, twins"),
             "scalar, twins": Critic(QUANTILE, "value_twins", ALONE, ""),
             "51 quantiles, single": Critic(
-                QUANTILE, "today_quantiles_single", learning.SINGLE, "scalar, single"
+                QUANTILE, "today_quantiles_single", learning.SINGLE, "scalar, single", 5
             ),
-            "scalar, single": Critic(QUANTILE, "value_single", f"{ALONE} --num-critics 1", ""),
+            "scalar, single": Critic(QUANTILE, "value_single", f"{ALONE} --num-critics 1", "", 5),
         },
         reference="scalar, single",
-        seeds=learning.NEW_FIVE,
+        seeds=learning.NEW_TEN,
     ),
     ONE_FLAG: Family(
         tasks={task: learning.MUJOCO for task in learning.ROBOTS[:4]},
@@ -149,7 +150,7 @@ FAMILIES = {
             "V alone, twins": Critic(CATEGORICAL, "dist_coef_0", " --dist-coef 0", ""),
         },
         reference="V alone, twins",
-        seeds=learning.NEW_FIVE,
+        seeds=learning.NEW_TEN,
     ),
     "MinAtar": Family(
         tasks={f"envs:MinAtar/{game}-v1": learning.MINATAR for game in learning.GAMES},
@@ -174,11 +175,10 @@ FAMILIES = {
 
 
 def asked_again(title: str, *names: str) -> Family:
-    """The family with some of its critics and the five seeds that follow its own."""
+    """The family with some of its critics and the last five of its ten seeds."""
     family = FAMILIES[title]
     critics = {name: family.critics[name] for name in names}
-    seeds = range(family.seeds.stop, family.seeds.stop + 5)
-    return family._replace(critics=critics, seeds=seeds, reference=names[-1])
+    return family._replace(critics=critics, seeds=family.seeds[5:], reference=names[-1])
 
 
 FAMILIES[TODAY + SECOND] = asked_again(TODAY, "HL-Gauss, twins", "scalar, twins")
@@ -189,7 +189,7 @@ OF_TODAY = (TODAY, ONE_FLAG, TODAY + SECOND, ONE_FLAG + SECOND)
 def cell_of(family: Family, critic: Critic, task: str) -> Cell:
     """The runs of one row on one task."""
     flags = family.tasks[task] + critic.flags
-    seeds = family.seeds
+    seeds = family.seeds[: critic.at_most]
     if seeds.start >= common.RENEWED:
         later = common.first_seed(critic.script, task) - common.RENEWED
         seeds = range(seeds.start + later, seeds.stop + later)
@@ -364,7 +364,7 @@ def lost(title: str, family: Family) -> list[str]:
 
 
 # of the figure, from above
-ORDER = ("recurrent", *OF_TODAY, "MuJoCo", "MuJoCo, fresh seeds", "MinAtar")
+ORDER = ("recurrent", TODAY, ONE_FLAG, "MuJoCo", "MuJoCo, fresh seeds", "MinAtar")
 
 
 class Line(NamedTuple):
@@ -435,8 +435,8 @@ def draw(families: dict[str, Family]) -> None:
     )
     handles = [plt.Line2D([], [], marker="o", **look) for look in looks]
     title = f"Bars: 95 % intervals, bootstrap over seeds by task {KNOWN}. "
-    newer = [names.index(name) + 1 for name in OF_TODAY if name in families]
-    others = f" but those of groups {min(newer)} to {max(newer)}" if newer else ""
+    newer = [str(names.index(name) + 1) for name in OF_TODAY if name in families]
+    others = f" but those of group{'s' * (len(newer) > 1)} {' and '.join(newer)}" if newer else ""
     title += f"Twins, single: two critics or one. All runs{others} are older ones"
     figure.legend(
         handles=handles, loc="outside lower center", ncols=3, title=title, title_fontsize=7.5
@@ -469,7 +469,7 @@ def report() -> None:
         if title.startswith("MuJoCo"):
             lines += [*published(title, family), ""]
     common.publish(RESULTS / "critics.md", lines[:-1])
-    draw(told())
+    draw({title: family for title, family in told().items() if not title.endswith(SECOND)})
 
 
 def main() -> None:
