@@ -598,8 +598,8 @@ CONTESTS = (
     QUANTILES,
 )
 DEFAULTS = {  # contests of the scripts' own critics
-    TODAY: "on MuJoCo beside the quantile script's",
-    SAME: "there beside its own with `--dist-coef 0`",
+    TODAY: "on MuJoCo against those of the quantile script",
+    SAME: "there against the same script with `--dist-coef 0`",
     RECURRENT: "on recurrent tasks",
     GAMES: "on MinAtar",
 }
@@ -780,11 +780,11 @@ def gains_told() -> str:
     return (
         f"On reported seeds it{without} clearly beats an older one, of older scripts, only on "
         f"{joined(gained)}. On tuning seeds `--mean-output value` "
-        f"[raised](tuning.md#v-beside-atoms) the mean score, and the other flags lead [the preset "
-        f"before it](#settings-for-mujoco) by [{chosen.mean - line.mean:.2f} (standard error "
-        f"{error:.2f})](tuning.md#screenings), which comes from Ant-v5: the preset before it had "
-        f"the higher mean on {count_of(ahead)} of {count_of(len(FOUR))} robots. On another robot "
-        f"try both."
+        f"[raised](tuning.md#v-beside-atoms) the mean score. The other flags lead those of [the "
+        f"preset before it](#settings-for-mujoco) there by [{chosen.mean - line.mean:.2f} "
+        f"(standard error {error:.2f})](tuning.md#screenings), which comes from Ant-v5: that one "
+        f"had the higher mean on {count_of(ahead)} of {count_of(len(FOUR))} robots. So try both on "
+        f"another robot."
     )
 
 
@@ -2052,8 +2052,8 @@ def how_tuned() -> str:
         f"{tuning_runs(script_of(most), most)} runs a preset (`{most}`). Reported are seeds from 1 "
         f"and from {common.RENEWED}, but for [Truth](#truth), whose seeds "
         f"lie among those of tuning. `memory` was not tuned. Reported seeds influenced "
-        f"[fourteen choices](#choices-that-reported-seeds-influenced). Of our rules [we "
-        f"broke](#what-failed) five, bent two and changed one."
+        f"[fourteen choices](#choices-that-reported-seeds-influenced). Of the rules for "
+        f"flags that we wrote down ahead [we broke](#what-failed) five, bent two and changed one."
     )
 
 

@@ -667,21 +667,17 @@ def test_the_chance_that_a_distribution_helps():
     """The report computes it, with intervals; the single critics and twins of V alone as well."""
     page = (ROOT / "benchmarks" / "README.md").read_text()
     told = re.search(
-        r"one with scalar twins is ([\d.]+ \(.*?\)) on MuJoCo beside the quantile script's "
-        r"\(undecided\), ([\d.]+ \(.*?\)) there beside its own with `--dist-coef 0` "
+        r"one with scalar twins is ([\d.]+ \(.*?\)) on MuJoCo against those of the quantile script "
+        r"\(undecided\), ([\d.]+ \(.*?\)) there against the same script with `--dist-coef 0` "
         r"\(undecided\), ([\d.]+) \(.*?\) on recurrent tasks \(undecided\) and ([\d.]+) \(.*?\) on "
         r"MinAtar \(undecided\)",
         page,
     )
     robots, same, recurrent, games = told.groups()
-    assert f"above a run with critics of V alone with a chance of {same}, where" in README
-    assert (
-        f"Beside those of another script, which `compose.py` writes, it is {robots}. Here" in README
-    )
-    assert f"about a half](benchmarks/README.md#what-the-distribution-buys): {recurrent}" in README
-    assert f"{recurrent} on recurrent tasks and {games} on MinAtar, with older versions." in README
-    [single] = re.findall(r"\| MuJoCo, single quantile critic \| ([^|]+) \|", page)
-    assert f"With a single critic, of quantiles or of V alone, it is {single}." in README
+    told = f"with ten runs each, the chance is {same} beside the same script with `--dist-coef 0`, "
+    assert f"{told}and {robots} beside another script." in README
+    told = f"It is {recurrent} on recurrent tasks and {games} on MinAtar, with older versions."
+    assert told in README
     [twins] = re.findall(r"beside a single scalar critic are undecided, (\S+ \(.*?\)), and", page)
     assert f"ends above a run with one with a chance of {twins}, which may be a tie." in README
 
@@ -718,8 +714,9 @@ def test_the_picture_of_one_run():
         if (row["task"], row["variant"]) == ("Hopper-v5", "presets")
     ]
     chance, _ = errors_by_chance(int(episodes))
-    told = f"its deciles are off by {error:.2f}, where chance alone makes {chance:.2f}, and three "
-    assert f"{told}others are off by {np.mean(others):.3f} [on average]" in README
+    told = f"its decile error is {error:.2f} over {episodes} episodes, where chance alone makes "
+    told += f"{chance:.2f}. Three other runs have {np.mean(others):.3f} [on average]"
+    assert told in README
     assert error < np.mean(others)
     assert len(others) == 3
 
