@@ -733,9 +733,12 @@ def over_default() -> critics.Estimate:
 def single_critic() -> str:
     """The answer about the single quantile critic."""
     ratio = over_default()
+    gaps = {task: welch(*single_and_twins(task)) for task in FOUR}
+    ahead = [task for task, gap in gaps.items() if gap.verdict == "ahead"]
+    where = f" It is likely better on {joined(ahead)}." if ahead else ""
     return (
         f"  * **A single quantile critic** scored {ratio} times as much as the preset's twins "
-        f"(five seeds, and ten of the twins){proven(ratio)}."
+        f"(five seeds, and ten of the twins){proven(ratio)}.{where}"
     )
 
 

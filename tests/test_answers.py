@@ -335,10 +335,14 @@ def test_the_single_critic_and_twins_beside_each_other(answers, monkeypatch):
         "scalar, single": np.full((5, 4), 2.0),
     }
     monkeypatch.setattr(answers.critics, "raw_scores", lambda family: raw)
+    runs = {task: (np.array([2.0, 2, 2.1]), np.array([2.0, 2, 2.2])) for task in answers.FOUR}
+    monkeypatch.setattr(answers, "single_and_twins", runs.get)
     assert answers.single_critic().endswith(
         "scored 1.50 (1.50 to 1.50) times as much as the preset's twins (five seeds, and ten of "
         "the twins), so take it."
     )
+    runs["Ant-v5"] = (np.array([3.0, 3, 3.1]), np.array([2.0, 2, 2.2]))
+    assert answers.single_critic().endswith("so take it. It is likely better on Ant-v5.")
     assert answers.twins_told().endswith(
         "scalar twins beside a single scalar critic are likely better, 1.00 (1.00 to 1.00), and "
         "the preset's twins undecided, 0.50 (0.50 to 0.50)."
