@@ -248,7 +248,7 @@ class NetworkArgs:
     run that starts from nothing is only clipped."""
 
 
-# For flags of the actor's update: they have no effect on weights while it is not trained.
+# For flags of the actor's update. While the actor is not trained, they change no weight.
 ACTOR_ONLY = IdleWhile("learning_rate", 0.0)
 
 
@@ -362,9 +362,9 @@ class RiskArgs:
     cvar_alpha: TailMass = 0.05
     """Share of the worst returns that CVaR averages. 1 gives the mean."""
     cvar_weight: Annotated[Fraction, IdleWhile("cvar_alpha", 1.0), ACTOR_ONLY] = 0.0
-    """Weight of the CVaR advantage. 0 learns from the mean alone, as any weight does with
-    --cvar-alpha 1, and a weight of 1 from CVaR alone. Use it with
-    the flags of the preset averse, since lambda-returns vary too little."""
+    """Weight of the CVaR advantage. 0 learns from the mean alone, 1 from CVaR alone. With
+    --cvar-alpha 1 it has no effect. Use it with the flags of the preset averse, since
+    lambda-returns vary too little."""
 
 
 @dataclass
@@ -773,7 +773,7 @@ def prepare_batch(
     dist = agent.value_dist
 
     # 0. The first rollout has no statistics before it. The sums of its rewards set them. Its
-    #    targets are taken in as well, in step 3. So it counts twice, until later ones outweigh it.
+    #    targets are taken in as well, in step 3. So it counts twice. Later ones soon outweigh it.
     if args.norm_returns and dist.moments.count == 0:
         dist.moments.merge(*first_return_moments(rollout, args), weight=1)
 
@@ -2738,7 +2738,7 @@ def unfit_part(space: gym.Space, name: str = "observation") -> str:
             return f"{name} is {space}, a stack of images; move the stack into the channels"
         if channel_axis(space) is not None:
             text = "which counts as an image (a flat one would not); images are not joined with"
-            return f"{name} is {space}, {text} other parts; wrap the task to give it alone, or not"
+            return f"{name} is {space}, {text} other parts; wrap the task to give it alone"
         return ""
 
     if isinstance(space, Discrete | MultiDiscrete | MultiBinary):
@@ -3838,7 +3838,7 @@ def take_weights(agent: Agent, args: Args, here: Path) -> None:
     for name in theirs | ours:
         if theirs.get(name) != ours.get(name):
             differ = f"{name} is {theirs.get(name)} there, {ours.get(name)} by these flags"
-            text = f"{differ}; give the flags in its args.json, its networks and its spaces"
+            text = f"{differ}; take its flags (args.json), its networks and its spaces"
             raise flag_error(args, "init_from", text)
 
     unknown = sorted(hidden_entries(stored) - hidden_entries(args))

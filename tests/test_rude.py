@@ -1950,7 +1950,7 @@ def test_a_stack_of_bytes_is_told_what_to_do(script):
     assert text.endswith("a stack of images; move the stack into the channels")
     text = script.unfit_part(gym.spaces.Dict(eye=gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)))
     assert "counts as an image" in text
-    assert text.endswith("not joined with other parts; wrap the task to give it alone, or not")
+    assert text.endswith("not joined with other parts; wrap the task to give it alone")
     text = script.unfit_part(gym.spaces.Dict(image_caption=gym.spaces.Text(8)))
     assert text.endswith("no place in a vector; wrap the task in a module of yours, module:id")
     assert script.unfit_part(gym.spaces.Box(0, 255, (64,), np.uint8)) == ""
